@@ -1,0 +1,47 @@
+# PYTHON: the interpreter that .venv is made with. PRECISION, ARGS: what `make train` passes to the recipe, as in
+#     make train PRECISION=fp16 ARGS="--seed 7 --number_of_epochs 3"
+PYTHON ?= python3
+PRECISION ?= bf16
+ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+# A name that opens with an underscore is a helper of the benchmarks, not a benchmark.
+BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint bench clean
+
+help:
+	@echo "make setup   install into $(VENV), at the versions of constraints.txt"
+	@echo "make train   train the image classification recipe (PRECISION=$(PRECISION), ARGS=...)"
+	@echo "make test    run the tests (ARGS=...)"
+	@echo "make lint    check style and format"
+	@echo "make bench   run every benchmark, each writes to benchmarks/results/"
+	@echo "make clean   remove builds and caches"
+
+setup: $(INSTALLED)
+
+# torch comes from wherever pip is set up to look: a CPU build ("2.13.0+cpu") also meets the constraint, and wins.
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -c constraints.txt -e '.[dev,recipes]'
+	touch $@
+
+train: setup
+	$(RUN) recipes/image_classification/train.py configs/image_classification.yaml --precision $(PRECISION) $(ARGS)
+
+test: setup
+	$(RUN) -m pytest $(ARGS)
+
+lint: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+bench: setup
+	@set -e; for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(RUN) $$benchmark; done
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -1,0 +1,46 @@
+"""Every line that knows about dtypes in training."""
+
+from amp_recipes.precision.amp_config import (
+    AMPConfig,
+    Precision,
+    fp16_parameters,
+    resolve_precision,
+    set_float32_precision,
+)
+from amp_recipes.precision.autocast import TorchAutocast, custom_bwd, custom_fwd, fwd_default_precision
+from amp_recipes.precision.pins import Pins, decorated_modules, pin_fp32
+from amp_recipes.precision.plan import PrecisionPlan
+from amp_recipes.precision.scaling import (
+    LossScaler,
+    Patience,
+    PendingUpdate,
+    Update,
+    UpdateOwner,
+    as_scalar,
+    check_optimizers,
+    clear_gradients,
+)
+
+__all__ = [
+    "AMPConfig",
+    "LossScaler",
+    "Patience",
+    "PendingUpdate",
+    "Pins",
+    "Precision",
+    "PrecisionPlan",
+    "TorchAutocast",
+    "Update",
+    "UpdateOwner",
+    "as_scalar",
+    "check_optimizers",
+    "clear_gradients",
+    "custom_bwd",
+    "custom_fwd",
+    "decorated_modules",
+    "fp16_parameters",
+    "fwd_default_precision",
+    "pin_fp32",
+    "resolve_precision",
+    "set_float32_precision",
+]

@@ -1,0 +1,448 @@
+"""Decides where autocast is on, where it is off, and in which dtype tensors cross that border."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import functools
+import inspect
+import numbers
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from amp_recipes.errors import PrecisionError
+
+_AUTOCAST_SIGNATURE = inspect.signature(torch.autocast)
+_CTX_STATE = "_amp_recipes_autocast_state"
+_DECORATED_MARK = "_amp_recipes_default_precision"
+
+
+def _autocast_available(device_type: str) -> bool:
+    """Whether torch knows autocast on `device_type`, also where it does not know the type at all."""
+    try:
+        return torch.amp.is_autocast_available(device_type)
+    except RuntimeError:
+        return False
+
+
+AUTOCAST_DEVICE_TYPES: tuple[str, ...] = tuple(
+    device_type
+    for device_type in (
+        *("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu"),
+        torch._C._get_privateuse1_backend_name(),  # the name an out-of-tree accelerator gave itself
+    )
+    if _autocast_available(device_type)
+)
+"""Device types that have an autocast state, whether or not this machine has such a device."""
+
+
+class _EnteredContexts(threading.local):
+    """One stack per thread: autocast's state is per thread, and so is what an exit has to undo."""
+
+    def __init__(self) -> None:
+        self.stack: list[torch.autocast] = []
+
+
+class TorchAutocast:
+    """`torch.autocast` that may be entered again, nested in itself and shared between threads.
+
+    Takes the arguments of `torch.autocast` (device_type, dtype, enabled, cache_enabled), by position or by
+    name; device_type may also be a `torch.device`. At float32 it does nothing: autocast has no float32 mode.
+    A context manager and a decorator; what torch.compile traces may call a decorated function, but enters
+    only `torch.autocast` itself. Attributes: `device_type`, `dtype` (None: the device's default) and
+    `enabled` (False at float32).
+    Raises TypeError for arguments that `torch.autocast` does not take, and PrecisionError (a RuntimeError)
+    that names dtype and device where this device has no autocast, or where entering it fails.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        arguments = _AUTOCAST_SIGNATURE.bind_partial(*args, **kwargs).arguments
+        if "device_type" in arguments:
+            arguments["device_type"] = _device_type(arguments["device_type"])
+        self.device_type: str | None = arguments.get("device_type")
+        self.dtype: torch.dtype | None = arguments.get("dtype")
+        if not (self.dtype is None or isinstance(self.dtype, torch.dtype)):
+            raise TypeError(
+                f"dtype of autocast must be a torch.dtype such as torch.bfloat16, not {self.dtype!r}; "
+                "AMPConfig.from_name('bf16').dtype turns a name into one"
+            )
+        self._is_noop = self.dtype is torch.float32
+        if not self._is_noop:
+            _AUTOCAST_SIGNATURE.bind(**arguments)  # only a no-op can do without a device type
+            if not _autocast_available(self.device_type):
+                raise PrecisionError(
+                    f"autocast to {self.dtype or 'its default dtype'} does not exist on device type "
+                    f"{self.device_type!r}; expected one of {', '.join(AUTOCAST_DEVICE_TYPES)}. "
+                    "Use float32 on this device"
+                )
+        self.enabled: bool = not self._is_noop and arguments.get("enabled", True)
+        self._arguments = dict(arguments)
+        self._entered = _EnteredContexts()
+        self.was_entered = False
+
+    def __enter__(self) -> TorchAutocast:
+        if self._is_noop:
+            return self
+        try:
+            # A new context each time: torch.autocast keeps what it has to restore on itself, so one of
+            # them entered twice would restore the wrong state.
+            context = torch.autocast(**self._arguments)
+            context.__enter__()
+        except Exception as cause:
+            raise PrecisionError(
+                f"cannot enter autocast to {self.dtype or 'its default dtype'} on device "
+                f"{self.device_type!r}: {cause}. Choose another precision or device"
+            ) from cause
+        self._entered.stack.append(context)
+        self.was_entered = True
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        if not self._is_noop:
+            self._entered.stack.pop().__exit__(exc_type, exc_value, traceback)
+
+    def __call__(self, function: Callable) -> Callable:
+        """`function`, run inside this context at each call; at float32 `function` itself."""
+        if self._is_noop:
+            return function
+        arguments = self._arguments
+
+        @functools.wraps(function)
+        def inside_autocast(*args: Any, **kwargs: Any) -> Any:
+            # torch.compile cannot enter an object of ours that was made outside the function it traces.
+            with torch.autocast(**arguments) if torch.compiler.is_compiling() else self:
+                return function(*args, **kwargs)
+
+        return inside_autocast
+
+    def __reduce__(self) -> tuple:
+        # A copy or a pickle (of a model that holds one) starts outside: thread-local stacks do not travel.
+        return functools.partial(TorchAutocast, **self._arguments), ()
+
+    def __repr__(self) -> str:
+        return f"TorchAutocast({', '.join(f'{name}={value!r}' for name, value in self._arguments.items())})"
+
+
+def _device_type(device: Any) -> str:
+    """The type of `device`; a string that names one device of a type is refused, as in torch."""
+    if isinstance(device, torch.device):
+        return device.type
+    if not isinstance(device, str):
+        raise TypeError(f"device_type of autocast must be a string such as 'cuda', not {device!r}")
+    device_type, colon, _ = device.partition(":")
+    if colon:
+        raise PrecisionError(
+            f"autocast takes a device type, not the device {device!r}: the device type is {device_type!r}. "
+            f"torch.device({device!r}).type gives it"
+        )
+    return device
+
+
+def fwd_default_precision(fwd: Callable | None = None, cast_inputs: torch.dtype | None = torch.float32) -> Callable:
+    """`fwd`, run with autocast off and its inputs cast to `cast_inputs` wherever it meets autocast.
+
+    For a `forward` (or any function) that needs a fixed precision. Use it bare, with arguments, or as
+    `functools.partial` does: without `fwd` it returns a decorator. The decorated function also takes
+    `force_allow_autocast=False`; True means "as if it were not decorated".
+
+    cast_inputs: dtype for floating-point tensors on devices whose autocast is on, in positional and keyword
+    arguments, at any depth of dict, list, tuple, namedtuple, dataclass, PackedSequence and registered
+    pytrees. A container in which nothing is cast is handed on itself, and one tensor given twice stays one
+    tensor. float64, integers, bools, complex and everything that is not a tensor pass untouched; a type that
+    could hold tensors out of sight draws one warning. None: autocast off, nothing cast.
+    Without autocast nothing changes. Outputs are not cast back. Nothing is stored on module or arguments.
+    torch.compile runs a backward in the autocast state in which the compiled function was called: enter
+    autocast inside that function, or the backward of `fwd` is in low precision too.
+    torch.jit.script compiles the undecorated source and so loses the precision: use torch.compile.
+    """
+    if fwd is None:
+        return functools.partial(fwd_default_precision, cast_inputs=cast_inputs)
+    if not callable(fwd):
+        raise TypeError(f"fwd_default_precision decorates a function, not {fwd!r}; give a dtype as cast_inputs=")
+    signature = _signature_of(fwd)
+    untouched = _leading_self(signature)
+    is_decorated_inside = signature is not None and "force_allow_autocast" in signature.parameters
+    undecorated = functools.partial(fwd, force_allow_autocast=True) if is_decorated_inside else fwd
+
+    @functools.wraps(fwd)
+    def at_default_precision(*args: Any, force_allow_autocast: bool = False, **kwargs: Any) -> Any:
+        if force_allow_autocast:
+            return undecorated(*args, **kwargs)
+        return call_without_autocast(fwd, args, kwargs, cast_inputs, untouched)
+
+    setattr(at_default_precision, _DECORATED_MARK, True)
+    if signature is not None and not is_decorated_inside:
+        at_default_precision.__signature__ = _with_force_allow_autocast(signature)
+    return at_default_precision
+
+
+def has_default_precision(fwd: Any) -> bool:
+    """Whether `fwd` was decorated by `fwd_default_precision`."""
+    return getattr(fwd, _DECORATED_MARK, False)
+
+
+def _signature_of(function: Callable) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # functions written in C may have none
+        return None
+
+
+def _leading_self(signature: inspect.Signature | None) -> int:
+    """1 where the first parameter is `self`: a method's owner is not an input, even if it is a dataclass."""
+    return 1 if signature is not None and next(iter(signature.parameters), None) == "self" else 0
+
+
+def _with_force_allow_autocast(signature: inspect.Signature) -> inspect.Signature:
+    parameters = list(signature.parameters.values())
+    has_var_keyword = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+    added = inspect.Parameter("force_allow_autocast", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+    parameters.insert(len(parameters) - has_var_keyword, added)
+    return signature.replace(parameters=parameters)
+
+
+def call_without_autocast(
+    fwd: Callable, args: tuple, kwargs: dict[str, Any], cast_inputs: torch.dtype | None, untouched: int = 0
+) -> Any:
+    """What `fwd(*args, **kwargs)` returns with autocast off and inputs cast; a plain call without autocast.
+
+    untouched: how many leading positional arguments are not inputs (a method's self, a Function's ctx).
+    """
+    # torch._C._is_any_autocast_enabled() would be cheaper than this 1.4 us, but it overlooks mps.
+    active = [device_type for device_type in AUTOCAST_DEVICE_TYPES if torch.is_autocast_enabled(device_type)]
+    if not active:
+        return fwd(*args, **kwargs)
+    return _call_cast(fwd, args, kwargs, cast_inputs, active, untouched)
+
+
+def _call_cast(
+    fwd: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    cast_inputs: torch.dtype | None,
+    device_types: list[str],
+    untouched: int,
+) -> Any:
+    """Call `fwd` with autocast off on `device_types` and the inputs on them cast."""
+    if cast_inputs is not None:
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            dtype = tensor.dtype
+            if dtype is cast_inputs or dtype is torch.float64 or not dtype.is_floating_point:
+                return tensor
+            return tensor.to(cast_inputs) if tensor.device.type in device_types else tensor
+
+        tensors = _TensorMap(cast)
+        args = args[:untouched] + tensors.visit(args[untouched:])
+        kwargs = tensors.visit(kwargs) if kwargs else kwargs
+    off = [(device_type, False, None) for device_type in device_types]
+    return _call_in_autocast_state(off, fwd, args, kwargs)
+
+
+def _call_in_autocast_state(
+    states: list[tuple[str, bool, torch.dtype | None]], fwd: Callable, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Call `fwd` with (device type, enabled, dtype) set for each; one `with` per frame traces in dynamo."""
+    if not states:
+        return fwd(*args, **kwargs)
+    device_type, enabled, dtype = states[0]
+    with torch.autocast(device_type, dtype=dtype, enabled=enabled):
+        return _call_in_autocast_state(states[1:], fwd, args, kwargs)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value` with `function` applied to each tensor in it, at any depth; types of containers are kept.
+
+    A container whose tensors all came back unchanged is returned itself; no container is changed in place.
+    Values that cannot hold tensors pass; an object of any other unknown type passes with one warning.
+    """
+    return _TensorMap(function).visit(value)
+
+
+class _TensorMap:
+    """Maps one call's tensors; one met twice is mapped once, so that `query is key` stays true."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.function = function
+        self.mapped: dict[torch.Tensor, torch.Tensor] = {}  # the replaced ones; tensors hash by identity
+        # Counts the tensors that were replaced. Comparing containers by identity would tell the same, but
+        # torch.compile cannot trace that for those that the walk made.
+        self.replaced = 0
+
+    def visit(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._visit_tensor(value)
+        kind = type(value)
+        if kind in _PLAIN_TYPES or isinstance(value, nn.Module):
+            return value
+        if kind is dict:
+            return self._rebuilt(value, value.values(), lambda items: dict(zip(value, items, strict=True)))
+        if kind is list or kind is tuple:
+            return self._rebuilt(value, value, kind)
+        if isinstance(value, tuple) and hasattr(kind, "_make"):
+            # _make skips __new__: a PackedSequence is a namedtuple whose __new__ takes other arguments.
+            return self._rebuilt(value, value, kind._make)
+        if kind in pytree.SUPPORTED_NODES:
+            node = pytree.SUPPORTED_NODES[kind]
+            items, context = node.flatten_fn(value)
+            return self._rebuilt(value, items, lambda items: node.unflatten_fn(items, context))
+        if isinstance(value, dict):
+            return self._rebuilt(value, value.values(), lambda items: _dict_like(value, items))
+        if isinstance(value, (list, tuple)) and kind is not torch.Size:
+            return self._rebuilt(value, value, lambda items: _sequence_like(value, items))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+            items = [getattr(value, name) for name in names]
+            return self._rebuilt(value, items, lambda items: _dataclass_like(value, names, items))
+        _warn_once_if_opaque(value)
+        return value
+
+    def _visit_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        result = self.mapped.get(tensor)
+        if result is None:
+            result = self.function(tensor)
+            if result is tensor:
+                return tensor
+            self.mapped[tensor] = result
+        self.replaced += 1
+        return result
+
+    def _rebuilt(self, value: Any, items: Iterable, rebuild: Callable[[list], Any]) -> Any:
+        """`value` itself if no tensor below it is replaced, else `rebuild(mapped items)`."""
+        before = self.replaced
+        mapped = [self.visit(item) for item in items]
+        return value if self.replaced == before else rebuild(mapped)
+
+
+_PLAIN_TYPES = (type(None), bool, int, float, str)  # what arguments mostly are, tried first
+
+
+def _dict_like(value: dict, items: list) -> dict:
+    result = copy.copy(value)  # keeps what a subclass carries besides its items
+    if getattr(value, "__dict__", None) is value:  # the idiom `self.__dict__ = self`
+        result.__dict__ = result
+    for key, item in zip(value, items, strict=True):
+        result[key] = item
+    return result
+
+
+def _sequence_like(value: Any, items: list) -> Any:
+    if isinstance(value, list):
+        result = copy.copy(value)
+        result[:] = items
+        return result
+    result = tuple.__new__(type(value), items)
+    if hasattr(value, "__dict__"):
+        result.__dict__.update(value.__dict__)
+    return result
+
+
+def _dataclass_like(value: Any, names: list[str], items: list) -> Any:
+    # Not dataclasses.replace: it cannot set init=False fields, and it runs __post_init__ again.
+    result = copy.copy(value) if hasattr(value, "__dict__") else object.__new__(type(value))
+    for name, item in zip(names, items, strict=True):
+        object.__setattr__(result, name, item)  # also into a frozen one
+    return result
+
+
+_SILENT_TYPES = (
+    *(str, bytes, bytearray, numbers.Number, range, enum.Enum),
+    *(torch.dtype, torch.device, torch.Size, torch.Generator, torch.layout, torch.memory_format),
+)
+_seen_types: set[type] = set()
+
+
+def _warn_once_if_opaque(value: Any) -> None:
+    """Say once per type that tensors inside `value` are out of reach, unless it cannot hold any."""
+    if torch.compiler.is_compiling():
+        return
+    kind = type(value)
+    if kind in _seen_types:
+        return
+    _seen_types.add(kind)
+    is_numpy = any(base.__module__ == "numpy" for base in kind.__mro__)
+    if is_numpy or callable(value) or isinstance(value, _SILENT_TYPES):
+        return
+    warnings.warn(
+        f"a precision cast passes {kind.__module__}.{kind.__qualname__} objects untouched: tensors inside "
+        "keep their dtype. Pass the tensors themselves, make the class a dataclass, or register it with "
+        "torch.utils._pytree.register_pytree_node",
+        stacklevel=2,
+    )
+
+
+def custom_fwd(fwd: Callable | None = None, *, cast_inputs: torch.dtype | None = None) -> Callable:
+    """`forward` of a `torch.autograd.Function` whose backward then runs in the same autocast state.
+
+    As `torch.amp.custom_fwd`, but the device types are those of the tensors among the arguments after ctx,
+    at any depth (all device types where there is no tensor). Use it bare or with cast_inputs, with
+    `custom_bwd` on `backward`. Where forward takes no ctx, decorate `setup_context` as well.
+
+    cast_inputs: under autocast, cast floating-point inputs as `fwd_default_precision` does and run forward
+    and backward with autocast off. None: the autocast state stays as it is.
+    """
+    if fwd is None:
+        return functools.partial(custom_fwd, cast_inputs=cast_inputs)
+
+    @functools.wraps(fwd)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        has_ctx = bool(args) and isinstance(args[0], torch.autograd.function.FunctionCtx)
+        device_types = _device_types_in(args[has_ctx:], kwargs) or AUTOCAST_DEVICE_TYPES
+        state = [
+            (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+            for device_type in device_types
+        ]
+        if has_ctx:
+            off = cast_inputs is not None
+            setattr(args[0], _CTX_STATE, [(kind, enabled and not off, dtype) for kind, enabled, dtype in state])
+        active = [device_type for device_type, enabled, _ in state if enabled]
+        if cast_inputs is None or not active:
+            return fwd(*args, **kwargs)
+        return _call_cast(fwd, args, kwargs, cast_inputs, active, int(has_ctx))
+
+    return forward
+
+
+def custom_bwd(bwd: Callable) -> Callable:
+    """`backward` of a `torch.autograd.Function`, run in the autocast state (on or off, dtype) of its forward.
+
+    Needs `custom_fwd` on `forward` (or on `setup_context`); raises PrecisionError without it.
+    """
+
+    @functools.wraps(bwd)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        state = getattr(args[0], _CTX_STATE, None)
+        if state is None:
+            raise PrecisionError(
+                f"{bwd.__qualname__} has custom_bwd, but nothing recorded the autocast state of its forward: "
+                "decorate forward with custom_fwd, and where forward takes no ctx, setup_context as well"
+            )
+        changed = [
+            (device_type, enabled, dtype)
+            for device_type, enabled, dtype in state
+            if torch.is_autocast_enabled(device_type) != enabled or torch.get_autocast_dtype(device_type) != dtype
+        ]
+        return _call_in_autocast_state(changed, bwd, args, kwargs)
+
+    return backward
+
+
+def _device_types_in(*values: Any) -> list[str]:
+    """Device types with autocast that the tensors in `values` are on, each once."""
+    found: list[str] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        device_type = tensor.device.type
+        if device_type not in found and device_type in AUTOCAST_DEVICE_TYPES:
+            found.append(device_type)
+        return tensor
+
+    map_tensors(note, values)
+    return found

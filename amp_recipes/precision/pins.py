@@ -1,0 +1,186 @@
+"""Decides which module instances compute in fp32 whatever autocast says, by patterns of their names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_recipes.errors import ConfigError, PrecisionError
+from amp_recipes.precision.autocast import call_without_autocast, has_default_precision
+
+_TYPE_PREFIX = "type:"
+
+
+class _TraceLog:
+    """The classes of which torch.compile has traced a pinned forward."""
+
+    def __init__(self) -> None:
+        self.classes: set[type] = set()
+
+
+def _note_traced(trace_log: _TraceLog, module_class: type) -> bool:
+    """Runs while torch.compile traces, not in the compiled code."""
+    trace_log.classes.add(module_class)
+    return True
+
+
+# What torch.compiler.assume_constant_result does, without the 2 s for which that imports the compiler.
+_note_traced._dynamo_marked_constant = True
+
+
+class _Pin:
+    """The pin of one module; its bound `forward` stands in the module's `__dict__`.
+
+    Bound to the pin, so that copies and pickles of the module carry a pin of their own weights: a method
+    bound to the module comes back from a pickle as the class's forward. And a bound method, because
+    torch.compile guards on the identity of any other callable here: it would compile each of a model's
+    equal blocks anew.
+    """
+
+    def __init__(self, module: nn.Module, trace_log: _TraceLog) -> None:
+        self.module = module
+        self.previous: Callable | None = vars(module).get("forward")  # set by somebody else on the instance
+        self.called = False
+        self.trace_log = trace_log
+
+    @property
+    def was_called(self) -> bool:
+        return self.called or type(self.module) in self.trace_log.classes
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, in fp32 with autocast off."""
+        # While compiling, a note per module would be a side effect, which activation checkpointing refuses,
+        # or an identity to guard on. So there it is one per class.
+        if torch.compiler.is_compiling():
+            _note_traced(self.trace_log, type(self.module))
+        else:
+            self.called = True
+        if self.previous is not None:
+            return call_without_autocast(self.previous, args, kwargs, torch.float32)
+        forward = type(self.module).forward
+        return call_without_autocast(forward, (self.module, *args), kwargs, torch.float32, untouched=1)
+
+
+class Pins:
+    """The modules that one `pin_fp32` pinned.
+
+    names: their names, in the order of `named_modules`.
+    """
+
+    def __init__(self, pinned: dict[str, _Pin]) -> None:
+        self._pinned = pinned
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._pinned)
+
+    def never_called(self) -> list[str]:
+        """Names whose pinned forward has not run: their parent uses the weights without calling the module.
+
+        An example is `out_proj` of `nn.MultiheadAttention`. Ask after some forwards. Where torch.compile
+        traced one module of a class, all pinned modules of this class count as called.
+        """
+        return [name for name, pin in self._pinned.items() if not pin.was_called]
+
+
+def pin_fp32(modules: nn.Module, patterns: Sequence[str]) -> Pins:
+    """Pin the modules that match: under autocast they run with autocast off and inputs cast to fp32.
+
+    patterns: shell-style patterns of names in `modules.named_modules()` ("model.head", "*.norm"; * also
+    matches dots), or "type:" and a pattern of class names ("type:LayerNorm"); case counts. A module without
+    a forward of its own (ModuleList, ModuleDict) is pinned through its children.
+    Outputs are not cast back; without autocast nothing changes; pinning again changes nothing. Pins survive
+    copies, pickles, torch.compile and checkpointing of activations; `state_dict` does not know of them.
+    torch.jit.script refuses pinned modules. Under torch.compile the backward is pinned only where autocast
+    is entered inside the compiled function (see `fwd_default_precision`).
+    Raises ConfigError that lists all patterns that match nothing or nothing with a forward (ParameterList),
+    PrecisionError for TorchScript modules; in either case nothing was pinned.
+    """
+    if isinstance(patterns, str):
+        raise ConfigError(f"fp32_modules takes a list of patterns, not the string {patterns!r}: use [{patterns!r}]")
+    named_modules = list(modules.named_modules(remove_duplicate=False))
+    problems: list[str] = []
+    targets: set[nn.Module] = set()
+    for pattern in patterns:
+        matches = [(name, module) for name, module in named_modules if _matches(pattern, name, module)]
+        found = {target for name, module in matches for target in _with_forward(name, module)}
+        targets |= found
+        if not matches:
+            problems.append(_no_match(pattern, named_modules))
+        elif not found:
+            problems.append(_no_forward(pattern, matches))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+    trace_log = _TraceLog()
+    # named_modules() gives a module that stands under several names once, under the first.
+    return Pins({name: _pin(module, trace_log) for name, module in modules.named_modules() if module in targets})
+
+
+def decorated_modules(modules: nn.Module) -> list[str]:
+    """Names of the modules whose class has a forward decorated by `fwd_default_precision`."""
+    return [name for name, module in modules.named_modules() if has_default_precision(type(module).forward)]
+
+
+def _matches(pattern: str, name: str, module: nn.Module) -> bool:
+    if pattern.startswith(_TYPE_PREFIX):
+        return fnmatchcase(type(module).__name__, pattern.removeprefix(_TYPE_PREFIX))
+    return fnmatchcase(name, pattern)
+
+
+def _no_match(pattern: str, named_modules: list[tuple[str, nn.Module]]) -> str:
+    """What is wrong with a pattern that matches nothing, with the nearest names."""
+    prefix = _TYPE_PREFIX if pattern.startswith(_TYPE_PREFIX) else ""
+    if prefix:
+        candidates = sorted({type(module).__name__ for _, module in named_modules})
+        what = "class of a module"
+    else:
+        candidates = [name for name, _ in named_modules if name]
+        what = "module"
+    nearest = difflib.get_close_matches(pattern.removeprefix(prefix), candidates, n=3)
+    message = f"fp32_modules: {pattern!r} matches no {what}"
+    if nearest:
+        return f"{message}. Did you mean {' or '.join(prefix + name for name in nearest)}?"
+    shown = ", ".join(prefix + name for name in candidates[:8]) or "none: the model has no submodules"
+    return f"{message}; there are {shown}{', ...' if len(candidates) > 8 else ''}"
+
+
+def _no_forward(pattern: str, matches: list[tuple[str, nn.Module]]) -> str:
+    """What is wrong with a pattern that matches only what nobody calls, such as a ParameterList."""
+    name, module = matches[0]
+    return (
+        f"fp32_modules: {pattern!r} matches {name!r} ({type(module).__name__}), which has no forward and no "
+        "children with one, so there is nothing to pin; pin the module that uses it"
+    )
+
+
+def _with_forward(name: str, module: nn.Module) -> Iterator[nn.Module]:
+    """What to pin for a module: itself, or its children where it has no forward that anybody calls.
+
+    An `_orig_mod` is what torch.compile(module) wraps: the wrapper's attributes are not its own.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise PrecisionError(
+            f"fp32_modules: {name!r} is a TorchScript module, whose compiled forward cannot be pinned; "
+            "use the module that it was made from"
+        )
+    is_compiled = "_orig_mod" in module._modules
+    if not is_compiled and ("forward" in vars(module) or type(module).forward is not nn.Module.forward):
+        yield module
+        return
+    for child_name, child in module.named_children():
+        yield from _with_forward(f"{name}.{child_name}" if name else child_name, child)
+
+
+def _pin(module: nn.Module, trace_log: _TraceLog) -> _Pin:
+    """The pin of `module`: the one it has, or a new one."""
+    pin = getattr(vars(module).get("forward"), "__self__", None)
+    if not isinstance(pin, _Pin):
+        pin = _Pin(module, trace_log)
+        module.forward = pin.forward
+    return pin

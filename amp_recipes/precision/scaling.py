@@ -1,0 +1,476 @@
+"""The one owner of scale -> backward -> unscale -> clip -> step -> update -> skip.
+
+A nonfinite loss or gradient never reaches the weights, at any precision: the verdict is one 0-d tensor on the device.
+Fused optimizers look at it there; for others the host reads it, once. Either way it travels to the host as a ticket
+that is read when somebody needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from amp_recipes.errors import NonfiniteError, PrecisionError, RecipeError
+from amp_recipes.host_copy import HostCopy, Ticket
+from amp_recipes.precision.amp_config import fp16_parameters
+from amp_recipes.precision.rollback import BufferRollback
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """How one call of `UpdateOwner.step` ended, in host numbers."""
+
+    taken: bool
+    losses: list[float]  # what was handed to `backward` for it, in order
+    grad_norms: dict[str, float]  # per optimizer: L2 before clipping, unscaled
+    scale: float | None  # loss scale that was in force; None without scaling
+
+    @property
+    def grad_norm(self) -> float | None:
+        """L2 norm over all gradients of the update; None if there were none."""
+        return math.hypot(*self.grad_norms.values()) if self.grad_norms else None
+
+
+class PendingUpdate:
+    """An update whose verdict may still be on its way from the device."""
+
+    __slots__ = ("_names", "_ticket", "_update", "losses")
+
+    def __init__(self, ticket: Ticket, losses: int, names: Sequence[str]) -> None:
+        self._ticket = ticket  # verdict, losses, norms, and the scale where there is one
+        self.losses = losses  # how many were handed to `backward` for it
+        self._names = names
+        self._update: Update | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the host has the verdict already, without waiting."""
+        return self._ticket.known
+
+    def read(self) -> Update:
+        """The verdict; waits for it where it has not arrived."""
+        if self._update is None:
+            skip, *numbers = self._ticket.read()
+            first_norm = self.losses
+            scale_at = first_norm + len(self._names)
+            self._update = Update(
+                taken=skip == 0.0 and all(map(math.isfinite, numbers)),
+                losses=numbers[:first_norm],
+                grad_norms=dict(zip(self._names, numbers[first_norm:scale_at], strict=True)),
+                scale=numbers[scale_at] if scale_at < len(numbers) else None,
+            )
+        return self._update
+
+
+class LossScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` with a floor, and with several rounds of one optimizer in an iteration.
+
+    min_scale: the scale never falls below it. At 1 a gradient that still overflows is beyond fp16 itself (65504),
+    and halving on would only flush the small ones to zero.
+    """
+
+    def __init__(self, device: str, min_scale: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(device, **kwargs)
+        self.min_scale = min(min_scale, kwargs.get("init_scale", 2.0**16))
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """As `GradScaler.update`, then hold the floor; nothing is read from the device."""
+        super().update(new_scale)
+        if self.scale_tensor is not None:
+            self.scale_tensor.clamp_(min=self.min_scale)
+
+    def unscale_round_(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of `optimizer`, also when it has already stepped since the last update.
+
+        torch allows one unscale between two updates. A further round's gradients carry the scale that is in force
+        now, so they are divided by it first; then the earlier round's verdict moves the scale. What the recipe has
+        unscaled itself is left as it is.
+        """
+        states = self._per_optimizer_states
+        if states[id(optimizer)]["stage"] is OptState.UNSCALED:
+            return
+        earlier = states.pop(id(optimizer))
+        self.unscale_(optimizer)
+        if earlier["found_inf_per_device"]:
+            this_round = states[id(optimizer)]
+            states[id(optimizer)] = earlier
+            self.update()
+            self._per_optimizer_states[id(optimizer)] = this_round
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """`optimizer` has stepped, or was skipped, outside of `GradScaler.step`."""
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+
+    @property
+    def awaits_update(self) -> bool:
+        """Whether a step's verdict has not moved the scale yet."""
+        return self._enabled and any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
+
+    @property
+    def scale_tensor(self) -> torch.Tensor | None:
+        """The scale on the device (0-d float32); None before the first `scale` and when disabled."""
+        return self._scale if self._enabled else None
+
+
+class UpdateOwner:
+    """Differentiates losses and takes, or skips, the updates of all optimizers of a run.
+
+    modules: whose buffers go back when an update is skipped.
+    scaler: a `LossScaler`, disabled unless fp16.
+    agree: makes all ranks share a verdict: takes and returns a 0-d float tensor (the maximum over ranks).
+    """
+
+    def __init__(
+        self,
+        modules: nn.Module,
+        scaler: LossScaler,
+        device: torch.device,
+        agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.scaler = scaler
+        self.buffers = BufferRollback(modules)
+        self._agree = agree
+        self._host = HostCopy(device)
+        self._losses: list[torch.Tensor] = []
+        self._losses_judged = False
+        self._zero = torch.zeros((), device=device)
+        self._one = torch.ones((), device=device)
+        self._stepped: set[int] = set()
+        # Per optimizer: how many states it had when last looked at, and the parameters whose state exists. Held by
+        # reference, so that no id is given out again.
+        self._initialized: dict[int, tuple[Optimizer, int, dict[int, nn.Parameter]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is keyed by identity means nothing in a copy.
+        return {**self.__dict__, "_initialized": {}, "_stepped": set(), "_losses": []}
+
+    def begin(self) -> None:
+        """To be called before a training forward: makes sure that there are buffers to go back to."""
+        if not self.buffers.watching:
+            self.buffers.watch()
+
+    def backward(self, loss: torch.Tensor, share: float = 1.0, of: float = 1.0) -> None:
+        """Scale and differentiate loss * share / of (0-d); gradients accumulate until `step`.
+
+        share, of: what the loss counts for in its accumulation window, and the sum over the window.
+        """
+        if self._losses_judged:
+            self._losses, self._losses_judged = [], False
+        loss = as_scalar(loss, "backward")
+        self._losses.append(loss.detach())
+        if share != 1.0:
+            loss = loss * share
+        if of != 1.0:
+            loss = loss / of
+        self.scaler.scale(loss).backward()
+
+    def gradients(self, loss: torch.Tensor, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Any:
+        """Gradients of `loss` with respect to `inputs`, unscaled and differentiable (for a gradient penalty).
+
+        loss: any shape; summed. Returns one tensor for one input, else a tuple in the order of `inputs`.
+        """
+        one = isinstance(inputs, torch.Tensor)
+        total = loss if loss.ndim == 0 else loss.sum()
+        grads = torch.autograd.grad(self.scaler.scale(total), inputs, create_graph=True)
+        if self.scaler.is_enabled():
+            # In float32 on the device: the scale is a power of two unless the user chose other factors.
+            inverse = self.scaler.scale_tensor.reciprocal()
+            grads = tuple(grad * inverse for grad in grads)
+        return grads[0] if one else grads
+
+    def step(self, optimizers: Mapping[str, Optimizer], max_grad_norm: float) -> PendingUpdate | None:
+        """Unscale, clip and step `optimizers`, all or none of them.
+
+        torch alone would skip one by one. Each is clipped by its own L2 norm over all its groups, after unscaling.
+        A norm that overflows over finite gradients skips as well. A fused optimizer is told the verdict on the
+        device; an unfused one, and any optimizer on its first step (torch's fused SGD leaves momentum uninitialised
+        when its first step is skipped), costs one read.
+
+        max_grad_norm: 0 or less: no clipping.
+        Returns the pending verdict; None where no parameter has a gradient.
+        """
+        # Not forgotten before the next backward: two optimizers may step by name after both backwards.
+        losses, self._losses_judged = self._losses, True
+        parameters = {name: _with_gradient(optimizer) for name, optimizer in optimizers.items()}
+        parameters = {name: found for name, found in parameters.items() if found}
+        if not parameters:
+            return None
+        scale = self.scaler.scale_tensor
+        if scale is None and self.scaler.is_enabled():
+            raise RecipeError(
+                "the gradients were not scaled, but precision fp16 needs it: call self.backward(loss) in place of "
+                "loss.backward()."
+            )
+        with torch.no_grad():
+            report = list(losses) if scale is None else [*losses, scale.clone()]
+            gradients = {name: self._unscaled(optimizers[name], found) for name, found in parameters.items()}
+            norms = {name: _norm(found) for name, found in gradients.items()}
+            report[len(losses) : len(losses)] = norms.values()
+            numbers = self._gather(report)
+            skip = None if self._decides_on_host else self._verdict(numbers)
+            pending = PendingUpdate(self._host.post(numbers), len(losses), list(norms))
+            on_device = skip is not None and all(
+                _skips_on_device(optimizers[name]) and self._knows(optimizers[name], found)
+                for name, found in parameters.items()
+            )
+            if on_device or pending.read().taken:
+                for name, found in gradients.items():
+                    known_norm = None if on_device else pending.read().grad_norms[name]
+                    _clip(found, norms[name], known_norm, max_grad_norm)
+                    _step(optimizers[name], skip if on_device else None)
+                    if skip is not None and not on_device:
+                        self._remember(optimizers[name], parameters[name])
+            self.buffers.settle(skip, lambda: not pending.read().taken)
+        return pending
+
+    def update_scale(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Move the loss scale by the verdicts so far, once all of `optimizers` have stepped (default: now)."""
+        if self.scaler.awaits_update and all(id(optimizer) in self._stepped for optimizer in optimizers):
+            self.scaler.update()
+            self._stepped.clear()
+
+    def drop_losses(self) -> None:
+        """Forget the losses that gradients came from: the gradients are gone, or their window is over."""
+        self._losses = []
+
+    def forget_state(self) -> None:
+        """Optimizer states or buffers were replaced from outside: look at them afresh."""
+        self._initialized.clear()
+        self.buffers.watching = False
+
+    def _knows(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether the state of all of `parameters` exists, so that a kernel can skip."""
+        _, states, known = self._initialized.get(id(optimizer), (None, -1, {}))
+        return states == len(optimizer.state) and known.keys() >= {id(parameter) for parameter in parameters}
+
+    def _remember(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        _, _, known = self._initialized.get(id(optimizer), (None, -1, {}))
+        known = {**known, **{id(parameter): parameter for parameter in parameters}}
+        self._initialized[id(optimizer)] = (optimizer, len(optimizer.state), known)
+
+    def _unscaled(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """The optimizer's gradients, unscaled in place; of sparse ones the values behind their distinct indices."""
+        sparse = any([parameter.grad.is_sparse for parameter in parameters])
+        if sparse:
+            for parameter in parameters:
+                parameter.grad = parameter.grad.coalesce() if parameter.grad.is_sparse else parameter.grad
+        if self.scaler.is_enabled():
+            self.scaler.unscale_round_(optimizer)
+            self.scaler.note_step(optimizer)
+            self._stepped.add(id(optimizer))
+        gradients = [parameter.grad for parameter in parameters]
+        return (
+            [gradient._values() if gradient.is_sparse else gradient for gradient in gradients] if sparse else gradients
+        )
+
+    @property
+    def _decides_on_host(self) -> bool:
+        """The host sees the numbers as soon as the device does, and no other rank has a say."""
+        return self._host.immediate and self._agree is None
+
+    def _gather(self, report: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A vector on the device: a place for the verdict (0: take the update), then the report.
+
+        float32, or float64 if a loss is.
+        """
+        first = self._zero
+        if any(x.dtype == torch.float64 for x in report):
+            first = first.double()
+        here = (x if x.dtype == first.dtype and x.device == first.device else x.to(first) for x in report)
+        return torch.stack([first, *here])
+
+    def _verdict(self, numbers: torch.Tensor) -> torch.Tensor:
+        """0-d float32 on the device, also in its place: 1 if any number is nonfinite on any rank, else 0."""
+        if numbers.dtype == torch.float32:
+            skip = numbers[0]
+            # One kernel that raises the flag; multiplying by one leaves the numbers as they are.
+            torch._amp_foreach_non_finite_check_and_unscale_([numbers[1:]], skip, self._one)
+        else:
+            skip = numbers.isfinite().all().logical_not().float()
+        if self._agree is not None:
+            skip.copy_(self._agree(skip))
+        if numbers.dtype != torch.float32:
+            numbers[0] = skip
+        return skip
+
+
+class Patience:
+    """Ends a run whose updates stay nonfinite.
+
+    In fp16 a skip above the scale's floor is ordinary back-off and does not count, if it is the gradients that are not
+    finite: then the scale falls. A nonfinite loss with finite gradients counts at any scale.
+    """
+
+    def __init__(self, limit: int, precision: str, min_scale: float) -> None:
+        self.limit = limit
+        self._precision = precision
+        self._min_scale = min_scale
+        self._warned = False
+        self._verdict: str | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self._in_a_row = 0
+        self._verdict = None
+
+    def observe(self, update: Update, where: Callable[[], str], skipped_in_all: int) -> None:
+        """Count `update`. where: says which batch it was."""
+        if update.taken:
+            self._in_a_row = 0
+            return
+        if update.scale is not None and not all(map(math.isfinite, update.grad_norms.values())):
+            if update.scale > self._min_scale:
+                return
+            self._alarm(where())
+        self._in_a_row += 1
+        if self._in_a_row >= self.limit:
+            self._verdict = self._message(update, where(), skipped_in_all)
+
+    def check(self) -> None:
+        """Raise NonfiniteError if `limit` updates in a row were skipped. Apart, so that they can be logged first."""
+        if self._verdict is not None:
+            raise NonfiniteError(self._verdict)
+
+    def _alarm(self, where: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "%s: the loss scale is at its floor (%g) and the update still overflows. Gradients (or activations) "
+            "exceed what fp16 holds (65504), so scaling down further cannot help: use --precision bf16, or pin the "
+            "modules that overflow with fp32_modules.",
+            where,
+            self._min_scale,
+        )
+
+    def _message(self, update: Update, where: str, skipped_in_all: int) -> str:
+        losses = " and ".join(f"{loss:g}" for loss in update.losses) or "unknown"
+        norms = ", ".join(f"{name}: {norm:g}" for name, norm in update.grad_norms.items())
+        advice = ["look for NaN or Inf in the data", "lower the learning rate", "lower max_grad_norm"]
+        if self._precision != "fp32":
+            advice.append("try --precision fp32 (if it trains there, pin modules with fp32_modules)")
+        return (
+            f"{where}: {self._in_a_row} updates in a row were skipped because the loss or a gradient was not finite "
+            f"(nonfinite_patience={self.limit}; {skipped_in_all} skipped in all). Last: loss {losses}, gradient "
+            f"norm {norms or 'none'}"
+            + (f", loss scale {update.scale:g}" if update.scale is not None else "")
+            + f", precision {self._precision}. The weights are as after the last good update. What to try: "
+            + "; ".join(advice)
+            + "."
+        )
+
+
+def check_optimizers(optimizers: Mapping[str, Optimizer], modules: nn.Module, scaled: bool) -> None:
+    """Raise PrecisionError for what cannot be trained safely, before the first step.
+
+    scaled: losses are scaled (fp16), which needs parameters in fp32.
+    """
+    names = {id(parameter): name for name, parameter in modules.named_parameters()}
+    owner: dict[int, str] = {}
+    for key, optimizer in optimizers.items():
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise PrecisionError(
+                f"optimizer '{key}' is LBFGS, which evaluates the loss several times inside one step; a step that may "
+                "be skipped, clipped and scaled cannot call it. Use a first-order optimizer such as AdamW or SGD."
+            )
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        named = [(names.get(id(p), f"parameter {index}"), p) for index, p in enumerate(parameters)]
+        for name, parameter in named:
+            if owner.setdefault(id(parameter), key) != key:
+                raise PrecisionError(
+                    f"parameter {name} belongs to two optimizers, '{owner[id(parameter)]}' and '{key}': one step of "
+                    "both would unscale and clip its gradient twice. Give it to one of them."
+                )
+        low = fp16_parameters(named) if scaled else []
+        if low:
+            shown = ", ".join(low[:5]) + (f" and {len(low) - 5} more" if len(low) > 5 else "")
+            raise PrecisionError(
+                "precision fp16 keeps the weights in fp32 and casts them in the forward, but optimizer "
+                f"'{key}' holds {len(low)} fp16 parameter(s): {shown}. Do not call .half() on the model; remove it, or "
+                "convert back with .float()."
+            )
+
+
+def as_scalar(loss: Any, where: str) -> torch.Tensor:
+    """`loss` as a 0-d tensor. Raises RecipeError for what is none."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss if loss.ndim == 0 else loss.reshape(())
+    given = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    raise RecipeError(
+        f"{where}: the loss is {given}; expected a tensor with one number. Reduce it, as with .mean(), in "
+        "compute_objectives."
+    )
+
+
+def _with_gradient(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [
+        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+    ]
+
+
+def _norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The L2 norm over all of them, computed as `torch.nn.utils.get_total_norm` does."""
+    device, dtype = gradients[0].device, gradients[0].dtype
+    if all(gradient.dtype is dtype and gradient.device == device for gradient in gradients):
+        # The common case without sorting the gradients by device and dtype, which costs more than the norm.
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return torch.nn.utils.get_total_norm(gradients)
+
+
+def _clip(
+    gradients: Sequence[torch.Tensor], norm: torch.Tensor, known_norm: float | None, max_grad_norm: float
+) -> None:
+    """Multiply by min(1, max_grad_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
+
+    known_norm: `norm`, where the host has it. Well below the bound (2 %: three roundings of bf16) the coefficient is
+    exactly 1, and multiplying by it is left out.
+    """
+    if max_grad_norm <= 0 or (known_norm is not None and known_norm < 0.98 * max_grad_norm - 1e-6):
+        return
+    # In the order in which torch divides a number by a tensor, so that the bits are the same; in place it is cheaper.
+    coefficient = (norm + 1e-6).reciprocal_().mul_(max_grad_norm).clamp_(max=1.0)
+    if all(gradient.device == coefficient.device for gradient in gradients):
+        torch._foreach_mul_(gradients, coefficient)
+    else:
+        for gradient in gradients:
+            gradient.mul_(coefficient.to(gradient.device, non_blocking=True))
+
+
+def clear_gradients(optimizer: Optimizer, set_to_none: bool) -> None:
+    """`optimizer.zero_grad`, without the profiler's record that costs more than the work where nothing overrides it."""
+    if set_to_none and getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+    else:
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def _skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's step takes `found_inf` and skips without the host (torch's fused ones)."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        group.get("fused", True) for group in optimizer.param_groups
+    )
+
+
+def _step(optimizer: Optimizer, skip: torch.Tensor | None) -> None:
+    """Take the step; with `skip`, the fused kernel leaves everything as it is where that is 1."""
+    if skip is None:
+        optimizer.step()
+        return
+    optimizer.grad_scale, optimizer.found_inf = None, skip  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]

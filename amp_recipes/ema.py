@@ -1,0 +1,58 @@
+"""An exponential moving average of trainable parameters, and the swap that lets evaluation use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+
+class WeightAverage:
+    """average <- decay * average + (1 - decay) * parameter, after every update that was taken.
+
+    modules: whose trainable parameters are averaged, as they are now. Buffers (BatchNorm statistics) are not
+    averaged: evaluation uses the model's own. Source of the rule: `torch.optim.swa_utils.get_ema_multi_avg_fn`.
+    """
+
+    def __init__(self, modules: nn.Module, decay: float) -> None:
+        named = {name: p for name, p in modules.named_parameters() if p.requires_grad}
+        self._names = list(named)
+        self._parameters = list(named.values())
+        self._averages = [parameter.detach().clone() for parameter in self._parameters]
+        self._move = get_ema_multi_avg_fn(decay)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the parameters once."""
+        if self._averages:
+            self._move(self._averages, self._parameters, None)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within it, the modules hold the averaged parameters."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter, average in zip(self._parameters, self._averages, strict=True):
+            trained = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(trained)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages by parameter name."""
+        return dict(zip(self._names, self._averages, strict=True))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take averages that `state_dict` returned for the same modules."""
+        with torch.no_grad():
+            for name, average in zip(self._names, self._averages, strict=True):
+                average.copy_(state[name])

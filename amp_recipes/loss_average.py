@@ -1,0 +1,42 @@
+"""The running average of a stage's losses, weighted, without the nonfinite ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+
+class LossAverage:
+    """The average so far, and what it was made of.
+
+    value: moved from outside, by `add`; weight: what the loss just added counts for; seen: weight of all so far, that
+    one included; nonfinite: how many losses stayed out.
+    """
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.weight = 1.0
+        self.seen = 0.0
+        self.nonfinite = 0
+
+    def add(self, loss: float, weight: float, move: Callable[[float, float], float]) -> None:
+        """Take in one loss; `move(loss, average)` returns the new average."""
+        if not math.isfinite(loss):
+            self.nonfinite += 1
+        elif weight > 0:
+            self.weight = weight
+            self.seen += weight
+            self.value = move(loss, self.value)
+
+    @property
+    def result(self) -> float:
+        """The stage's average: NaN, not 0, where nothing finite was seen."""
+        return self.value if self.seen > 0 else math.nan
+
+    def state_dict(self) -> dict[str, float]:
+        """What a run needs that resumes inside the stage."""
+        return {"value": self.value, "seen": self.seen, "nonfinite": self.nonfinite}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Take a state that `state_dict` returned."""
+        self.value, self.seen, self.nonfinite = state["value"], state["seen"], state["nonfinite"]

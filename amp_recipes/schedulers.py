@@ -1,0 +1,51 @@
+"""Learning rate schedulers of a run: one per optimizer, made and moved together."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from amp_recipes.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Schedulers:
+    """The schedulers that `make` (the hparam `lr_scheduler`) returns for each optimizer.
+
+    make: a class, function or partial that takes the optimizer, as `!name:` in a YAML gives. None, and an object with
+    a state of its own (as recipes of the original Brain have, which step it themselves), make none.
+    interval: "step" or "epoch". Raises ConfigError for ReduceLROnPlateau by the step.
+    """
+
+    def __init__(self, make: Any, optimizers: Mapping[str, Optimizer], interval: str) -> None:
+        takes_optimizer = isinstance(make, functools.partial) or inspect.isclass(make) or inspect.isroutine(make)
+        if make is not None and not takes_optimizer:
+            logger.info("lr_scheduler is a %s: the recipe itself is to step it", type(make).__name__)
+        self.by_optimizer = {name: make(optimizer) for name, optimizer in optimizers.items()} if takes_optimizer else {}
+        self.optimizers = dict(optimizers)
+        self._interval = interval
+        if interval == "step" and any(isinstance(found, ReduceLROnPlateau) for found in self.by_optimizer.values()):
+            raise ConfigError(
+                "lr_scheduler is ReduceLROnPlateau, which watches the loss of an epoch, but lr_scheduler_interval is "
+                "step. Set lr_scheduler_interval: epoch."
+            )
+
+    def after_update(self, names: Iterable[str]) -> None:
+        """These optimizers took an update."""
+        if self._interval == "step":
+            for name in names:
+                if name in self.by_optimizer:
+                    self.by_optimizer[name].step()
+
+    def after_epoch(self, loss: float) -> None:
+        """An epoch is over; `loss` (the validation's, if there was one) is what ReduceLROnPlateau watches."""
+        if self._interval == "epoch":
+            for scheduler in self.by_optimizer.values():
+                scheduler.step(*([loss] if isinstance(scheduler, ReduceLROnPlateau) else []))

@@ -1,0 +1,124 @@
+"""Schedulers move with the updates of their own optimizer, or with epochs, as torch's do by hand."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
+
+from amp_recipes.errors import ConfigError
+from amp_recipes.schedulers import Schedulers
+
+# The optimizers here never step, of which torch warns.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+
+
+def sgd(lr=1.0):
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+def rate(optimizer):
+    return optimizer.param_groups[0]["lr"]
+
+
+def by_a_function(optimizer):
+    return ExponentialLR(optimizer, gamma=0.5)
+
+
+class Recipes:
+    def by_a_method(self, optimizer):
+        return ExponentialLR(optimizer, gamma=0.5)
+
+
+class Halving(ExponentialLR):
+    def __init__(self, optimizer):
+        super().__init__(optimizer, gamma=0.5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [functools.partial(ExponentialLR, gamma=0.5), by_a_function, Recipes().by_a_method, Halving],
+    ids=["partial", "function", "method", "class"],
+)
+def test_a_scheduler_by_the_step_moves_only_the_optimizers_that_took_the_update(make):
+    optimizers = {"generator": sgd(1.0), "critic": sgd(8.0)}
+    schedulers = Schedulers(make, optimizers, "step")
+    schedulers.after_update(["critic"])
+    schedulers.after_update(["critic", "generator"])
+    assert (rate(optimizers["generator"]), rate(optimizers["critic"])) == (0.5, 2.0)
+
+
+def test_a_scheduler_by_the_step_stays_at_the_end_of_an_epoch():
+    optimizer = sgd()
+    Schedulers(by_a_function, {"optimizer": optimizer}, "step").after_epoch(0.5)
+    assert rate(optimizer) == 1.0
+
+
+def test_a_scheduler_by_the_epoch_stays_at_updates_and_moves_all_optimizers_at_the_end():
+    optimizers = {"a": sgd(1.0), "b": sgd(4.0)}
+    schedulers = Schedulers(by_a_function, optimizers, "epoch")
+    schedulers.after_update(["a", "b"])
+    assert (rate(optimizers["a"]), rate(optimizers["b"])) == (1.0, 4.0)
+    schedulers.after_epoch(0.5)
+    assert (rate(optimizers["a"]), rate(optimizers["b"])) == (0.5, 2.0)
+
+
+def test_rates_follow_a_hand_written_warmup_and_decay():
+    optimizer = sgd(0.8)
+    make = functools.partial(LambdaLR, lr_lambda=lambda step: min((step + 1) / 4, 4 / (step + 1)))
+    schedulers = Schedulers(make, {"optimizer": optimizer}, "step")
+    seen = [rate(optimizer)]
+    for _ in range(7):
+        schedulers.after_update(["optimizer"])
+        seen.append(rate(optimizer))
+    assert seen == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.64, 3.2 / 6, 3.2 / 7, 0.4])
+
+
+def test_plateau_watches_the_epochs_loss_and_others_are_not_given_it():
+    plateau, steps = sgd(), sgd()
+    make = functools.partial(ReduceLROnPlateau, factor=0.1, patience=0)
+    schedulers = Schedulers(make, {"optimizer": plateau}, "epoch")
+    rates = []
+    for loss in [3.0, 2.0, 2.5, 1.0]:
+        schedulers.after_epoch(loss)
+        rates.append(rate(plateau))
+    assert rates == pytest.approx([1.0, 1.0, 0.1, 0.1])  # only 2.5 was no better than what came before
+
+    others = Schedulers(functools.partial(StepLR, step_size=2, gamma=0.1), {"optimizer": steps}, "epoch")
+    others.after_epoch(5.0)  # as an epoch number it would move the rate
+    assert rate(steps) == 1.0
+
+
+def test_plateau_by_the_step_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"ReduceLROnPlateau.*lr_scheduler_interval: epoch"):
+        Schedulers(ReduceLROnPlateau, {"optimizer": sgd()}, "step")
+
+
+class StatefulSchedule:
+    """As recipes of the original Brain have: called by the recipe with epochs and losses."""
+
+    def __call__(self, *args):
+        raise AssertionError("called by the framework")
+
+
+@pytest.mark.parametrize("make", [None, StatefulSchedule()], ids=["none", "the recipe's own object"])
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_without_a_maker_nothing_moves(make, interval):
+    optimizer = sgd()
+    schedulers = Schedulers(make, {"optimizer": optimizer}, interval)
+    schedulers.after_update(["optimizer"])
+    schedulers.after_epoch(1.0)
+    assert schedulers.by_optimizer == {} and rate(optimizer) == 1.0
+
+
+def test_an_update_of_an_unknown_optimizer_moves_nothing():
+    optimizer = sgd()
+    Schedulers(by_a_function, {"optimizer": optimizer}, "step").after_update(["other"])
+    assert rate(optimizer) == 1.0
+
+
+def test_each_optimizer_has_a_scheduler_of_its_own_under_its_name():
+    optimizers = {"a": sgd(), "b": sgd()}
+    found = Schedulers(by_a_function, optimizers, "step").by_optimizer
+    assert {name: scheduler.optimizer for name, scheduler in found.items()} == optimizers

@@ -1,0 +1,17 @@
+"""YAML and command line in; validated run options and hyperparameters out."""
+
+from amp_recipes.config.arguments import Overrides, parse_arguments
+from amp_recipes.config.experiment import create_experiment_directory
+from amp_recipes.config.hparams import load_hparams, seed_everything
+from amp_recipes.config.run_options import RunOptions, near_misses, options_table
+
+__all__ = [
+    "Overrides",
+    "RunOptions",
+    "create_experiment_directory",
+    "load_hparams",
+    "near_misses",
+    "options_table",
+    "parse_arguments",
+    "seed_everything",
+]

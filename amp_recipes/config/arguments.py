@@ -1,0 +1,238 @@
+"""How a command line becomes a YAML file, run options and overrides of YAML keys.
+
+Values are YAML 1.2 scalars and flow collections, as they would be in the file. What YAML would refuse, or
+read as something other than what was typed (tags, anchors, comments, block collections, dates), is the typed
+text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.events import AliasEvent, NodeEvent
+from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
+
+from amp_recipes.config.run_options import (
+    OPTION_NAMES,
+    OPTION_TYPES,
+    RunOptions,
+    did_you_mean,
+    display,
+    join_mistakes,
+    option_choices,
+    options_by_group,
+    validate_options,
+)
+from amp_recipes.errors import ConfigError
+
+COMMAND_LINE = "command line"
+
+# The words that OmegaConf reads as a bool: only these are taken as the value of a boolean option.
+_BOOL_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "1", "0"})
+# A date is left out: nobody who types 2024-01-02 for a folder's name wants a date object.
+_PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str"))
+
+
+class Overrides(dict[str, Any]):
+    """New values for YAML keys, nested as the YAML is, with the run options beside them.
+
+    `run_options` are not among the keys: `load_hparams` writes those that were set over YAML keys of the same
+    name, so that a `!ref` to one follows it.
+    """
+
+    def __init__(self, *args: Any, run_options: RunOptions | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.run_options = RunOptions() if run_options is None else run_options
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions, Overrides]:
+    """The YAML file, the run options and the overrides that `argv` (default: `sys.argv[1:]`) names.
+
+    `--key=value` and `--key value` are the same, a dot goes one level down (`--model.hidden=128`), and an
+    option is never guessed from a prefix. A boolean run option needs no value (`--debug`). A key that is
+    given twice has its last value. A value that itself begins with `--` must be given as `--key=--value`.
+    A name that is not a run option goes to the overrides; `load_hparams` checks it against the YAML.
+    Prints the options and exits with status 0 on `--help`; every other mistake is in one ConfigError.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    positional: list[str] = []
+    options: dict[str, Any] = {}
+    overrides = Overrides()
+    mistakes: list[str] = []
+    for name, text in _split(argv, positional, mistakes):
+        head, *below = name.split(".")
+        if name == "help" and text is None:
+            help_parser().print_help()
+            raise SystemExit(0)
+        if text is None:
+            mistakes.append(f"--{name} needs a value: --{name}=...")
+        elif head in OPTION_NAMES and below:
+            mistakes.append(f"--{name}: {head} is a run option and has no keys below it.")
+        elif head in OPTION_NAMES:
+            options[name] = _option_value(name, text)
+        else:
+            _nest(overrides, name, parse_value(text), mistakes)
+    if not positional:
+        script = Path(sys.argv[0]).name or "train.py"
+        mistakes.insert(0, f"the YAML file is missing; expected: {script} CONFIG.yaml [--option value ...].")
+    for extra in positional[1:]:
+        hint = did_you_mean(extra, OPTION_NAMES, prefix="--")
+        mistakes.append(f"{extra!r} is neither an option nor a value; an option opens with --.{hint}")
+    mistakes += validate_options(options)[1].values()
+    if mistakes:
+        lines = [f"{COMMAND_LINE}: {text}" for text in mistakes]
+        raise ConfigError(join_mistakes(lines, "the command line"))
+    overrides.run_options = RunOptions.from_mapping(options, COMMAND_LINE)
+    return positional[0], overrides.run_options, overrides
+
+
+def parse_value(text: str) -> Any:
+    """The plain value that `text` is in YAML 1.2; `text` itself where YAML would change or refuse it."""
+    if not text.strip() or any(char in text for char in "\n\r\x85\u2028\u2029"):
+        return text
+    try:
+        return _plain_value(text)
+    except Exception:  # whatever makes the YAML reader stumble, the typed text is the value
+        return text
+
+
+def _plain_value(text: str) -> Any:
+    """As `parse_value`, with any exception where the text is not plain YAML that says what was typed."""
+    yaml = YAML(typ="safe", pure=True)
+    for event in yaml.parse(text):
+        named = isinstance(event, NodeEvent) and event.anchor is not None
+        if named or isinstance(event, AliasEvent) or getattr(event, "tag", None) is not None:
+            raise ValueError("anchors, aliases and tags are not plain values")
+    yaml = YAML(typ="safe", pure=True)
+    root = yaml.compose(text)
+    # A comment, or a second document, lies outside the root node.
+    if text[: root.start_mark.index].strip() or text[root.end_mark.index :].strip():
+        raise ValueError("more than one value")
+    if isinstance(root, ScalarNode) and root.style is None:
+        value = _construct(yaml, root)
+        return text if isinstance(value, str) else value
+    return _construct(yaml, root)
+
+
+def _construct(yaml: YAML, node: Any) -> Any:
+    if isinstance(node, ScalarNode):
+        if node.style in ("|", ">") or node.tag == "tag:yaml.org,2002:merge":
+            raise ValueError("block scalars and merges are not plain values")
+        return yaml.constructor.construct_object(node) if node.tag in _PLAIN_TAGS else node.value
+    if not node.flow_style:
+        raise ValueError("a block collection, as in `a: b`, is more often meant as text")
+    if isinstance(node, SequenceNode):
+        return [_construct(yaml, item) for item in node.value]
+    assert isinstance(node, MappingNode)
+    mapping: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        if value_node.start_mark.index == value_node.end_mark.index:
+            raise ValueError("`{name}` is more often a template than a mapping to nothing")
+        key = _construct(yaml, key_node)
+        if key in mapping:
+            raise ValueError("the same key twice")
+        mapping[key] = _construct(yaml, value_node)
+    return mapping
+
+
+def _split(argv: list[str], positional: list[str], mistakes: list[str]) -> Iterator[tuple[str, str | None]]:
+    """Each option's name and text, None where it has none; other words go to `positional`."""
+    words = iter(argv)
+    waiting = next(words, None)
+    while waiting is not None:
+        word, waiting = waiting, next(words, None)
+        if word in ("-h", "--help"):
+            yield "help", None
+            continue
+        if not word.startswith("-") or word == "-":
+            positional.append(word)
+            continue
+        name, equals, text = word[2:].partition("=")
+        if not word.startswith("--"):
+            mistakes.append(f"{word!r}: an option opens with two dashes.")
+        elif not all(name.split(".")):
+            mistakes.append(f"{word!r} has an empty name; expected --key=value or --key.subkey=value.")
+        elif equals:
+            yield name, text
+        elif OPTION_TYPES.get(name) is bool:
+            if waiting is not None and waiting.lower() in _BOOL_WORDS:
+                text, waiting = waiting, next(words, None)
+            yield name, text or "true"
+        elif waiting is None or waiting.startswith("--"):
+            yield name, None
+        else:
+            yield name, waiting
+            waiting = next(words, None)
+
+
+def _option_value(name: str, text: str) -> Any:
+    """The value of a run option: text stays text for an option that is one (a folder named 007)."""
+    value = parse_value(text)
+    hint = OPTION_TYPES[name]
+    if hint == list[str]:
+        return _string_list(value, text)
+    holds_text = hint == (str | None) or option_choices(name)
+    return text if holds_text and value is not None and not isinstance(value, str) else value
+
+
+def _string_list(value: Any, text: str) -> Any:
+    """A list of strings; `[*.norm, model.head]` too, which YAML would take for an alias."""
+    if isinstance(value, str) and text.startswith("[") and text.endswith("]"):
+        return [item.strip().strip("'\"") for item in text[1:-1].split(",") if item.strip()]
+    return value if isinstance(value, list) else [text]
+
+
+def _nest(overrides: dict[str, Any], name: str, value: Any, mistakes: list[str]) -> None:
+    """Put `value` where the dotted `name` says."""
+    *parents, last = name.split(".")
+    branch = overrides
+    for depth, part in enumerate(parents, start=1):
+        below = branch.setdefault(part, {})
+        if not isinstance(below, dict):
+            parent = ".".join(parents[:depth])
+            mistakes.append(f"--{name}: --{parent} is given too, with a value that has no keys.")
+            return
+        branch = below
+    if not isinstance(branch.get(last), dict) or not branch[last]:
+        branch[last] = value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _nest(branch[last], str(key), item, mistakes)
+    else:
+        mistakes.append(f"--{name} gives a value, but another option gives keys below it.")
+
+
+def help_parser() -> argparse.ArgumentParser:
+    """The parser that prints `--help`, made from the fields of `RunOptions`."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s CONFIG.yaml [--option value ...] [--yaml.key value ...]",
+        description="Overrides any key of the YAML: --key=value or --key value, a dot for each level.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("hparams_file", metavar="CONFIG.yaml", help="hyperparameters, in HyperPyYAML")
+    defaults = RunOptions()
+    for title, options in options_by_group().items():
+        group = parser.add_argument_group(title)
+        for option in options:
+            default = display(defaults[option.name])
+            text = option.metadata["help"].replace("`", "").replace("%", "%%")
+            group.add_argument(
+                f"--{option.name}",
+                metavar=_metavar(option.name),
+                nargs="?" if OPTION_TYPES[option.name] is bool else None,
+                help=f"{text} (default: {default})" if default else text,
+            )
+    return parser
+
+
+def _metavar(name: str) -> str:
+    if choices := option_choices(name):
+        return "{" + ",".join(choices) + "}"
+    hint = OPTION_TYPES[name]
+    words = {bool: "BOOL", list[str]: "LIST", str | None: "TEXT", float: "X", float | None: "X"}
+    return words.get(hint, "N")

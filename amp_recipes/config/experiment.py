@@ -1,0 +1,174 @@
+"""What a run writes down about itself before it starts: its YAML, its overrides, its environment, its log."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amp_recipes.config.hparams import overrides_text, resolved_text
+from amp_recipes.errors import ConfigError
+
+ORIGINAL_FILE = "hyperparams_original.yaml"
+RESOLVED_FILE = "hyperparams.yaml"
+OVERRIDES_FILE = "overrides.yaml"
+ENVIRONMENT_FILE = "environment.json"
+LOG_FILE = "log.txt"
+
+# The packages whose version can change what a run computes or writes.
+_PACKAGES = (
+    "amp_recipes",
+    "torch",
+    "numpy",
+    "HyperPyYAML",
+    "ruamel.yaml",
+    "PyYAML",
+    "omegaconf",
+    "safetensors",
+    "tqdm",
+)
+_GIT_TIMEOUT_SECONDS = 10
+
+
+def create_experiment_directory(
+    folder: str | os.PathLike[str],
+    hyperparams_to_save: str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, Any] | str | None = None,
+) -> Path:
+    """The folder of a run, with what is needed to repeat it.
+
+    hyperparams_to_save: the YAML of the run. Written as it stands (`hyperparams_original.yaml`) and with
+        overrides, references and includes resolved (`hyperparams.yaml`, which gives the same values on its
+        own; functions that `!applyref:` names are called again).
+    overrides: as for `load_hparams`; written to `overrides.yaml` with the run options that were set.
+
+    `environment.json` holds versions, devices, git state and command line. Log records of the process go
+    to `log.txt` from here on. Only the main process (RANK absent or 0) writes.
+    Raises ConfigError if the folder cannot be written, or, as `load_hparams`, if YAML or overrides are wrong.
+    """
+    folder = Path(folder)
+    if os.environ.get("RANK", "0") != "0":
+        return folder
+    files: dict[str, bytes] = {}
+    if hyperparams_to_save is not None:
+        files[RESOLVED_FILE] = resolved_text(hyperparams_to_save, overrides).encode()
+        files[ORIGINAL_FILE] = Path(hyperparams_to_save).read_bytes()
+    files[OVERRIDES_FILE] = overrides_text(overrides).encode()
+    files[ENVIRONMENT_FILE] = (json.dumps(describe_environment(), indent=2) + "\n").encode()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            _write_atomically(folder / name, content)
+        log_to(folder / LOG_FILE)
+    except OSError as error:
+        raise ConfigError(f"output folder {folder} is not writable: {error.strerror} ({error.filename}).") from error
+    return folder
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, devices, git state, command line and time, as plain JSON values."""
+    return {
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "argv": sys.argv,
+        "cwd": os.getcwd(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": _versions(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+        "git": _git_state(),
+    }
+
+
+def log_to(file: Path) -> None:
+    """Write the log records of this process to `file`, and to no other file of an earlier call.
+
+    The handler stands at the root logger, so that a recipe's own records are kept too. Where logging was not
+    configured, warnings still go to stderr as before, and records from INFO on to the file.
+    """
+    root = logging.getLogger()
+    handlers = [handler for handler in root.handlers if isinstance(handler, _LogFile)]
+    if any(handler.baseFilename == os.path.abspath(file) for handler in handlers):
+        return
+    new = _LogFile(file, encoding="utf-8")
+    new.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    if not root.handlers and logging.lastResort is not None:
+        root.addHandler(logging.lastResort)  # Python uses it only while there is no other handler
+        root.setLevel(logging.INFO)
+    for old in handlers:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(new)
+
+
+class _LogFile(logging.FileHandler):
+    """A handler of our own type, so that a second call finds it."""
+
+
+def _write_atomically(file: Path, content: bytes) -> None:
+    """Write `file` whole or not at all: a run that dies here leaves no half of it."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of the repository around the working directory and whether files differ; None without one."""
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return None
+    changes = _git("status", "--porcelain")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_SECONDS,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):  # no git here, or a repository too slow to ask
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

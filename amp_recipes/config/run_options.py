@@ -1,0 +1,349 @@
+"""Which options a run has, what each means, and what values each takes."""
+
+# ruff: noqa: RUF009  (`_option` makes a dataclass field, as `dataclasses.field` does)
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_type_hints
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from amp_recipes.errors import ConfigError
+
+MAX_SEED = 2**32 - 1  # what numpy.random.seed takes; torch and random take more
+
+PrecisionName = Literal["fp32", "bf16", "fp16", "auto"]
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Which numbers an option takes, as a test and in words."""
+
+    holds: Callable[[float], bool]
+    text: str
+
+
+_ANY_NUMBER = _Range(math.isfinite, "a finite number")
+_POSITIVE = _Range(lambda x: 0 < x < math.inf, "greater than 0")
+_ABOVE_ONE = _Range(lambda x: 1 < x < math.inf, "greater than 1")
+_FRACTION = _Range(lambda x: 0 < x < 1, "between 0 and 1, both excluded")
+_AT_LEAST_ZERO = _Range(lambda x: 0 <= x < math.inf, "0 or more")
+_AT_LEAST_ONE = _Range(lambda x: x >= 1, "1 or more")
+_SEED = _Range(lambda x: 0 <= x <= MAX_SEED, f"from 0 to {MAX_SEED}")
+
+
+def _option(default: Any, group: str, text: str, within: _Range | None = None) -> Any:
+    """A dataclass field that carries its group, its meaning and its range."""
+    metadata = {"group": group, "help": text, "within": within}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class RunOptions(Mapping[str, Any]):
+    """The options of one run: typed, validated, readable as attributes and as a mapping.
+
+    `RunOptions(precision="bf16", seed=3)` sets two options; the others have their defaults. `explicit`
+    tells which ones were set. Two objects are equal if all their values are.
+    Raises ConfigError that names every unknown option and every wrong value together.
+    """
+
+    precision: PrecisionName = _option(
+        "fp32",
+        "Precision",
+        "Precision of training. `auto`: bf16 if the device does it natively, else fp16 on a GPU, else fp32.",
+    )
+    eval_precision: PrecisionName = _option("fp32", "Precision", "Precision of validation and test.")
+    fp32_modules: list[str] = _option(
+        [],
+        "Precision",
+        "Modules that run in fp32 whatever the precision: patterns of module names (`*.norm`), or of "
+        "class names (`type:LayerNorm`).",
+    )
+    float32_precision: Literal["ieee", "tf32"] = _option(
+        "ieee",
+        "Precision",
+        "What fp32 means in matrix products and convolutions on a GPU. Modules in `fp32_modules` always use `ieee`.",
+    )
+    init_scale: float = _option(65536.0, "Loss scale (fp16)", "Loss scale at the start.", _POSITIVE)
+    growth_factor: float = _option(
+        2.0,
+        "Loss scale (fp16)",
+        "Factor on the scale after `growth_interval` updates without overflow.",
+        _ABOVE_ONE,
+    )
+    backoff_factor: float = _option(0.5, "Loss scale (fp16)", "Factor on the scale after an overflow.", _FRACTION)
+    growth_interval: int = _option(
+        2000, "Loss scale (fp16)", "Updates in a row without overflow before the scale grows.", _AT_LEAST_ONE
+    )
+    min_scale: float = _option(1.0, "Loss scale (fp16)", "Floor of the loss scale; at most `init_scale`.", _POSITIVE)
+    max_grad_norm: float = _option(
+        5.0,
+        "Optimization",
+        "Bound on the L2 norm of each optimizer's gradients. 0 or less: no clipping.",
+        _ANY_NUMBER,
+    )
+    grad_accumulation_factor: int = _option(1, "Optimization", "Batches per update.", _AT_LEAST_ONE)
+    nonfinite_patience: int = _option(
+        3,
+        "Optimization",
+        "Nonfinite updates in a row that end the run (in fp16 only those at the scale's floor count).",
+        _AT_LEAST_ONE,
+    )
+    optimizer_step_limit: int | None = _option(
+        None, "Optimization", "Updates after which training stops, over all epochs.", _AT_LEAST_ONE
+    )
+    lr_scheduler_interval: Literal["step", "epoch"] = _option(
+        "step", "Optimization", "When the hparam `lr_scheduler` advances: after each update or each epoch."
+    )
+    ema_decay: float | None = _option(
+        None,
+        "Optimization",
+        "Decay per update of an exponential moving average of the weights. Absent: no average.",
+        _FRACTION,
+    )
+    early_stop_metric: str | None = _option(
+        None,
+        "Early stopping",
+        "Metric to watch: one that `on_stage_end` returned for validation, or `loss`. Absent: no early stop.",
+    )
+    early_stop_mode: Literal["min", "max"] = _option(
+        "min", "Early stopping", "Whether the metric is better when smaller or larger."
+    )
+    early_stop_patience: int | None = _option(
+        5,
+        "Early stopping",
+        "Epochs in a row without a better value that end training. `null`: none do, and the metric only chooses the "
+        "best checkpoint.",
+        _AT_LEAST_ONE,
+    )
+    seed: int | None = _option(
+        None,
+        "Randomness",
+        "Seeds Python, NumPy and torch before the YAML instantiates anything. Absent: nothing is seeded.",
+        _SEED,
+    )
+    deterministic: bool = _option(
+        False, "Randomness", "Use deterministic algorithms only; an operation that has none raises."
+    )
+    debug: bool = _option(False, "Trying out", "Run a few batches only: `debug_epochs` epochs of `debug_batches`.")
+    debug_batches: int = _option(2, "Trying out", "Batches per stage under `debug`.", _AT_LEAST_ONE)
+    debug_epochs: int = _option(2, "Trying out", "Epochs under `debug`.", _AT_LEAST_ONE)
+    overfit_batches: int = _option(
+        0, "Trying out", "Train and validate on the first n batches only. 0: off.", _AT_LEAST_ZERO
+    )
+    test_only: bool = _option(False, "Trying out", "Skip training; evaluate only.")
+    output_folder: str | None = _option(
+        None, "Output", "Folder for logs, metrics and checkpoints. Absent: nothing is written."
+    )
+    ckpt_interval_minutes: float = _option(
+        0.0, "Output", "Minutes between checkpoints inside an epoch. 0: off.", _AT_LEAST_ZERO
+    )
+    ckpt_interval_steps: int = _option(
+        0, "Output", "Updates between checkpoints inside an epoch. 0: off.", _AT_LEAST_ZERO
+    )
+    log_interval_steps: int = _option(10, "Output", "Updates between refreshes of progress and log.", _AT_LEAST_ONE)
+    noprogressbar: bool = _option(False, "Output", "Show no progress bar.")
+    device: str | None = _option(
+        None,
+        "Devices and processes",
+        "Where to run: `cpu`, `cuda`, `cuda:1`, `mps`. Absent: the best one.",
+    )
+    strategy: Literal["ddp"] = _option("ddp", "Devices and processes", "How several processes share the model.")
+    distributed_backend: str | None = _option(
+        None, "Devices and processes", "Process group backend. Absent: what fits the device."
+    )
+    find_unused_parameters: bool = _option(
+        False, "Devices and processes", "Let ddp handle parameters that a forward leaves unused; costs time."
+    )
+
+    def __init__(self, **options: Any) -> None:
+        self._set(options, "RunOptions")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any] | None, where: str = "run_opts") -> RunOptions:
+        """The options that `mapping` sets; `where` opens each error message."""
+        options = cls.__new__(cls)
+        options._set({} if mapping is None else mapping, where)
+        return options
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """Names of the options that were set, also where they were set to their default."""
+        return self._explicit
+
+    def with_defaults_from(self, hparams: Mapping[str, Any] | None, where: str = "hparams") -> RunOptions:
+        """These options, those not explicit taken from `hparams` where it has a key of that name."""
+        names = OPTION_NAMES - self.explicit
+        found = {name: hparams[name] for name in names if name in hparams} if hparams else {}
+        explicit = {name: self[name] for name in self.explicit}
+        return self.from_mapping({**found, **explicit}, where)
+
+    def _set(self, options: Mapping[str, Any], where: str) -> None:
+        values, mistakes = validate_options(options)
+        if mistakes:
+            raise ConfigError(join_mistakes([f"{where}: {text}" for text in mistakes.values()], where))
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
+        object.__setattr__(self, "_explicit", frozenset(options))
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in OPTION_NAMES:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (option.name for option in fields(self))
+
+    def __len__(self) -> int:
+        return len(OPTION_NAMES)
+
+    def __repr__(self) -> str:
+        explicit = (f"{name}={self[name]!r}" for name in self if name in self.explicit)
+        return f"RunOptions({', '.join(explicit)})"
+
+
+OPTION_NAMES = frozenset(option.name for option in fields(RunOptions))
+OPTION_TYPES: dict[str, Any] = {name: get_type_hints(RunOptions)[name] for name in sorted(OPTION_NAMES)}
+
+
+def options_by_group() -> dict[str, list[Any]]:
+    """The dataclass fields of `RunOptions` under their group's title, in the order of the class."""
+    groups: dict[str, list[Any]] = {}
+    for option in fields(RunOptions):
+        groups.setdefault(option.metadata["group"], []).append(option)
+    return groups
+
+
+def options_table() -> str:
+    """A Markdown table per group of options: name, default, meaning."""
+    defaults = RunOptions()
+    tables = []
+    for group, options in options_by_group().items():
+        rows = [f"**{group}**", "", "| option | default | meaning |", "| --- | --- | --- |"]
+        for option in options:
+            meaning = option.metadata["help"].replace("|", "\\|")
+            if choices := option_choices(option.name):
+                meaning = f"{meaning} One of {', '.join(f'`{choice}`' for choice in choices)}."
+            default = display(defaults[option.name])
+            rows.append(f"| `{option.name}` | {default and f'`{default}`'} | {meaning} |")
+        tables.append("\n".join(rows))
+    return "\n\n".join(tables) + "\n"
+
+
+def option_choices(name: str) -> tuple[str, ...]:
+    """The values that an option with a closed list of values takes; empty for the others."""
+    hint = OPTION_TYPES[name]
+    return get_args(hint) if all(isinstance(choice, str) for choice in get_args(hint)) else ()
+
+
+def display(value: Any) -> str:
+    """A default as one types it on the command line; empty for an absent one."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
+
+
+def validate_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The value of every option as its type, and what is wrong with `options`, by name.
+
+    The caller decides how to report the mistakes: a YAML knows the line, a dict does not.
+    """
+    if not isinstance(options, Mapping):
+        kind = type(options).__name__
+        return {}, {"": f"run options must be a mapping of names to values, but are a {kind}"}
+    schema = OmegaConf.structured(RunOptions)
+    OmegaConf.set_readonly(schema, False)  # OmegaConf copies the flag of a frozen dataclass
+    mistakes: dict[str, str] = {}
+    for name, value in options.items():
+        if name not in OPTION_NAMES:
+            mistakes[name] = f"there is no run option {name!r}.{did_you_mean(name, OPTION_NAMES)}"
+            continue
+        try:
+            OmegaConf.update(schema, name, _plain(name, value))
+        except (OmegaConfBaseException, ValueError):
+            mistakes[name] = f"{name} is {value!r}, but must be {_expected(name)}.{_nearest(name, value)}"
+    values: dict[str, Any] = OmegaConf.to_container(schema, resolve=False)  # type: ignore[assignment]
+    for option in fields(RunOptions):
+        within, value = option.metadata["within"], values[option.name]
+        if option.name not in mistakes and within and value is not None and not within.holds(value):
+            mistakes[option.name] = f"{option.name} is {value!r}, but must be {within.text}."
+    if not mistakes and values["min_scale"] > values["init_scale"]:
+        floor, start = values["min_scale"], values["init_scale"]
+        mistakes["min_scale"] = f"min_scale is {floor!r}, but must be at most init_scale ({start!r})."
+    return values, mistakes
+
+
+def near_misses(keys: Iterable[str]) -> list[str]:
+    """What to say of keys that are no run options but look like a misspelt one: a YAML may have keys of its own."""
+    said = []
+    for key in keys:
+        near = [] if key in OPTION_NAMES else difflib.get_close_matches(str(key), sorted(OPTION_NAMES), 1, cutoff=0.8)
+        said += [f"{key!r} is no run option; did you mean {name!r}?" for name in near]
+    return said
+
+
+def did_you_mean(name: Any, known: Any, prefix: str = "") -> str:
+    """` Did you mean x?` for the nearest of the `known` names; empty where none is near."""
+    nearest = difflib.get_close_matches(str(name).replace("-", "_"), sorted(map(str, known)), n=1)
+    return f" Did you mean {prefix}{nearest[0]}?" if nearest else ""
+
+
+def join_mistakes(mistakes: list[str], where: str) -> str:
+    """One message for all mistakes: the mistake itself if it is alone, else a count and one per line."""
+    if len(mistakes) == 1:
+        return mistakes[0]
+    return "\n  ".join([f"{len(mistakes)} mistakes in {where}:", *mistakes])
+
+
+def _plain(name: str, value: Any) -> Any:
+    """`value` as OmegaConf takes it; ValueError where its own conversion would guess."""
+    hint = OPTION_TYPES[name]
+    if isinstance(value, os.PathLike | torch.device):
+        value = str(value)
+    if hint == list[str]:
+        value = [value] if isinstance(value, str) else value
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise ValueError(name)
+        return list(value)
+    if hint is bool:
+        if not isinstance(value, bool | str) and value not in (0, 1):
+            raise ValueError(name)
+    elif isinstance(value, bool):
+        raise ValueError(name)
+    # OmegaConf reads ${...} and ??? in a string as its own syntax and lets them pass any type.
+    if isinstance(value, str) and ("${" in value or value == "???"):
+        raise ValueError(name)
+    return value
+
+
+def _expected(name: str) -> str:
+    hint = OPTION_TYPES[name]
+    if choices := option_choices(name):
+        return f"{', '.join(choices[:-1])} or {choices[-1]}"
+    words = {
+        list[str]: "a list of strings",
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        int | None: "a whole number or null",
+        float | None: "a number or null",
+        str | None: "a string (without ${...}) or null",
+    }
+    return words[hint]
+
+
+def _nearest(name: str, value: Any) -> str:
+    return did_you_mean(value, option_choices(name))

@@ -1,0 +1,179 @@
+"""The command line: what is a value, what is a flag, and what ends where."""
+
+import copy
+import datetime
+import pickle
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+
+from amp_recipes.config.arguments import Overrides, parse_arguments, parse_value
+from amp_recipes.config.run_options import OPTION_NAMES, RunOptions
+from amp_recipes.errors import ConfigError
+
+
+def test_file_options_and_overrides_are_told_apart():
+    file, options, overrides = parse_arguments(["params.yaml", "--device=cpu", "--seed=3", "--data_folder=TIMIT"])
+    assert file == "params.yaml"
+    assert (options.device, options.seed, options.explicit) == ("cpu", 3, {"device", "seed"})
+    assert overrides == {"data_folder": "TIMIT"}
+    assert overrides.run_options is options
+
+
+def test_both_forms_of_an_option_mean_the_same_at_any_depth():
+    joined = parse_arguments(["p.yaml", "--a.b.c=1", "--lr=-1", "--max_grad_norm=-1"])
+    spaced = parse_arguments(["--a.b.c", "1", "p.yaml", "--lr", "-1", "--max_grad_norm", "-1"])
+    assert joined == spaced
+    assert joined[2] == {"a": {"b": {"c": 1}}, "lr": -1}
+    assert joined[1].max_grad_norm == -1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("-5e3", -5e3),
+        (".5", 0.5),
+        ("3", 3),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("[1, 2.5, x]", [1, 2.5, "x"]),
+        ("{a: 1, b: [true]}", {"a": 1, "b": [True]}),
+        ("[]", []),
+        ("'1'", "1"),
+        ('"a\\tb"', "a\tb"),
+        ("''", ""),
+    ],
+)
+def test_a_value_is_what_yaml_reads(text, value):
+    parsed = parse_value(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("s3://x/y?z=1", "a: b", "#fff", "yes", "on", "1:30", "a #b", "1 # one", "", " ", " a ", "(1, 2)"),
+        *("*.norm", "*a", "&a b", "!x y", "!!str 1", "!!python/object/apply:os.system [ls]", "[1, !x 2]"),
+        *("{<<: {a: 1}}", "<<", "- 1", "? x", "| x", "> x", "--- 1", "...", "%YAML 1.1", "@x", "`x`"),
+        *("{name}", "{a: 1, a: 2}", "[1, 2", "{[1]: 2}", "'a' 'b'", "a\nb", "2024-01-02", "<lr>", "=", "["),
+        "[" * 50,
+    ],
+)
+def test_what_yaml_would_change_or_refuse_stays_as_typed(text):
+    assert parse_value(text) == text
+    assert parse_arguments(["p.yaml", f"--key={text}"])[2] == {"key": text}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text() | st.text(alphabet="!&*[]{}:,#'\"|>%@-? \tax1.<"))
+def test_any_text_gives_plain_data_and_a_string_only_loses_its_quotes(text):
+    value = parse_value(text)
+    if isinstance(value, str):
+        assert value == text or text.strip()[0] in "'\""
+    else:
+        assert value == YAML(typ="safe").load(text) or "-" in text  # a date inside a list stays text
+
+
+def test_a_date_stays_text_where_yaml_has_a_date():
+    assert YAML(typ="safe").load("2024-01-02") == datetime.date(2024, 1, 2)
+    assert parse_value("[2024-01-02]") == ["2024-01-02"]
+
+
+@pytest.mark.parametrize("argv", [["--debug", "p.yaml"], ["p.yaml", "--debug"], ["p.yaml", "--debug", "--a=1"]])
+def test_a_bare_boolean_option_is_true_and_swallows_nothing(argv):
+    file, options, _ = parse_arguments(argv)
+    assert file == "p.yaml"
+    assert options.debug is True
+
+
+@pytest.mark.parametrize("argv", [["--debug", "False"], ["--debug=false"], ["--debug", "no"], ["--debug=0"]])
+def test_a_boolean_option_takes_false(argv):
+    assert parse_arguments([*argv, "p.yaml"])[1].debug is False
+
+
+def test_text_options_keep_what_was_typed():
+    options = parse_arguments(["p.yaml", "--output_folder=007", "--device", "0", "--early_stop_metric=null"])[1]
+    assert (options.output_folder, options.device, options.early_stop_metric) == ("007", "0", None)
+    assert "early_stop_metric" in options.explicit
+
+
+@pytest.mark.parametrize("text", ["[*.norm, model.head]", "['*.norm', model.head]", '["*.norm", "model.head"]'])
+def test_module_patterns_need_no_quotes(text):
+    assert parse_arguments(["p.yaml", "--fp32_modules", text])[1].fp32_modules == ["*.norm", "model.head"]
+    assert parse_arguments(["p.yaml", "--fp32_modules=*.norm"])[1].fp32_modules == ["*.norm"]
+
+
+def test_the_last_of_a_repeated_key_wins_and_mappings_merge():
+    argv = ["p.yaml", "--seed=1", "--seed=2", "--a=1", "--a=2", "--m.x.y=1", "--m={x: {z: 2}}", "--m.x.y=3"]
+    _, options, overrides = parse_arguments(argv)
+    assert options.seed == 2
+    assert overrides == {"a": 2, "m": {"x": {"y": 3, "z": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the YAML file is missing"),
+        (["p.yaml", "x"], "'x' is neither an option nor a value"),
+        (["p.yaml", "--debug", "maybe"], "'maybe' is neither"),
+        (["p.yaml", "debug"], "Did you mean --debug?"),
+        (["p.yaml", "--foo"], "--foo needs a value"),
+        (["p.yaml", "--foo", "--bar=1"], "--foo needs a value"),
+        (["p.yaml", "--seed"], "--seed needs a value"),
+        (["p.yaml", "-x"], "opens with two dashes"),
+        (["p.yaml", "--"], "empty name"),
+        (["p.yaml", "--a..b=1"], "empty name"),
+        (["p.yaml", "--seed.x=1"], "seed is a run option"),
+        (["p.yaml", "--a=1", "--a.b=2"], "--a is given too"),
+        (["p.yaml", "--a.b=2", "--a=1"], "keys below it"),
+        (["p.yaml", "--precision=bf61"], "Did you mean bf16?"),
+    ],
+)
+def test_a_mistake_is_a_config_error_that_says_what_to_do(argv, message):
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(argv)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_mistakes_are_reported_together():
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(["--foo", "--seed=x", "--growth_factor=0.5", "-x"])
+    assert len(str(caught.value).splitlines()) == 1 + 5
+
+
+def test_a_prefix_is_not_an_option():
+    _, options, overrides = parse_arguments(["p.yaml", "--prec", "fp16"])
+    assert options == RunOptions()
+    assert overrides == {"prec": "fp16"}
+
+
+def test_help_lists_every_option_and_exits_with_zero(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(["p.yaml", "--foo", "--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(f"--{name} " in printed for name in OPTION_NAMES)
+    assert "Loss scale (fp16):" in printed and "{fp32,bf16,fp16,auto}" in printed
+
+
+def test_argv_defaults_to_that_of_the_process():
+    code = "from amp_recipes.config import parse_arguments; print(parse_arguments()[2])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "p.yaml", "--a.b", "1e-4"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "{'a': {'b': 0.0001}}"
+
+
+def test_overrides_keep_their_run_options_through_copy_and_pickle():
+    overrides = parse_arguments(["p.yaml", "--seed=3", "--a=1"])[2]
+    for twin in (copy.deepcopy(overrides), pickle.loads(pickle.dumps(overrides))):
+        assert twin == overrides
+        assert isinstance(twin, Overrides) and twin.run_options.explicit == {"seed"}

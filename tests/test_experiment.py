@@ -1,0 +1,182 @@
+"""What a run writes down about itself, and that it can be repeated from it."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from amp_recipes.config import create_experiment_directory, load_hparams, parse_arguments
+from amp_recipes.config.experiment import describe_environment, log_to
+from amp_recipes.errors import ConfigError
+
+YAML_TEXT = """\
+# the recipe's own comment
+precision: fp32
+data_folder: !PLACEHOLDER
+lr: 1e-4
+half: !ref <lr> / 2
+__base: 3
+model: !new:collections.Counter {size: !ref <__base>}
+net: !include:net.yaml
+"""
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "net.yaml").write_text("hidden: 4\ntwice: !ref <hidden> * 2\n")
+    file = tmp_path / "params.yaml"
+    file.write_text(YAML_TEXT)
+    argv = [str(file), "--data_folder=a: b", "--precision=bf16", "--seed=3", "--net.hidden=7", "--lr=3e-5"]
+    return file, parse_arguments(argv)[2]
+
+
+def test_the_resolved_yaml_alone_gives_the_values_of_the_run(recipe, tmp_path):
+    file, overrides = recipe
+    folder = create_experiment_directory(tmp_path / "new" / "run", str(file), overrides)
+    assert folder == tmp_path / "new" / "run"
+    (tmp_path / "net.yaml").unlink()  # what was included is now in the resolved file
+    again = load_hparams(folder / "hyperparams.yaml")
+    assert again.pop("seed") == 3  # the YAML has no such key: the run option is added
+    (tmp_path / "net.yaml").write_text("hidden: 4\ntwice: !ref <hidden> * 2\n")
+    assert again == load_hparams(file, overrides)
+    assert (again["precision"], again["half"], again["net"]["twice"]) == ("bf16", 1.5e-5, 14)
+
+
+def test_the_original_is_kept_byte_for_byte(recipe, tmp_path):
+    file, overrides = recipe
+    folder = create_experiment_directory(tmp_path / "run", file, overrides)
+    assert (folder / "hyperparams_original.yaml").read_bytes() == YAML_TEXT.encode()
+
+
+def test_the_saved_overrides_can_be_given_again(recipe, tmp_path):
+    file, overrides = recipe
+    folder = create_experiment_directory(tmp_path / "run", file, overrides)
+    again = load_hparams(file, (folder / "overrides.yaml").read_text())
+    assert again == load_hparams(file, overrides) | {"seed": 3}
+
+
+@pytest.mark.parametrize("overrides", [None, {"lr": 0.5}, "lr: 0.5\n"])
+def test_overrides_of_every_form_are_written(tmp_path, overrides):
+    file = tmp_path / "p.yaml"
+    file.write_text("lr: 0.1\n")
+    folder = create_experiment_directory(tmp_path / "run", file, overrides)
+    expected = {"lr": 0.5 if overrides else 0.1}
+    assert load_hparams(file, (folder / "overrides.yaml").read_text()) == expected
+    assert load_hparams(folder / "hyperparams.yaml") == expected
+
+
+def test_without_a_yaml_only_the_rest_is_written(tmp_path):
+    folder = create_experiment_directory(tmp_path / "run")
+    assert {file.name for file in folder.iterdir()} == {"overrides.yaml", "environment.json", "log.txt"}
+
+
+def test_a_second_call_replaces_the_files_and_leaves_no_temporary_ones(recipe, tmp_path):
+    file, overrides = recipe
+    create_experiment_directory(tmp_path / "run", file, overrides)
+    before = {path.name for path in (tmp_path / "run").iterdir()}
+    create_experiment_directory(tmp_path / "run", file, {"data_folder": "x"})
+    assert {path.name for path in (tmp_path / "run").iterdir()} == before
+    assert load_hparams(tmp_path / "run" / "hyperparams.yaml")["data_folder"] == "x"
+
+
+def test_a_wrong_yaml_makes_no_folder(tmp_path):
+    file = tmp_path / "p.yaml"
+    file.write_text("lr: !PLACEHOLDER\n")
+    with pytest.raises(ConfigError, match=r"lr is a placeholder"):
+        create_experiment_directory(tmp_path / "run", file)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("blocked", ["run", "run/environment.json", "run/log.txt"])
+def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path, blocked):
+    if blocked == "run":
+        (tmp_path / "run").write_text("a file stands where the folder should")
+    else:
+        (tmp_path / blocked).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"output folder .*run is not writable: "):
+        create_experiment_directory(tmp_path / "run")
+    if blocked != "run":
+        assert not list((tmp_path / "run").glob(".*.tmp"))
+
+
+def test_only_the_main_process_writes(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert create_experiment_directory(tmp_path / "run") == tmp_path / "run"
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("RANK", "0")
+    create_experiment_directory(tmp_path / "run")
+    assert (tmp_path / "run").exists()
+
+
+def test_the_environment_names_versions_devices_and_command(tmp_path):
+    folder = create_experiment_directory(tmp_path / "run")
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["argv"] == sys.argv
+    assert len(environment["gpus"]) == torch.cuda.device_count()
+    assert environment["cpu"] and environment["time"].endswith("+00:00")
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_the_git_state_of_the_working_directory_is_told(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    assert describe_environment()["git"] is None
+    git(tmp_path, "init")
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "-m", "a")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert describe_environment()["git"] == {"commit": commit, "dirty": False}
+    (tmp_path / "a").write_text("2")
+    assert describe_environment()["git"] == {"commit": commit, "dirty": True}
+    monkeypatch.setenv("PATH", "")
+    assert describe_environment()["git"] is None
+
+
+def test_records_go_once_to_the_log_of_the_latest_folder(tmp_path):
+    log = logging.getLogger("some.recipe")
+    for name in ("a", "b", "b"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        log_to(tmp_path / name / "log.txt")
+        log.warning("in %s", name)
+    lines = {name: (tmp_path / name / "log.txt").read_text().splitlines() for name in ("a", "b")}
+    assert [line.split("some.recipe: ")[1] for line in lines["a"]] == ["in a"]
+    assert [line.split("some.recipe: ")[1] for line in lines["b"]] == ["in b", "in b"]
+
+
+def test_warnings_still_reach_stderr_where_logging_was_not_configured(tmp_path):
+    code = (
+        "import logging; from amp_recipes.config import create_experiment_directory as create\n"
+        f"create({str(tmp_path / 'run')!r})\n"
+        "logging.getLogger('amp_recipes.x').info('quiet'); logging.getLogger('recipe').warning('loud')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "loud\n"
+    text = (tmp_path / "run" / "log.txt").read_text()
+    assert "INFO amp_recipes.x: quiet" in text and "WARNING recipe: loud" in text

@@ -1,0 +1,302 @@
+"""From a YAML and overrides to hyperparameters, and every mistake on the way."""
+
+import collections
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ruamel.yaml
+import torch
+import yaml as pyyaml
+from hyperpyyaml import load_hyperpyyaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from amp_recipes.config import load_hparams, parse_arguments, seed_everything
+from amp_recipes.errors import ConfigError
+
+MODEL = """\
+seed: 3
+lr: 1e-4
+__hidden: 8
+sizes: [4, !ref <__hidden>, 2]
+model: !new:torch.nn.Linear
+  in_features: 4
+  out_features: !ref <__hidden>
+optimizer: !name:torch.optim.SGD
+  lr: !ref <lr>
+  momentum: 0.9
+half: !ref <lr> / 2
+name: !ref run-<seed>
+copied: !copy <sizes>
+betas: !tuple (0.9, 0.999)
+pair: (1, 2)
+weight: !ref <model.weight>
+product: !apply:operator.mul [6, 7]
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text: str, name: str = "params.yaml") -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write_file
+
+
+def hparams_of(file: str, *options: str) -> dict:
+    return load_hparams(file, parse_arguments([file, *options])[2])
+
+
+def test_without_overrides_the_values_are_those_of_hyperpyyaml(write):
+    file = write(MODEL)
+    resolvers = list(ruamel.yaml.resolver.implicit_resolvers)
+    reference = load_hyperpyyaml(MODEL, loader=type("Loader", (ruamel.yaml.Loader,), {}))
+    ruamel.yaml.resolver.implicit_resolvers[:] = resolvers  # HyperPyYAML adds to it for the whole process
+    found = load_hparams(file)
+    assert list(found) == list(reference)
+    objects = {"model", "weight", "optimizer"}
+    assert {k: found[k] for k in found.keys() - objects} == {k: reference[k] for k in reference.keys() - objects}
+    assert found["lr"] == 1e-4 and found["half"] == 5e-5 and found["product"] == 42
+    assert found["betas"] == (0.9, 0.999) and found["pair"] == (1, 2)
+    assert found["model"].weight.shape == (8, 4) and found["weight"] is found["model"].weight
+    assert found["optimizer"].keywords == {"lr": 1e-4, "momentum": 0.9}
+    assert "__hidden" not in found
+
+
+def test_overrides_reach_any_depth_and_references_follow(write):
+    file = write(MODEL)
+    argv = ["--lr=1e-2", "--model.in_features=5", "--sizes.0=9", "--__hidden=16", "--optimizer.momentum=0"]
+    found = hparams_of(file, *argv)
+    assert found["half"] == 5e-3
+    assert found["model"].weight.shape == (16, 5)
+    assert found["sizes"] == found["copied"] == [9, 16, 2]
+    assert found["optimizer"].keywords == {"lr": 1e-2, "momentum": 0}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"model": {"in_features": 5}, "lr": 0.5},
+        {"model.in_features": 5, "lr": 0.5},
+        "model: {in_features: 5}\nlr: 0.5\n",
+        "model.in_features: 5\nlr: 0.5\n",
+    ],
+)
+def test_mappings_dotted_keys_and_yaml_text_override_alike(write, overrides):
+    found = load_hparams(Path(write(MODEL)), overrides)
+    assert (found["model"].in_features, found["half"]) == (5, 0.25)
+
+
+def test_yaml_text_as_overrides_may_bring_tags(write):
+    found = load_hparams(write(MODEL), "optimizer: !new:torch.nn.ReLU\nhalf: !ref <lr>")
+    assert isinstance(found["optimizer"], torch.nn.ReLU)
+    assert found["half"] == 1e-4
+
+
+def test_a_value_of_the_command_line_never_becomes_a_tag(write):
+    found = hparams_of(write("a: 1\nb: 2\n"), "--a=!ref <b>", "--b=!!python/name:os.system")
+    assert found == {"a": "!ref <b>", "b": "!!python/name:os.system"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text() | st.floats() | st.integers() | st.booleans() | st.none())
+@example("a:  b # c\n\n d ")
+@example("null")
+@example(4.697088225979121e16)
+@example(6.628520000000001e-10)
+@example("é\u2028\x85\x07 ")
+def test_an_override_arrives_as_the_value_that_was_given(tmp_path_factory, value):
+    # HyperPyYAML reads any text in parentheses as a tuple: its rule, not ours.
+    if isinstance(value, str) and value.startswith("("):
+        value = "x" + value
+    file = tmp_path_factory.getbasetemp() / "roundtrip.yaml"
+    file.write_text("a: 1\nb: !ref <a>\n")
+    found = load_hparams(file, {"a": value})["a"]
+    assert found == value or value != value
+    assert type(found) is type(value)
+
+
+def test_paths_and_tuples_are_plain_values(write, tmp_path):
+    assert load_hparams(write("a: 1\nb: 1\n"), {"a": tmp_path, "b": (1, 2)}) == {
+        "a": str(tmp_path),
+        "b": [1, 2],
+    }
+
+
+def test_a_mapping_may_replace_what_holds_nothing(write):
+    found = hparams_of(write("a: null\nb: {}\nc: !PLACEHOLDER\n"), "--a.x=1", "--b={y: 2}", "--c.z.u=3")
+    assert found == {"a": {"x": 1}, "b": {"y": 2}, "c": {"z": {"u": 3}}}
+
+
+def test_anything_may_be_replaced_by_null(write):
+    assert hparams_of(write(MODEL.replace("weight: !ref <model.weight>\n", "")), "--model=null")["model"] is None
+
+
+def test_keys_that_hold_dots_or_numbers_can_be_overridden(write):
+    file = write("freeze: {encoder.layer1: true, head: true}\nclasses: {1: cat}\n")
+    assert hparams_of(file, "--freeze.encoder.layer1=false", "--classes.1=dog") == {
+        "freeze": {"encoder.layer1": False, "head": True},
+        "classes": {1: "dog"},
+    }
+
+
+def test_an_anchored_number_stays_the_number(write):
+    assert load_hparams(write("a: &lr 1e-4\nb: *lr\nc: !ref <b>\n")) == {"a": 1e-4, "b": 1e-4, "c": 1e-4}
+
+
+def test_merged_keys_can_be_overridden(write):
+    file = write("base: &base {k: 1, l: 2}\nderived:\n  <<: *base\n  z: 3\n")
+    assert hparams_of(file, "--derived.k=5") == {
+        "base": {"k": 1, "l": 2},
+        "derived": {"k": 5, "l": 2, "z": 3},
+    }
+
+
+def test_a_run_option_overrides_the_key_of_its_name_and_only_where_there_is_one(write):
+    file = write("precision: fp32\nshown: !ref at <precision>\n")
+    assert hparams_of(file, "--precision=bf16", "--max_grad_norm=1") == {
+        "precision": "bf16",
+        "shown": "at bf16",
+    }
+    assert hparams_of(file) == {"precision": "fp32", "shown": "at fp32"}  # a default overrides nothing
+
+
+def test_a_run_option_in_a_mapping_of_overrides_is_added_and_checked(write):
+    file = write("lr: 1\n")
+    assert load_hparams(file, {"precision": "bf16"}) == {"lr": 1, "precision": "bf16"}
+    with pytest.raises(ConfigError, match=r"precision is 'bf61'.* Did you mean bf16\?$"):
+        load_hparams(file, {"precision": "bf61"})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "!new:torch.nn.Liner {a: 1}",
+            "!new:torch.nn.Liner cannot be built: ImportError: There is no such class",
+        ),
+        ("!new:torch.nn.Linear {in_feature: 1}", "Invalid argument to class torch.nn.Linear: "),
+        ("!apply:operator.truediv [1, 0]", "cannot be built: ZeroDivisionError: division by zero"),
+        ("!unknown:x 1", "!unknown:x cannot be built"),
+    ],
+)
+def test_an_object_that_cannot_be_built_is_named_with_file_line_and_key(write, line, message):
+    file = write(f"a: 1\nouter:\n  inner: {line}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_hparams(file)
+    assert str(caught.value).startswith(f"{file}:3: outer.inner: ")
+    assert message in str(caught.value)
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    "text", ["a: !new:torch.nn.Linear {in_features: 1, out_features: 2}\n", "a: !new:no.such {x: 1}\n"]
+)
+def test_loading_leaves_the_yaml_libraries_as_they_were(write, text):
+    def state():
+        return (
+            pyyaml.constructor.BaseConstructor.construct_object.__defaults__,
+            ruamel.yaml.constructor.BaseConstructor.construct_object.__defaults__,
+            list(ruamel.yaml.resolver.implicit_resolvers),
+            dict(ruamel.yaml.Loader.yaml_constructors),
+            dict(ruamel.yaml.Loader.yaml_multi_constructors),
+            dict(ruamel.yaml.RoundTripRepresenter.yaml_representers),
+            {char: list(found) for char, found in ruamel.yaml.Loader.yaml_implicit_resolvers.items()},
+        )
+
+    before = state()
+    try:
+        load_hparams(write(text))
+    except ConfigError:
+        assert "no.such" in text
+    assert state() == before
+    assert pyyaml.load("(1, 2)", Loader=ruamel.yaml.Loader) == "(1, 2)"
+
+
+def test_an_included_file_stands_beside_the_yaml_and_takes_overrides(write, tmp_path, monkeypatch):
+    (tmp_path / "parts").mkdir()
+    write("hidden: 4\nlayers: {a: {b: 1}, c: [1]}\ntwice: !ref <hidden> * 2\n", "parts/net.yaml")
+    file = write("net: !include:parts/net.yaml\nother: !include:parts/net.yaml {hidden: 5}\nsize: !ref <net[twice]>\n")
+    monkeypatch.chdir("/")
+    found = hparams_of(file, "--net.hidden=8", "--net.layers.a.b=2", "--other.layers.c=[7]")
+    assert found == {
+        "net": {"hidden": 8, "layers": {"a": {"b": 2}, "c": [1]}, "twice": 16},
+        "other": {"hidden": 5, "layers": {"a": {"b": 1}, "c": [7]}, "twice": 10},
+        "size": 16,
+    }
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("seed: 5\n", []),
+        ("seed: 1\n", ["--seed=5"]),
+        ("lr: 1\n", ["--seed=5"]),
+        ("base: 4\nmiddle: !ref <base> + 1\nseed: !ref <middle>\n", []),
+        ("common: !include:common.yaml\nseed: !ref <common[seed]>\n", []),
+    ],
+)
+def test_the_seed_is_applied_before_anything_is_instantiated(write, text, options):
+    write("seed: 5\n", "common.yaml")
+    file = write(text + "drawn: !apply:random.random\n__drawn2: !apply:torch.rand [1]\n")
+    drawn = hparams_of(file, *options)["drawn"]
+    random.seed(5)
+    assert drawn == random.random()
+    torch.manual_seed(5)
+    torch.rand(1)
+    rest = torch.rand(1)
+    hparams_of(file, *options)
+    assert torch.equal(torch.rand(1), rest)
+
+
+def test_without_a_seed_nothing_is_seeded_and_nothing_drawn(write):
+    file = write("seed: 1\nlr: 1\n")
+    seed_everything(9)
+    expected = draws()
+    seed_everything(9)
+    hparams_of(file, "--seed=null")
+    assert draws() == expected
+
+
+def test_seed_everything_seeds_all_three_generators():
+    seed_everything(11)
+    found = draws()
+    random.seed(11)
+    np.random.seed(11)
+    torch.manual_seed(11)
+    assert draws() == found
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "3", None])
+def test_a_seed_that_some_generator_cannot_take_is_refused(seed):
+    with pytest.raises(ConfigError, match=r"must be a whole number from 0"):
+        seed_everything(seed)
+
+
+@pytest.mark.parametrize("trust", ["torch", 3, None, [1], {"torch": 1}])
+def test_trust_of_the_wrong_type_is_refused(write, trust):
+    with pytest.raises(ConfigError, match=r"^trust "):
+        load_hparams(write("a: 1\n"), trust=trust)
+    assert load_hparams(write("a: 1\n"), trust=["torch"]) == {"a": 1}
+
+
+def test_neither_the_overrides_nor_the_file_are_changed(write):
+    text = "a: {b: [1]}\nc: null\n"
+    file, overrides = write(text), {"a": {"b": [2]}, "c": {"d": {}}}
+    found = load_hparams(file, overrides)
+    found["a"]["b"].append(3)
+    assert overrides == {"a": {"b": [2]}, "c": {"d": {}}}
+    assert Path(file).read_text() == text
+
+
+def test_counter_and_reference_share_one_object(write):
+    found = load_hparams(write("a: !new:collections.Counter {x: 1}\nb: !ref <a>\nc: !copy <a>\n"))
+    assert found["b"] is found["a"] == collections.Counter(x=1)
+    assert found["c"] == found["a"] and found["c"] is not found["a"]

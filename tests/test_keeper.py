@@ -1,0 +1,338 @@
+"""When a run saves, what stays on the disk, and what it goes on from."""
+
+import logging
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from amp_recipes.checkpoint import Checkpointer, CheckpointKeeper, keeper
+from amp_recipes.errors import CheckpointError
+
+
+class Holder:
+    """The smallest recoverable."""
+
+    def __init__(self, value=None):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_undone():
+    """A checkpoint that could not be deleted is told as a warning only."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Stands still until it is moved, in minutes."""
+    clock = SimpleNamespace(minutes=100.0)
+    monkeypatch.setattr(keeper, "time", SimpleNamespace(monotonic=lambda: clock.minutes * 60))
+    return clock
+
+
+def owned(tmp_path, writes=True, **recoverables):
+    """A keeper with a checkpointer of its own."""
+    made = CheckpointKeeper(None, tmp_path, writes)
+    for name, obj in recoverables.items():
+        made.register(name, obj)
+    return made
+
+
+def recipes(tmp_path, **recoverables):
+    """A keeper of a recipe's checkpointer."""
+    return CheckpointKeeper(Checkpointer(tmp_path, recoverables), tmp_path / "unused", writes=True)
+
+
+def kept(tmp_path):
+    """Epoch, or epoch and batch, of what lies on the disk; oldest first."""
+    metas = [checkpoint.meta for checkpoint in reversed(Checkpointer(tmp_path).list_checkpoints())]
+    return [(meta["epoch"], meta["step"]) if "step" in meta else meta["epoch"] for meta in metas]
+
+
+def save_epochs(made, values, metric="loss", mode="min", first=1):
+    for epoch, value in enumerate(values, first):
+        made.save_epoch({"epoch": epoch, metric: value}, metric, mode)
+
+
+# -------------------------------------------------------------- whose checkpointer
+
+
+def test_without_a_folder_and_without_a_checkpointer_nothing_is_kept():
+    made = CheckpointKeeper(None, None, writes=True)
+    made.register("modules", Holder())
+    made.save_epoch({"epoch": 1, "loss": 1.0}, "loss", "min")
+    assert (made.checkpointer, made.owned) == (None, False)
+    assert not made.due(1, 1e-9)
+    assert made.resume() is None and made.load_for_evaluation(None, None, ["modules"]) is None
+
+
+def test_a_recipes_checkpointer_wins_over_the_folder_and_is_not_saved_to_at_epoch_ends(tmp_path):
+    made = recipes(tmp_path, model=Holder())
+    assert not made.owned
+    save_epochs(made, [3.0, 2.0])
+    assert kept(tmp_path) == [] and not (tmp_path / "unused").exists()
+
+
+# -------------------------------------------------------------- what stays
+
+
+@pytest.mark.parametrize(
+    ("mode", "losses", "expected"),
+    [
+        ("min", [3.0, 1.0, 2.0, 5.0], [2, 4]),
+        ("max", [3.0, 1.0, 2.0, 5.0], [4]),
+        ("max", [3.0, 1.0, 2.0], [1, 3]),
+        ("min", [1.0, 1.0, 2.0], [2, 3]),  # of equals the newest
+        ("min", [2.0, float("nan")], [1, 2]),
+    ],
+)
+def test_the_best_and_the_newest_epoch_stay(tmp_path, mode, losses, expected):
+    save_epochs(owned(tmp_path, model=Holder()), losses, mode=mode)
+    assert kept(tmp_path) == expected
+
+
+def test_a_process_that_does_not_write_leaves_no_trace_of_epochs(tmp_path):
+    made = owned(tmp_path, writes=False, model=Holder())
+    save_epochs(made, [1.0])
+    assert not made.due(1, 1e-9)
+    assert kept(tmp_path) == []
+
+
+def test_of_the_checkpoints_inside_an_epoch_only_the_newest_stays_beside_best_and_newest(tmp_path):
+    made = owned(tmp_path, model=Holder())
+    save_epochs(made, [1.0, 2.0])
+    for step in (10, 20, 30):
+        made.save_inside_epoch({"epoch": 3, "step": step})
+        assert kept(tmp_path) == [1, 2, (3, step)]
+
+
+def test_the_end_of_an_epoch_takes_the_place_of_what_was_saved_inside_it(tmp_path):
+    made = owned(tmp_path, model=Holder())
+    made.save_inside_epoch({"epoch": 1, "step": 10})
+    save_epochs(made, [1.0])
+    assert kept(tmp_path) == [1]
+    made.save_inside_epoch({"epoch": 2, "step": 10})
+    assert kept(tmp_path) == [1, (2, 10)]
+
+
+def test_a_new_checkpoint_is_whole_before_the_old_one_goes(tmp_path):
+    class Failing(Holder):
+        def state_dict(self):
+            raise OSError("disk full")
+
+    made = owned(tmp_path, model=Holder())
+    made.save_inside_epoch({"epoch": 1, "step": 10})
+    made.register("broken", Failing())
+    with pytest.raises(CheckpointError, match="Earlier ones are intact"):
+        made.save_inside_epoch({"epoch": 1, "step": 20})
+    assert kept(tmp_path) == [(1, 10)]
+
+
+def test_inside_a_recipes_checkpointer_the_recipes_own_checkpoints_stay(tmp_path):
+    made = recipes(tmp_path, model=Holder())
+    for epoch in (1, 2):
+        made.checkpointer.save_checkpoint({"epoch": epoch})
+        for step in (10, 20):
+            made.save_inside_epoch({"epoch": epoch + 1, "step": step})
+    assert kept(tmp_path) == [1, 2, (3, 20)]
+
+
+# -------------------------------------------------------------- when
+
+
+def test_due_by_updates_counts_from_the_last_save_of_either_kind(tmp_path):
+    made = owned(tmp_path, model=Holder())
+    assert [made.due(3, 0) for _ in range(4)] == [False, False, True, True]
+    made.save_inside_epoch({"epoch": 1, "step": 4})
+    assert [made.due(3, 0) for _ in range(2)] == [False, False]
+    save_epochs(made, [1.0])
+    assert [made.due(3, 0) for _ in range(3)] == [False, False, True]
+
+
+def test_due_by_minutes_counts_from_the_last_save(tmp_path, clock):
+    made = owned(tmp_path, model=Holder())
+    seen = []
+    for minutes in (0, 1.9, 0.2, 5.0):
+        clock.minutes += minutes
+        seen.append(made.due(0, 2.0))
+    assert seen == [False, False, True, True]
+    made.save_inside_epoch({"epoch": 1, "step": 4})
+    clock.minutes += 1.9
+    assert not made.due(0, 2.0)
+    clock.minutes += 0.2
+    assert made.due(0, 2.0)
+
+
+def test_an_interval_of_0_is_off(tmp_path, clock):
+    made = owned(tmp_path, model=Holder())
+    clock.minutes += 1e6
+    assert not any([made.due(0, 0) for _ in range(3)])
+
+
+# -------------------------------------------------------------- what goes in
+
+
+def test_what_the_recipe_saves_already_is_not_saved_twice(tmp_path):
+    counter, optimizer = Holder(), Holder()
+    made = recipes(tmp_path, counter=counter, optimizer=optimizer)
+    made.register("epoch_counter", counter)  # the same object, by another name
+    made.register("optimizer", Holder())  # the recipe's is meant to stay
+    assert made.checkpointer.recoverables == {"counter": counter, "optimizer": optimizer}
+
+
+def test_a_second_registration_counts_only_with_replace(tmp_path):
+    first, second = Holder(), Holder()
+    made = owned(tmp_path, epoch_counter=first)
+    made.register("epoch_counter", second)
+    assert made.checkpointer.recoverables["epoch_counter"] is first
+    made.register("epoch_counter", second, replace=True)
+    assert made.checkpointer.recoverables["epoch_counter"] is second
+    made.register("epoch_counter", second, replace=True)
+    assert made.checkpointer.recoverables == {"epoch_counter": second}
+
+
+def test_replace_does_not_take_the_place_of_what_the_recipe_registered(tmp_path):
+    counter = Holder()
+    made = recipes(tmp_path, epoch_counter=counter)
+    for _ in range(2):  # two fits with counters of their own
+        made.register("epoch_counter", Holder(), replace=True)
+    assert made.checkpointer.recoverables == {"epoch_counter": counter}
+
+
+def test_a_second_fit_may_bring_a_counter_that_the_recipe_does_not_save(tmp_path):
+    counter, other = Holder(), Holder()
+    made = recipes(tmp_path, counter=counter)
+    made.register("epoch_counter", counter, replace=True)
+    made.register("epoch_counter", other, replace=True)
+    assert made.checkpointer.recoverables == {"counter": counter, "epoch_counter": other}
+
+
+# -------------------------------------------------------------- going on
+
+
+def test_resume_loads_the_newest_whatever_its_metric_and_says_from_where(tmp_path, caplog):
+    model = Holder("epoch 1")
+    earlier = owned(tmp_path, model=model)
+    save_epochs(earlier, [1.0])
+    model.value = "epoch 2, batch 10"
+    earlier.save_inside_epoch({"epoch": 2, "step": 10})
+
+    fresh = Holder()
+    found = owned(tmp_path, model=fresh).resume()
+    assert (fresh.value, found.meta["step"]) == ("epoch 2, batch 10", 10)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == f"going on from {found.path} (epoch 2); another output_folder starts afresh"
+
+
+def test_a_second_fit_of_the_same_process_does_not_go_back(tmp_path):
+    model = Holder("saved")
+    made = owned(tmp_path, model=model)
+    assert made.resume() is None  # nothing there yet
+    save_epochs(made, [1.0])
+    model.value = "trained on"
+    assert made.resume() is None
+    assert model.value == "trained on"
+
+
+def test_a_resumed_run_replaces_the_checkpoint_inside_the_epoch_that_it_came_from(tmp_path):
+    earlier = owned(tmp_path, model=Holder())
+    save_epochs(earlier, [1.0])
+    earlier.save_inside_epoch({"epoch": 2, "step": 10})
+    made = owned(tmp_path, model=Holder())
+    made.resume()
+    made.save_inside_epoch({"epoch": 2, "step": 20})
+    assert kept(tmp_path) == [1, (2, 20)]
+
+
+def test_a_recipe_that_deleted_the_checkpoint_inside_the_epoch_hears_nothing_of_it(tmp_path):
+    made = recipes(tmp_path, model=Holder())
+    made.save_inside_epoch({"epoch": 1, "step": 10})
+    made.checkpointer.save_and_keep_only({"epoch": 1, "loss": 1.0}, min_keys=["loss"])
+    made.save_inside_epoch({"epoch": 2, "step": 10})
+    assert kept(tmp_path) == [1, (2, 10)]
+
+
+# -------------------------------------------------------------- evaluation
+
+
+def trained(tmp_path, values=(3.0, 1.0, 2.0), **kwargs):
+    """A keeper after some epochs; its objects hold the last epoch's number."""
+    model, optimizer = Holder(), Holder()
+    made = owned(tmp_path, modules=model, optimizer=optimizer)
+    for epoch, value in enumerate(values, 1):
+        model.value = optimizer.value = epoch
+        save_epochs(made, [value], first=epoch, **kwargs)
+    return made, model, optimizer
+
+
+@pytest.mark.parametrize(("keys", "epoch"), [((None, "loss"), 2), ((None, None), 3), (("loss", None), 3)])
+def test_an_evaluation_loads_the_best_or_the_newest_and_of_it_only_what_is_named(tmp_path, keys, epoch):
+    made, model, optimizer = trained(tmp_path)
+    model.value = optimizer.value = "moved on"
+    found = made.load_for_evaluation(*keys, names=("modules", "ema"))
+    assert found.meta["epoch"] == epoch
+    assert (model.value, optimizer.value) == (epoch, "moved on")
+    assert set(made.checkpointer.recoverables) == {"modules", "optimizer"}  # training saves as before
+
+
+def test_an_evaluation_in_a_new_process_needs_no_optimizer(tmp_path):
+    trained(tmp_path)
+    model = Holder()
+    owned(tmp_path, modules=model).load_for_evaluation(None, "loss", names=("modules", "ema"))
+    assert model.value == 2
+
+
+def test_a_recipes_checkpointer_restores_all_that_the_recipe_gave_it(tmp_path):
+    model, tokenizer = Holder(1), Holder(1)
+    made = recipes(tmp_path, model=model, tokenizer=tokenizer)
+    made.checkpointer.save_checkpoint({"epoch": 1})
+    model.value = tokenizer.value = 2
+    made.load_for_evaluation(None, None, names=("modules",))
+    assert (model.value, tokenizer.value) == (1, 1)
+
+
+def test_the_best_of_what_training_did_not_keep_is_warned_of_with_the_way_out(tmp_path, caplog):
+    made, model, _ = trained(tmp_path)
+    for epoch, accuracy in ((4, 0.9), (5, 0.1), (6, 0.5)):
+        model.value = epoch
+        made.save_epoch({"epoch": epoch, "loss": 9.0 + epoch, "accuracy": accuracy}, "loss", "min")
+    found = made.load_for_evaluation("accuracy", None, names=("modules",))
+    assert found.meta["epoch"] == 6  # epoch 4 was better, but is gone
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "best of 'accuracy' is asked for" in record.getMessage()
+    assert "kept the best of 'loss'" in record.getMessage() and "early_stop_metric" in record.getMessage()
+
+
+@pytest.mark.parametrize("keys", [(None, "loss"), (None, None)])
+def test_the_best_of_what_training_kept_and_the_newest_are_not_warned_of(tmp_path, caplog, keys):
+    made, _, _ = trained(tmp_path)
+    made.load_for_evaluation(*keys, names=("modules",))
+    assert caplog.records == []
+
+
+def test_a_key_that_no_checkpoint_has_is_refused_with_the_keys_there_are(tmp_path):
+    made, model, _ = trained(tmp_path)
+    model.value = "as it is"
+    with pytest.raises(CheckpointError, match="loss"):
+        made.load_for_evaluation(None, "lss", names=("modules",))
+    assert model.value == "as it is"
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_with_no_checkpoint_at_all_an_evaluation_finds_none_and_changes_nothing(tmp_path, has_folder):
+    model = Holder("as it is")
+    made = CheckpointKeeper(None, tmp_path if has_folder else None, writes=True)
+    made.register("modules", model)
+    assert made.load_for_evaluation("accuracy", None, names=("modules",)) is None
+    assert model.value == "as it is"

@@ -1,0 +1,24 @@
+"""Training recipes for PyTorch from a YAML file, at the precision that it names."""
+
+from amp_recipes.brain import Brain, Stage
+from amp_recipes.checkpoint import Checkpointer, EpochCounter
+from amp_recipes.config import RunOptions, create_experiment_directory, load_hparams, parse_arguments
+from amp_recipes.precision import AMPConfig, TorchAutocast, custom_bwd, custom_fwd, fwd_default_precision
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AMPConfig",
+    "Brain",
+    "Checkpointer",
+    "EpochCounter",
+    "RunOptions",
+    "Stage",
+    "TorchAutocast",
+    "create_experiment_directory",
+    "custom_bwd",
+    "custom_fwd",
+    "fwd_default_precision",
+    "load_hparams",
+    "parse_arguments",
+]

@@ -1,0 +1,489 @@
+"""The training loop: fit -> fit_epoch -> fit_batch -> optimizers_step.
+
+`Brain` decides the order of things and delegates the things themselves: dtypes and updates to `precision`, files to
+`checkpoint`, processes to `distributed`, records to `loggers`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from amp_recipes import distributed
+from amp_recipes.data import as_batches, batch_length, length, make_loader, set_epoch, to_device, windows
+from amp_recipes.errors import CheckpointError, DataError, RecipeError
+from amp_recipes.hooks import Stage
+from amp_recipes.host_copy import Ticket
+from amp_recipes.ledger import Window
+from amp_recipes.loss_average import LossAverage
+from amp_recipes.precision import Update, as_scalar, clear_gradients
+from amp_recipes.run_setup import RunSetup
+
+logger = logging.getLogger(__name__)
+
+
+_SET_NAMES = {Stage.TRAIN: "Training set", Stage.VALID: "Validation set", Stage.TEST: "Test set"}
+
+
+class Brain(RunSetup):
+    """Trains and evaluates `modules`; subclass it with `compute_forward` and `compute_objectives`.
+
+    modules: name -> nn.Module, moved to the device; opt_class: takes parameters, returns an optimizer; hparams:
+    what `load_hparams` returned (keys named like run options are run options); run_opts: a dict or `RunOptions`,
+    wins over `hparams`; checkpointer: the recipe's own, which then decides itself when to save. Without one, and
+    with `output_folder`, the Brain keeps its own: saved after every epoch, the best and the newest kept.
+
+    Every run option is an attribute of the same name. Raises ConfigError and PrecisionError for what cannot run.
+    """
+
+    # ------------------------------------------------------------------ fit
+
+    def fit(
+        self,
+        epoch_counter: Iterable[int],
+        train_set: Any,
+        valid_set: Any = None,
+        progressbar: bool | None = None,
+        train_loader_kwargs: Mapping[str, Any] = {},
+        valid_loader_kwargs: Mapping[str, Any] = {},
+    ) -> None:
+        """Train over the epochs of `epoch_counter`, validating after each.
+
+        train_set, valid_set: a torch Dataset yields samples (a loader is made of it with the loader kwargs); a
+        DataLoader or any other iterable yields batches. progressbar: default, the run option `noprogressbar`.
+        """
+        if self.test_only:
+            logger.info("test_only is set: fit does nothing")
+            return
+        train_loader = self._batches_of(train_set, Stage.TRAIN, train_loader_kwargs)
+        valid_loader = None
+        if self.overfit_batches > 0:
+            train_loader = list(islice(train_loader, self.overfit_batches))
+            valid_loader = train_loader if valid_set is not None else None
+        elif valid_set is not None:
+            valid_loader = self._batches_of(valid_set, Stage.VALID, valid_loader_kwargs)
+        self._epoch_counter = epoch_counter
+        self._start_afresh()
+        self.on_fit_start()
+        with self._fitting(), self._logging(progressbar):
+            for epoch in self._epochs(epoch_counter):
+                self._trained = True
+                self.fit_epoch(train_loader, epoch)
+                if valid_loader is not None:
+                    self._evaluate_stage(valid_loader, Stage.VALID, epoch)
+                self._end_epoch(epoch)
+            self._note_end()
+
+    def _epochs(self, epoch_counter: Iterable[int]) -> Iterator[int]:
+        """The epochs that are left to train; asks for the next one only if there is to be one."""
+        if self._finished():
+            return
+        left = (epoch for epoch in epoch_counter if not self._position.is_done(epoch))
+        for epoch in islice(left, self.debug_epochs if self.debug else None):
+            yield epoch
+            if self._finished():
+                return
+
+    def _note_end(self) -> None:
+        """Say what a user may not expect of a fit that ended without an error."""
+        if not self._trained:
+            logger.warning("nothing was trained: the run was over already, or the epoch counter is used up")
+        elif self.skipped_steps and not self.optimizer_step:
+            logger.warning("all %d updates were skipped: nothing was learned", self.skipped_steps)
+
+    def fit_epoch(self, train_loader: Iterable[Any], epoch: int) -> None:
+        """Train once over the loader, window by window."""
+        self.step = self._position.take_step()
+        self._start_stage(Stage.TRAIN, epoch, train_loader)
+        self._adopt_optimizers()  # a hook may have put in new ones
+        self._plan.updates.buffers.watch()  # evaluation and hooks may have changed buffers
+        for window in windows(self._limited(train_loader, skip=self.step), self.grad_accumulation_factor):
+            self._fit_window(window)
+            if self._step_limit_reached():
+                break
+            self._save_inside_epoch(epoch)
+        if self.step == 0:
+            raise DataError(f"epoch {epoch}: the training set yielded no batch (is it an iterator that is used up?)")
+        self._ledger.settle()
+        self._log.count_training()
+        self._end_stage(Stage.TRAIN, epoch)
+        self._position.epoch_done(epoch)
+        self.step = 0
+
+    def _fit_window(self, batches: Sequence[Any]) -> None:
+        """One iteration: the batches whose gradients make one update."""
+        weights = lengths = [batch_length(batch) for batch in batches]
+        if self._own_batch_weight:  # of the batch as it was loaded: nothing to wait for
+            weights = [float(self.batch_weight(batch)) for batch in batches]
+        samples = sum(lengths)
+        self._ledger.open(weights, samples)
+        self._stepped_by_hand = False
+        self._window_size, self._window_weight = len(batches), sum(weights)
+        losses = []
+        try:
+            for index, batch in enumerate(batches):
+                self.step += 1
+                self.should_step = index == len(batches) - 1
+                self._batch_weight = weights[index]
+                loss = self.fit_batch(self._to_device(batch))
+                losses.append(self._returned_loss(loss, "fit_batch") if self._own_fit_batch else loss)
+        finally:
+            self._window_size, self.should_step = 1, True
+        self._plan.updates.update_scale()
+        self._plan.updates.drop_losses()
+        self._ledger.end(losses, self.step, self._plain_losses, by_hand=self._stepped_by_hand)
+        self._log.advance(len(batches), samples)
+        self._plan.report_dead_pins()
+        if self._own_fit_batch:
+            self._plan.report_missing_context()
+
+    def _overrides(self, name: str) -> bool:
+        """Whether the recipe has a method of its own under this name."""
+        return getattr(type(self), name) is not getattr(Brain, name)
+
+    def _to_device(self, batch: Any) -> Any:
+        return to_device(batch, self.device, non_blocking=self.device.type == "cuda")
+
+    def _returned_loss(self, loss: Any, method: str) -> torch.Tensor:
+        if isinstance(loss, (int, float)):
+            loss = torch.tensor(float(loss))
+        return as_scalar(loss, f"{type(self).__name__}.{method}").detach().to(self.device)
+
+    def fit_batch(self, batch: Any) -> torch.Tensor:
+        """Train on one batch; the update follows at the window's end. Returns the detached loss (0-d)."""
+        self._plan.updates.begin()
+        self.on_fit_batch_start(batch, self.should_step)
+        with self.no_sync(not self.should_step):
+            with self.training_ctx:
+                outputs = self.compute_forward(batch, Stage.TRAIN)
+                loss = self.compute_objectives(outputs, batch, Stage.TRAIN)
+            self.backward(loss)
+        if self.should_step:
+            self.optimizers_step()
+        self.on_fit_batch_end(batch, outputs, loss, self.should_step)
+        return loss.detach()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Differentiate this batch's share of its window's loss, scaled where the precision asks for it."""
+        if self._window_size == 1:
+            self._plan.updates.backward(loss)
+        elif self._own_batch_weight:
+            self._plan.updates.backward(loss, share=self._batch_weight, of=self._window_weight)
+        else:
+            self._plan.updates.backward(loss, of=self._window_size)
+
+    def gradients(self, loss: torch.Tensor, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Any:
+        """Gradients of `loss` with respect to `inputs`: unscaled and differentiable, for a gradient penalty."""
+        return self._plan.updates.gradients(loss, inputs)
+
+    def optimizers_step(self, *names: str) -> None:
+        """Unscale, clip and step all optimizers, or the named ones; none of them if anything is nonfinite.
+
+        Gradients of the optimizers that were to step are cleared; without names, those of frozen ones as well.
+        """
+        if not self.should_step:
+            raise RecipeError(
+                f"optimizers_step was called at batch {self.step}, before the last of {self._window_size} batches that "
+                "accumulate (grad_accumulation_factor). In fit_batch, step only `if self.should_step:`."
+            )
+        self._ledger.settle()  # the learning rate may still have to move for the update before
+        self._plan.patience.check()
+        available = self.freeze_optimizers(self.optimizers_dict) or {}
+        self._check_names(names)
+        chosen = {name: available[name] for name in names if name in available} if names else available
+        rates = {name: _rate(optimizer) for name, optimizer in chosen.items()}
+        pending = self._plan.updates.step(chosen, self.max_grad_norm)
+        self._plan.updates.update_scale(available.values())
+        if names:
+            for optimizer in chosen.values():
+                clear_gradients(optimizer, set_to_none=True)
+        else:
+            self.zero_grad()
+        self._ledger.add(pending, rates, self.step)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of every optimizer's parameters."""
+        self._plan.updates.drop_losses()
+        for optimizer in self.optimizers_dict.values():
+            clear_gradients(optimizer, set_to_none)
+
+    def no_sync(self, use: bool = True) -> AbstractContextManager[None]:
+        """Within it, ranks do not average gradients in backward (where `use`)."""
+        return distributed.no_sync(self.modules) if use and distributed.initialized() else nullcontext()
+
+    def init_optimizers(self) -> None:
+        """Make `optimizer` from `opt_class` over all parameters, and enter it in `optimizers_dict`."""
+        if self.opt_class is not None:
+            self.optimizer = self.opt_class(self.modules.parameters())
+            self.optimizers_dict = {"optimizer": self.optimizer}
+
+    def on_fit_start(self) -> None:
+        """Get ready to train: wrap modules, make optimizers and schedulers, go on from a checkpoint if there is one."""
+        distributed.wrap(self.modules, self.device, self.find_unused_parameters)
+        if not self.optimizers_dict:
+            self.init_optimizers()
+        if not self.optimizers_dict and self.optimizer is not None:
+            self.optimizers_dict = {"optimizer": self.optimizer}
+        if not self.optimizers_dict and not self._own_fit_batch:
+            raise RecipeError(
+                f"{type(self).__name__} has no optimizer: give opt_class to the constructor, or fill optimizers_dict "
+                "in init_optimizers."
+            )
+        self._adopt_optimizers()
+        self.zero_grad(set_to_none=True)
+        self._resume()
+
+    # ------------------------------------------------------------------ evaluate
+
+    def evaluate(
+        self,
+        test_set: Any,
+        max_key: str | None = None,
+        min_key: str | None = None,
+        progressbar: bool | None = None,
+        test_loader_kwargs: Mapping[str, Any] = {},
+    ) -> float:
+        """The average loss on `test_set`, weighted by `batch_weight`; NaN if no batch had a finite one.
+
+        max_key, min_key: load the checkpoint that is best in that metric first. Called from a hook of `fit`, training
+        goes on afterwards as if it had not been.
+        """
+        loader = self._batches_of(test_set, Stage.TEST, test_loader_kwargs)
+        self._ledger.settle()
+        with self._set_aside(weights=bool(max_key or min_key)) if self._in_fit else nullcontext():
+            self.on_evaluate_start(max_key, min_key)
+            with self._logging(progressbar):
+                return self._evaluate_stage(loader, Stage.TEST, None)
+
+    def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
+        """Load the best checkpoint by a key; without one, the newest if this process has not trained."""
+        if max_key or min_key or not self._trained:
+            newest = () if self._trained else ("brain",)  # the totals of the run that is evaluated
+            found = self._checkpoints.load_for_evaluation(
+                max_key, min_key, ("modules", "ema"), newest, weights_only=self._in_fit
+            )
+            if found is None and self.test_only and self._checkpoints.owned:
+                raise CheckpointError(
+                    f"test_only: there is no checkpoint in {self.output_folder}/save, so the model is untrained. "
+                    "Train first, or give the output_folder of a run that did."
+                )
+            if found is None and (self.test_only or max_key or min_key):
+                logger.warning("no checkpoint was loaded: evaluating the weights as they are")
+            if not self._in_fit:  # inside fit, all is put back as it was
+                self._plan.updates.forget_state()
+
+    def _evaluate_stage(self, loader: Iterable[Any], stage: Stage, epoch: int | None) -> float:
+        self.step = 0
+        self._start_stage(stage, epoch, loader)
+        averaged = self._ema.applied() if self._ema is not None else nullcontext()
+        posted: deque[tuple[Ticket, float]] = deque()
+        with torch.no_grad(), averaged:
+            for batch in self._limited(loader):
+                self.step += 1
+                weight = float(self.batch_weight(batch))
+                loss = self._returned_loss(self.evaluate_batch(self._to_device(batch), stage), "evaluate_batch")
+                posted.append((self._host.post(loss), weight))
+                # Two behind, so that the host reads what has long arrived.
+                if len(posted) > 2:
+                    ticket, old_weight = posted.popleft()
+                    self._average.add(ticket.read()[0], old_weight, self.update_average)
+                self._log.advance(1, batch_length(batch))
+        for ticket, weight in posted:
+            self._average.add(ticket.read()[0], weight, self.update_average)
+        if self.step == 0:
+            raise DataError(f"the {stage.name.lower()} set yielded no batch")
+        loss = self._end_stage(stage, epoch)
+        self.step = 0
+        return loss
+
+    def evaluate_batch(self, batch: Any, stage: Stage) -> torch.Tensor:
+        """The detached loss (0-d) of one batch, under `eval_precision`."""
+        with self.evaluation_ctx:
+            outputs = self.compute_forward(batch, stage)
+            loss = self.compute_objectives(outputs, batch, stage)
+        return as_scalar(loss, "compute_objectives").detach()
+
+    # ------------------------------------------------------------------ data
+
+    def make_dataloader(self, dataset: Dataset, stage: Stage, **loader_kwargs: Any) -> DataLoader:
+        """A loader over the samples of `dataset`; its order depends on `seed` and the epoch alone."""
+        shuffle = loader_kwargs.pop("shuffle", False)
+        if stage is Stage.TRAIN and self.train_sampler is not None:
+            loader_kwargs.setdefault("sampler", self.train_sampler)
+        own_order = isinstance(dataset, IterableDataset) or "batch_sampler" in loader_kwargs
+        if distributed.initialized() and not own_order:
+            sampler = DistributedSampler(dataset, shuffle=shuffle, seed=self.seed or 0)
+            loader_kwargs.setdefault("sampler", sampler)
+        return make_loader(
+            dataset,
+            shuffle=shuffle,
+            seed=self.seed or 0,
+            device=self.device,
+            name=_SET_NAMES[stage],
+            **loader_kwargs,
+        )
+
+    def _batches_of(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Iterable[Any]:
+        make = functools.partial(self.make_dataloader, stage=stage)
+        batches = as_batches(data, _SET_NAMES[stage], loader_kwargs, make)
+        if length(batches) == 0:
+            raise DataError(f"{_SET_NAMES[stage]} is empty: its {type(data).__name__} holds no batch.")
+        return batches
+
+    def _limited(self, loader: Iterable[Any], skip: int = 0) -> Iterator[Any]:
+        """The loader's batches, without the first `skip`; in debug mode only the first few."""
+        return islice(loader, skip, self.debug_batches if self.debug else None)
+
+    # ------------------------------------------------------------------ what settles after a step
+
+    @property
+    def optimizer_step(self) -> int:
+        """Updates really taken, in all. Reading it waits for the last verdict."""
+        self._ledger.settle()
+        return self._optimizer_step
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped because something was nonfinite, in all. Reading it waits for the last verdict."""
+        self._ledger.settle()
+        return self._skipped_steps
+
+    @property
+    def avg_train_loss(self) -> float:
+        """The running average loss of the epoch, over the batches whose update was taken; waits for the last one."""
+        self._ledger.settle()
+        return self._train_average.value if self._train_average.seen > 0 else math.nan
+
+    def update_average(self, loss: float, avg_loss: float) -> float:
+        """The stage's running average after one more loss, weighted by `batch_weight`. Nonfinite ones never come."""
+        return avg_loss + (loss - avg_loss) * (self._average.weight / (self._average.seen or self._average.weight))
+
+    def _on_update(self, update: Update, window: Window) -> None:
+        """What an update that was taken, or skipped, moves."""
+        if update.taken:
+            self._optimizer_step += 1
+            self._schedulers.after_update(update.grad_norms)
+        else:
+            self._skipped_steps += 1
+        self._plan.patience.observe(update, lambda: self._where(window.step), self._skipped_steps)
+
+    def _on_window(self, window: Window) -> None:
+        """An iteration's verdicts are known: move the averages and tell the loggers."""
+        if window.by_hand:
+            self._optimizer_step += 1
+            self._schedulers.after_update(self.optimizers_dict)
+            window.taken = True
+        if window.taken and self._ema is not None:
+            self._ema.update()
+        losses, update = window.losses, window.last
+        if window.taken or update is None:
+            for loss, weight in zip(losses, window.weights, strict=True):
+                self._average.add(loss, weight, self.update_average)
+        if self._log.loggers:
+            self._log_window(window, losses)
+        self._plan.patience.check()
+
+    def _log_window(self, window: Window, losses: Sequence[float]) -> None:
+        update = window.last
+        shares = window.weights if self._own_batch_weight else [1.0] * len(losses)
+        total = sum(loss * share for loss, share in zip(losses, shares, strict=True))
+        self._log.log_update(
+            step=window.step,
+            loss=total / (sum(shares) or math.nan),
+            lr={name: float(rate) for name, rate in window.rates.items()},
+            grad_norm=update.grad_norm if update is not None else None,
+            scale=update.scale if update is not None else None,
+            skipped=update is not None and not update.taken,
+            optimizer_step=self._optimizer_step,
+            skipped_steps=self._skipped_steps,
+            samples=window.samples,
+        )
+
+    # ------------------------------------------------------------------ stages and epochs
+
+    def _start_stage(self, stage: Stage, epoch: int | None, loader: Iterable[Any]) -> None:
+        self._stage, self._epoch = stage, epoch
+        self._average = LossAverage()
+        if stage is Stage.TRAIN:
+            if self.step:  # resumed inside the epoch
+                self._average = self._train_average
+            self._train_average = self._average
+        self.modules.train(stage is Stage.TRAIN)
+        set_epoch(loader, epoch or 0)
+        self.on_stage_start(stage, epoch)
+        batches = length(loader)
+        if self.debug and batches is not None:
+            batches = min(batches, self.debug_batches)
+        self._log.start_stage(stage.name.lower(), epoch, batches, batches_done=self.step)
+
+    def _end_stage(self, stage: Stage, epoch: int | None) -> float:
+        loss = distributed.mean(self._average.result, self._average.seen, self.device)
+        if self._average.nonfinite and stage is not Stage.TRAIN:
+            logger.warning(
+                "%s: the loss of %d of %d batches was not finite; they are left out of the average",
+                self._where(self.step),
+                self._average.nonfinite,
+                self.step,
+            )
+        if stage is Stage.VALID:
+            self._position.epoch_loss_due = loss
+        returned = self.on_stage_end(stage, loss, epoch)
+        metrics = {name: float(value) for name, value in returned.items()} if isinstance(returned, Mapping) else {}
+        # All ranks go by the main process's figures: they decide on stopping and on learning rates.
+        self._metrics = distributed.from_main_process({"loss": loss, **metrics})
+        self._log.end_stage(loss, metrics)
+        return loss
+
+    def _end_epoch(self, epoch: int) -> None:
+        """What follows from the epoch's last stage: schedulers, the best so far, a checkpoint."""
+        self._schedulers.after_epoch(self._metrics["loss"])
+        self._position.epoch_loss_due = None
+        self._watch.observe(self._metrics, epoch)
+        self._note_best()
+        meta = {"epoch": epoch, "optimizer_step": self._optimizer_step, **self._metrics}
+        mode = self.early_stop_mode if self.early_stop_metric else "min"
+        self._checkpoints.save_epoch(meta, self._watch.metric, mode)
+        distributed.wait_for_all()
+
+    def _note_best(self) -> None:
+        if self._watch.best is not None:
+            self.summary.best = {self._watch.metric: self._watch.best, "epoch": self._watch.best_epoch}
+
+    def _finished(self) -> bool:
+        if self.early_stop_metric and self._watch.exhausted:
+            logger.info("stopped early: %s", self._watch)
+            return True
+        return self._step_limit_reached()
+
+    def _step_limit_reached(self) -> bool:
+        limit = self.optimizer_step_limit
+        if not limit:
+            return False
+        if self._optimizer_step + len(self._ledger) < limit:
+            return False  # not even if all that is under way is taken: no need to wait for it
+        return self.optimizer_step >= limit
+
+    def _save_inside_epoch(self, epoch: int) -> None:
+        if self._checkpoints.due(self.ckpt_interval_steps, self.ckpt_interval_minutes):
+            meta = {"epoch": epoch, "step": self.step, "optimizer_step": self.optimizer_step}
+            self._checkpoints.save_inside_epoch(meta)
+
+    def _where(self, step: int) -> str:
+        epoch = "" if self._epoch is None else f"epoch {self._epoch}, "
+        return f"{self._stage.name.lower()} {epoch}batch {step}"
+
+
+def _rate(optimizer: Optimizer) -> Any:
+    """The learning rate in force; a copy where it is a tensor, which a scheduler may change in place."""
+    rate = optimizer.param_groups[0]["lr"]
+    return rate.clone() if isinstance(rate, torch.Tensor) else rate

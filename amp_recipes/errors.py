@@ -1,0 +1,40 @@
+"""The errors that users meet, in one tree.
+
+    AmpRecipesError
+    ├── ConfigError (also a ValueError)       a YAML, an override or a run option is wrong
+    ├── PrecisionError (also a RuntimeError)  a precision that the device, the model or the optimizer cannot do
+    │   └── NonfiniteError                    losses or gradients stayed nonfinite; the run ended
+    ├── DataError (also a ValueError)         a data set that is empty or has not the expected form
+    ├── RecipeError (also a TypeError)        a recipe's method returned, or called, what the loop cannot use
+    └── CheckpointError (also a RuntimeError) a checkpoint that cannot be written, found or read
+
+Each message says where, what was given, what is accepted and what to do.
+"""
+
+
+class AmpRecipesError(Exception):
+    """Every error that the framework raises on purpose."""
+
+
+class ConfigError(AmpRecipesError, ValueError):
+    """A YAML file, an override or a run option is wrong."""
+
+
+class PrecisionError(AmpRecipesError, RuntimeError):
+    """The device, the model or an optimizer cannot do what the precision asks."""
+
+
+class NonfiniteError(PrecisionError):
+    """Losses or gradients stayed nonfinite until patience ran out."""
+
+
+class DataError(AmpRecipesError, ValueError):
+    """A data set is empty, or not what the loader expects."""
+
+
+class RecipeError(AmpRecipesError, TypeError):
+    """A recipe's method returned, or called, what the loop cannot use."""
+
+
+class CheckpointError(AmpRecipesError, RuntimeError):
+    """A checkpoint cannot be written, found or read."""

@@ -1,0 +1,97 @@
+"""Brings device scalars to the host without making the host wait for the device.
+
+A step posts the numbers it wants to know; they travel while the next forward is being queued, and are read when
+somebody needs them. The values are read through a NumPy view made once, so reading is no tensor operation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Device types whose copies to pinned memory can be awaited by an event; elsewhere the copy itself blocks.
+_ASYNCHRONOUS = frozenset({"cuda", "xpu"})
+
+
+class _Row:
+    """A landing place for some values in host memory, with the event that says when they are there."""
+
+    __slots__ = ("event", "values", "view")
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        asynchronous = device.type in _ASYNCHRONOUS
+        self.values = torch.empty(count, dtype=dtype, pin_memory=asynchronous)
+        self.view = self.values.numpy()
+        self.event = torch.Event(device) if asynchronous else None
+
+
+class Ticket:
+    """Stands for values on their way to the host."""
+
+    __slots__ = ("_home", "_row", "_values")
+
+    def __init__(self, home: HostCopy, row: _Row) -> None:
+        self._home = home
+        self._row: _Row | None = row
+        self._values: list[float] = []
+
+    def __reduce__(self) -> tuple:
+        # A copy holds the values: a landing place cannot be shared with one.
+        return _arrived, (self.read(),)
+
+    @property
+    def known(self) -> bool:
+        """Whether the values are on the host for certain.
+
+        Never asks the event, so that what happens does not depend on timing.
+        """
+        return self._row is None or self._home.immediate
+
+    def read(self) -> list[float]:
+        """The values as Python floats; waits for the copy where it is still under way."""
+        row = self._row
+        if row is not None:
+            if row.event is not None:
+                row.event.synchronize()
+            self._values = row.view.tolist()
+            self._home.release(row)
+            self._row = None
+        return self._values
+
+
+def _arrived(values: list[float]) -> Ticket:
+    ticket = Ticket.__new__(Ticket)
+    ticket._row, ticket._values = None, values
+    return ticket
+
+
+class HostCopy:
+    """Hands out tickets for scalars of one device; landing places are used again once read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[tuple[int, torch.dtype], list[_Row]] = {}
+
+    def __reduce__(self) -> tuple:
+        return HostCopy, (self._device,)
+
+    @property
+    def immediate(self) -> bool:
+        """Whether a copy is there as soon as it is made: the device does not queue its work behind the host."""
+        return self._device.type not in _ASYNCHRONOUS
+
+    def post(self, vector: torch.Tensor) -> Ticket:
+        """Start copying a detached floating vector (or 0-d tensor); returns the ticket that will hold its values."""
+        # Converted on the device: a copy that also converts goes through memory that is not pinned, and waits.
+        if vector.dtype not in (torch.float32, torch.float64):
+            vector = vector.float()
+        key = (vector.numel(), vector.dtype)
+        free = self._free.setdefault(key, [])
+        row = free.pop() if free else _Row(*key, self._device)
+        row.values.copy_(vector, non_blocking=row.event is not None)
+        if row.event is not None:
+            row.event.record()
+        return Ticket(self, row)
+
+    def release(self, row: _Row) -> None:
+        """Take back a landing place that has been read."""
+        self._free[row.values.numel(), row.values.dtype].append(row)

@@ -1,0 +1,159 @@
+"""Appends every record to `metrics.jsonl`, one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from contextlib import suppress
+from datetime import datetime, timezone
+from io import FileIO
+from os import SEEK_END, PathLike
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from amp_recipes.loggers.strict_json import encode
+from amp_recipes.records import SCHEMA_VERSION, Logger, RunSummary, StageRecord, StepRecord
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "metrics.jsonl"
+FLUSH_SECONDS = 5.0
+_BLOCK_BYTES = 1 << 16
+
+
+class JsonlLogger(Logger):
+    """Writes `<folder>/metrics.jsonl`: a header, then each step and stage record as it comes.
+
+    A run that resumes appends; a line that a crash tore is repaired first. What was logged between the last
+    checkpoint and the crash is then logged again, so a reader keeps the last record of a stage, epoch, step.
+
+    Records wait in memory until the stage ends, `flush_seconds` have passed or the logger is closed. A disk
+    that fails during the run costs records, not the run: one warning, then each flush tries again. Raises
+    OSError only in the constructor, where the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: str | PathLike[str], flush_seconds: float = FLUSH_SECONDS) -> None:
+        self.path = Path(folder) / FILE_NAME
+        self._flush_seconds = flush_seconds
+        self._records: list[StepRecord | StageRecord] = []  # encoded at the flush, out of the step
+        self._flushed_at = time.monotonic()
+        self._warned = False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: FileIO | None = open_for_append(self.path)
+
+    def log_step(self, record: StepRecord) -> None:
+        """Keep the record for the next flush."""
+        self._records.append(record)
+        if time.monotonic() - self._flushed_at >= self._flush_seconds:
+            self.flush()
+
+    def log_stage(self, record: StageRecord) -> None:
+        """Write the record and all that waits."""
+        self._records.append(record)
+        self.flush()
+
+    def log_summary(self, summary: RunSummary) -> None:
+        """Write what waits; the summary itself has a file of its own."""
+        self.flush()
+
+    def close(self) -> None:
+        """Write what waits and close the file. A record that comes later opens it again."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def flush(self) -> None:
+        """Hand the waiting lines to the operating system; a disk error becomes one warning."""
+        self._flushed_at = time.monotonic()
+        if not self._records:
+            return
+        data = "".join(encode(record.as_dict()) + "\n" for record in self._records).encode()
+        self._records.clear()
+        try:
+            if self._file is None:
+                self._file = open_for_append(self.path)
+            write_all(self._file, data)
+        except OSError as error:
+            self._give_up_file(error)
+
+    def _give_up_file(self, error: OSError) -> None:
+        """Drop the file, which may end in half a line; the next flush repairs and opens it again."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+        if not self._warned:
+            self._warned = True
+            log.warning("Metrics are missing from %s (%s). Training goes on.", self.path, error)
+
+
+def open_for_append(path: Path) -> FileIO:
+    """The file at `path`, ending in a whole line and headed by a record with the current schema version."""
+    # Unbuffered: a buffer of Python's would keep what a full disk refused, and raise again at every close.
+    file = open(path, "ab", buffering=0)  # noqa: SIM115
+    try:
+        if file.tell() > 0:
+            repair_last_line(path)
+        if schema_version(path) != SCHEMA_VERSION:
+            write_all(file, (encode(header()) + "\n").encode())
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def header() -> dict[str, Any]:
+    """The record that says how to read those after it."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"kind": "header", "schema_version": SCHEMA_VERSION, "time": now}
+
+
+def schema_version(path: Path) -> int | None:
+    """The version in the file's first line; None for an empty file or a first line that is no header."""
+    with open(path, "rb") as file:
+        record = parsed(file.readline(_BLOCK_BYTES))
+    return record.get("schema_version") if record is not None else None
+
+
+def repair_last_line(path: Path) -> None:
+    """Make the file end in a newline: end a whole last record that lacks one, cut off half a record."""
+    with open(path, "r+b") as file:
+        end = file.seek(0, SEEK_END)
+        start = start_of_last_line(file, end)
+        if start == end:
+            return
+        file.seek(start)
+        if parsed(file.read()) is not None:
+            file.write(b"\n")
+        else:
+            file.truncate(start)
+
+
+def start_of_last_line(file: BinaryIO, end: int) -> int:
+    """Where the text after the last newline before `end` starts; `end` if the newline ends the file."""
+    while end > 0:
+        block_start = max(0, end - _BLOCK_BYTES)
+        file.seek(block_start)
+        newline = file.read(end - block_start).rfind(b"\n")
+        if newline >= 0:
+            return block_start + newline + 1
+        end = block_start
+    return 0
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None if it is not a whole JSON object."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def write_all(file: FileIO, data: bytes) -> None:
+    """Write every byte: an unbuffered file may take fewer than it is given."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]

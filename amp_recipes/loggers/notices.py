@@ -1,0 +1,27 @@
+"""Shows the framework's notices on the terminal of a user who has set up no logging."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+_PACKAGE = "amp_recipes"
+# Its lines are for log files: on the terminal the progress logger has shown the same.
+_FILE_ONLY = "amp_recipes.loggers.run_log"
+
+
+class _Notices(logging.Handler):
+    """Writes what no other handler shows: notices, and warnings where the root logger has no handler."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        shown_elsewhere = record.levelno >= logging.WARNING and logging.getLogger().handlers
+        if not shown_elsewhere and record.name != _FILE_ONLY:
+            print(self.format(record), file=sys.stderr)
+
+
+def show_notices() -> None:
+    """From now on, notices (which precision `auto` chose, what is pinned) appear on standard error. Once is enough."""
+    logger = logging.getLogger(_PACKAGE)
+    if not any(isinstance(handler, _Notices) for handler in logger.handlers):
+        logger.addHandler(_Notices())
+        logger.setLevel(min(logger.level or logging.INFO, logging.INFO))

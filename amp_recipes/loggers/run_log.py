@@ -1,0 +1,152 @@
+"""Turns what the loop knows into records and hands them to every logger."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from amp_recipes.loggers.text import format_stage, stage_name
+from amp_recipes.records import Logger, RunSummary, StageRecord, StepRecord
+
+log = logging.getLogger(__name__)
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+
+class RunLog:
+    """The running stage's clock and counts, and the loggers that hear of them.
+
+    summary: filled in as stages end; memory_interval_steps: how often the device is asked for its peak memory.
+    """
+
+    def __init__(
+        self, loggers: Sequence[Logger], summary: RunSummary, device: torch.device, memory_interval_steps: int
+    ) -> None:
+        self.loggers = loggers
+        self.summary = summary
+        self._device = device
+        self._interval = max(1, memory_interval_steps)
+        self._stage = ""
+        self._epoch: int | None = None
+        self._began = 0.0
+        self._batches = 0
+        self._samples = 0
+        self._memory: int | None = None
+        self._records = 0
+
+    def start_stage(self, stage: str, epoch: int | None, batches: int | None, batches_done: int = 0) -> None:
+        """A stage begins; `batches_done` of it were done before an interruption."""
+        self._stage, self._epoch, self._began = stage, epoch, time.perf_counter()
+        self._batches, self._samples = batches_done, 0
+        for logger in self.loggers:
+            logger.start_stage(stage, epoch, batches)
+
+    def advance(self, batches: int, samples: int) -> None:
+        """`batches` more batches with `samples` samples are done."""
+        self._batches += batches
+        self._samples += samples
+        for logger in self.loggers:
+            logger.advance(self._batches)
+
+    def log_update(
+        self,
+        *,
+        step: int,
+        loss: float,
+        lr: dict[str, float],
+        grad_norm: float | None,
+        scale: float | None,
+        skipped: bool,
+        optimizer_step: int,
+        skipped_steps: int,
+        samples: int,
+    ) -> None:
+        """One update was taken or skipped."""
+        seconds = time.perf_counter() - self._began
+        if self._records % self._interval == 0:
+            self._memory = device_peak_memory(self._device)
+        self._records += 1
+        record = StepRecord(
+            stage=self._stage,
+            epoch=self._epoch,
+            step=step,
+            optimizer_step=optimizer_step,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            scale=scale,
+            skipped=skipped,
+            skipped_steps=skipped_steps,
+            samples=samples,
+            samples_per_second=self._samples / seconds if seconds > 0 else 0.0,
+            seconds=seconds,
+            memory_bytes=self._memory,
+        )
+        for logger in self.loggers:
+            logger.log_step(record)
+
+    def end_stage(self, loss: float, metrics: Mapping[str, float]) -> None:
+        """The running stage is over."""
+        record = StageRecord(
+            stage=self._stage,
+            epoch=self._epoch,
+            loss=None if math.isnan(loss) else loss,
+            metrics=dict(metrics),
+            seconds=time.perf_counter() - self._began,
+            batches=self._batches,
+            samples=self._samples,
+        )
+        self.summary.seconds += record.seconds
+        self.summary.last[record.stage] = {"loss": loss, **record.metrics}
+        for logger in self.loggers:
+            logger.log_stage(record)
+        if self.loggers:
+            log.info("%s: %s", stage_name(record.stage, record.epoch), format_stage(record))
+
+    def count_training(self) -> None:
+        """Add the running stage to the summary's training totals."""
+        self.summary.epochs += 1
+        self.summary.samples += self._samples
+        self.summary.training_seconds += time.perf_counter() - self._began
+        if self.summary.training_seconds > 0:
+            self.summary.samples_per_second = self.summary.samples / self.summary.training_seconds
+
+    def log_summary(self) -> None:
+        """A fit or an evaluation is over."""
+        peak = device_peak_memory(self._device)
+        self.summary.peak_memory_bytes = peak if peak is not None else process_peak_memory()
+        self.summary.peak_memory_of = "device" if peak is not None else "process"
+        for logger in self.loggers:
+            logger.log_summary(self.summary)
+
+    def close(self) -> None:
+        """Close every logger, also where one of them fails."""
+        with ExitStack() as stack:
+            for logger in self.loggers:
+                stack.callback(logger.close)
+
+
+def device_peak_memory(device: torch.device) -> int | None:
+    """Peak bytes allocated on a CUDA or XPU device; None elsewhere. Asks the allocator, not the device."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "xpu":
+        return torch.xpu.max_memory_allocated(device)
+    return None
+
+
+def process_peak_memory() -> int | None:
+    """Peak resident bytes of this process; None where the platform does not tell."""
+    if resource is None:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -1,0 +1,105 @@
+"""What one step, one stage and one run report, and what a logger receives.
+
+Records hold host numbers only: by the time a logger sees one, its values have left the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+SCHEMA_VERSION = 1
+"""Version of the record layout in `metrics.jsonl`; raised when a field changes its meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer update (or a skipped one) of a training stage."""
+
+    stage: str
+    epoch: int | None
+    step: int  # batches done in this epoch
+    optimizer_step: int  # updates taken in all
+    loss: float  # mean over the window, as it was differentiated
+    lr: dict[str, float]  # per optimizer: the rate of its first group that this update used
+    grad_norm: float | None  # L2 over all gradients of the update, before clipping
+    scale: float | None  # loss scale that the update used; None unless fp16
+    skipped: bool
+    skipped_steps: int  # skipped updates in all
+    samples: int  # in the window
+    samples_per_second: float
+    seconds: float  # since the stage began
+    memory_bytes: int | None  # peak allocated on the device so far; None where the device does not tell
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as one flat `metrics.jsonl` object."""
+        return {"kind": "step", **{name: getattr(self, name) for name in self.__slots__}}
+
+
+@dataclass(frozen=True, slots=True)
+class StageRecord:
+    """One finished training epoch, validation or test."""
+
+    stage: str
+    epoch: int | None
+    loss: float | None  # None: nothing finite was seen
+    metrics: dict[str, float]  # what `on_stage_end` returned
+    seconds: float
+    batches: int
+    samples: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as one `metrics.jsonl` object."""
+        return {"kind": "stage", **asdict(self)}
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """What a finished `fit` or `evaluate` amounts to; written to `summary.json`."""
+
+    precision: str
+    eval_precision: str
+    float32_precision: str
+    device: str
+    fp32_modules: list[str] = field(default_factory=list)  # names of the pinned modules
+    seconds: float = 0.0
+    epochs: int = 0
+    optimizer_steps: int = 0
+    skipped_steps: int = 0
+    training_seconds: float = 0.0
+    samples: int = 0  # training samples seen
+    samples_per_second: float = 0.0  # training samples over training time
+    peak_memory_bytes: int | None = None
+    peak_memory_of: str = "process"  # what the peak counts: the device's allocator, or the process
+    last: dict[str, dict[str, float]] = field(default_factory=dict)  # stage -> loss and metrics
+    best: dict[str, float | int] | None = None  # {"metric": value, "epoch": n} where a metric is watched
+
+    def as_dict(self) -> dict[str, Any]:
+        """The summary as one JSON object, with the schema version."""
+        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+
+
+class Logger(Protocol):
+    """Receives records; never steers the run. Subclass it and override what you need.
+
+    The order of calls: `start_stage`, then any number of `advance` and `log_step`, then `log_stage`; at
+    the very end of a fit or an evaluation `log_summary`, and `close` once.
+    """
+
+    def start_stage(self, stage: str, epoch: int | None, batches: int | None) -> None:
+        """A stage begins; `batches` is its length where the loader knows it."""
+
+    def advance(self, step: int) -> None:
+        """`step` batches of the running stage are done. Called often: must be cheap."""
+
+    def log_step(self, record: StepRecord) -> None:
+        """An update was taken or skipped. Comes at most one update late."""
+
+    def log_stage(self, record: StageRecord) -> None:
+        """The running stage ended."""
+
+    def log_summary(self, summary: RunSummary) -> None:
+        """A fit or an evaluation ended."""
+
+    def close(self) -> None:
+        """Release files and terminals, also after an exception. May be called twice."""

@@ -1,0 +1,258 @@
+"""What a `Brain` is made of: options, device, modules, precision, counters, checkpoints, logs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from amp_recipes import distributed
+from amp_recipes.checkpoint import Checkpointer, CheckpointKeeper
+from amp_recipes.config import RunOptions, near_misses
+from amp_recipes.early_stopping import MetricWatch
+from amp_recipes.ema import WeightAverage
+from amp_recipes.errors import ConfigError
+from amp_recipes.hooks import Hooks, Stage
+from amp_recipes.host_copy import HostCopy
+from amp_recipes.ledger import Ledger
+from amp_recipes.loggers import RunLog, make_loggers, show_notices
+from amp_recipes.loss_average import LossAverage
+from amp_recipes.position import Position
+from amp_recipes.precision import PrecisionPlan, check_optimizers
+from amp_recipes.records import Logger, RunSummary
+from amp_recipes.schedulers import Schedulers
+
+logger = logging.getLogger(__name__)
+
+# What a resumed run goes on counting.
+_SUMMARY_TOTALS = ("seconds", "training_seconds", "epochs", "samples", "samples_per_second", "last", "best")
+
+
+class RunSetup(Hooks):
+    """Base of `Brain`: builds the collaborators of the loop, and puts its state aside and back.
+
+    The loop itself, with what follows from updates (`_on_update`, `_on_window`), and `_overrides` are Brain's.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module] | None = None,
+        opt_class: Callable[..., Optimizer] | None = None,
+        hparams: Mapping[str, Any] | None = None,
+        run_opts: Mapping[str, Any] | RunOptions | None = None,
+        checkpointer: Checkpointer | None = None,
+    ) -> None:
+        hparams = dict(hparams or {})
+        options = run_opts if isinstance(run_opts, RunOptions) else RunOptions.from_mapping(run_opts or {})
+        self.run_opts = options.with_defaults_from(hparams)
+        for name, value in self.run_opts.items():
+            setattr(self, name, value)
+        for message in near_misses(hparams):
+            logger.warning("hparams: %s", message)
+        self.hparams = SimpleNamespace(**hparams)
+        self.opt_class = opt_class
+        self.device = distributed.pick_device(self.run_opts.device)
+        self.distributed_launch = distributed.launched()
+        distributed.start(self.device, self.distributed_backend)
+        if not self.noprogressbar:
+            show_notices()
+        self.modules = nn.ModuleDict(dict(modules or {})).to(self.device)
+        self._set_up_precision()
+        self._set_up_counters()
+        self._set_up_checkpoints(checkpointer)
+
+    def _set_up_precision(self) -> None:
+        agree = distributed.agree if distributed.initialized() else None
+        self._plan = PrecisionPlan(self.run_opts, self.modules, self.device, agree)
+        self.precision, self.eval_precision = self._plan.training.name, self._plan.evaluation.name
+        self.float32_precision = self._plan.float32_precision
+        self.scaler = self._plan.scaler
+        self.training_ctx, self.evaluation_ctx = self._plan.training_ctx, self._plan.evaluation_ctx
+        if self.deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+
+    def _set_up_counters(self) -> None:
+        self.optimizer: Optimizer | None = None
+        self.optimizers_dict: dict[str, Optimizer] = {}
+        self.train_sampler: Any = None
+        self.loggers: list[Logger] = []  # the recipe's own, beside the framework's
+        self.step = 0
+        self.should_step = True
+        self._optimizer_step = self._skipped_steps = 0
+        self._average = self._train_average = LossAverage()
+        self._window_size, self._window_weight, self._batch_weight = 1, 1.0, 1.0
+        self._ledger = Ledger(self.device, self._on_update, self._on_window)
+        self._host = HostCopy(self.device)
+        self._schedulers = Schedulers(None, {}, self.lr_scheduler_interval)
+        self._stage, self._epoch, self._trained = Stage.TRAIN, None, False
+        self._metrics: dict[str, float] = {}
+        self._epoch_counter: Iterable[int] = ()
+        self._in_fit = False
+        self._stepped_by_hand = False
+        self._own_batch_weight = self._overrides("batch_weight")
+        self._own_fit_batch = self._overrides("fit_batch")
+        self._plain_losses = not (self._own_fit_batch or self._overrides("backward"))
+        self._ema = WeightAverage(self.modules, self.ema_decay) if self.ema_decay else None
+        self._watch = MetricWatch(self.early_stop_metric or "loss", self.early_stop_mode, self.early_stop_patience)
+        self.summary = RunSummary(
+            precision=self.precision,
+            eval_precision=self.eval_precision,
+            float32_precision=self.float32_precision,
+            device=str(self.device),
+            fp32_modules=self._plan.pinned,
+        )
+        self._log = self._idle_log = RunLog([], self.summary, self.device, self.log_interval_steps)
+
+    def _set_up_checkpoints(self, checkpointer: Checkpointer | None) -> None:
+        folder = None if self.output_folder is None or self.debug else Path(self.output_folder) / "save"
+        self._checkpoints = CheckpointKeeper(checkpointer, folder, writes=distributed.is_main_process())
+        self.checkpointer = self._checkpoints.checkpointer
+        if self._checkpoints.owned:
+            # As they are before a wrapper for several processes adds its prefix to every name.
+            self._checkpoints.register("modules", nn.ModuleDict(dict(self.modules)))
+        self._position = Position(self._numbers, self._take_numbers)
+        self._checkpoints.register("brain", self._position)
+        if self._ema is not None:
+            self._checkpoints.register("ema", self._ema)
+
+    def _adopt_optimizers(self) -> None:
+        """Check the optimizers, make their schedulers and save them with checkpoints, where they are new."""
+        if self._schedulers.optimizers == self.optimizers_dict:
+            return
+        check_optimizers(self.optimizers_dict, self.modules, scaled=self.scaler.is_enabled())
+        make = getattr(self.hparams, "lr_scheduler", None)
+        self._schedulers = Schedulers(make, self.optimizers_dict, self.lr_scheduler_interval)
+        for name, optimizer in self.optimizers_dict.items():
+            self._checkpoints.register(f"optimizer.{name}", optimizer, replace=True)
+            if self._own_fit_batch:
+                optimizer.register_step_post_hook(self._note_step)
+        for name, scheduler in self._schedulers.by_optimizer.items():
+            self._checkpoints.register(f"scheduler.{name}", scheduler, replace=True)
+
+    def _resume(self) -> None:
+        """Register what else training adds to a checkpoint, and go on from the newest one, once."""
+        if self.scaler.is_enabled():
+            self._checkpoints.register("scaler", self.scaler)
+        if hasattr(self._epoch_counter, "state_dict"):
+            self._checkpoints.register("epoch_counter", self._epoch_counter, replace=True)
+        if self._checkpoints.resume() is None:
+            return
+        self._note_best()
+        self._plan.updates.forget_state()
+        if self._position.inside_epoch and hasattr(self._epoch_counter, "current"):
+            self._epoch_counter.current -= 1
+        if self._position.epoch_loss_due is not None:
+            # The recipe saved in on_stage_end, before what follows from the epoch's end.
+            self._schedulers.after_epoch(self._position.epoch_loss_due)
+            if self._watch.metric == "loss":
+                self._watch.observe({"loss": self._position.epoch_loss_due}, self._position.done)
+            self._position.epoch_loss_due = None
+
+    def _numbers(self) -> dict[str, Any]:
+        """The loop's own numbers, for a checkpoint."""
+        self._ledger.settle()
+        if len(self._ledger):
+            logger.warning(
+                "%s: a checkpoint in the middle of an update lacks its loss and EMA: save in on_stage_end, or with "
+                "ckpt_interval_steps or ckpt_interval_minutes",
+                self._where(self.step),
+            )
+        in_training = self._stage is Stage.TRAIN
+        return {
+            "epoch": self._epoch,
+            "step": self.step if in_training else 0,
+            "optimizer_step": self._optimizer_step,
+            "skipped_steps": self._skipped_steps,
+            "average": self._train_average.state_dict(),
+            "summary": {name: getattr(self.summary, name) for name in _SUMMARY_TOTALS},
+            "watch": self._watch.state_dict(),
+        }
+
+    def _take_numbers(self, state: Mapping[str, Any]) -> None:
+        self._optimizer_step, self._skipped_steps = state["optimizer_step"], state["skipped_steps"]
+        self._train_average.load_state_dict(state["average"])
+        for name, value in state["summary"].items():
+            setattr(self.summary, name, value)
+        self._watch.load_state_dict(state["watch"])
+
+    def _start_afresh(self) -> None:
+        """Forget what an earlier `fit` left behind, also one that an exception ended."""
+        self._ledger.clear()
+        self._plan.patience.reset()
+        self._position.start_afresh()
+        self.step, self.should_step, self._window_size = 0, True, 1
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        self._in_fit = True
+        try:
+            yield
+        finally:
+            self._in_fit = False
+
+    @contextmanager
+    def _set_aside(self, weights: bool) -> Iterator[None]:
+        """Within it, an evaluation may change the loop's state (and weights): all is put back afterwards."""
+        state = (self._stage, self._epoch, self.step, self._average, self._metrics)
+        modes = [(module, module.training) for module in self.modules.modules()]
+        holders = [self.modules, *([self._ema] if self._ema is not None else [])] if weights else []
+        kept = [{name: value.clone() for name, value in holder.state_dict().items()} for holder in holders]
+        try:
+            yield
+        finally:
+            self._stage, self._epoch, self.step, self._average, self._metrics = state
+            for module, training in modes:
+                module.training = training
+            for holder, values in zip(holders, kept, strict=True):
+                holder.load_state_dict(values)
+
+    @contextmanager
+    def _logging(self, progressbar: bool | None) -> Iterator[None]:
+        """The loggers of one fit or evaluation, closed whatever happens."""
+        show = not self.noprogressbar if progressbar is None else progressbar
+        if show:
+            show_notices()
+        loggers: list[Logger] = []
+        if distributed.is_main_process():
+            folder = self.output_folder
+            if folder is not None and self.debug:
+                folder = Path(folder) / "debug"  # trying out leaves a real run's records alone
+            # After a fit the table has been seen; the evaluation adds one line, which progress shows.
+            table = self._in_fit or not self._trained
+            loggers = [*make_loggers(folder, show, self.log_interval_steps, table), *self.loggers]
+        outer, self._log = self._log, RunLog(loggers, self.summary, self.device, self.log_interval_steps)
+        try:
+            yield
+            self._ledger.settle()
+        except BaseException:
+            # What is under way has changed the weights already, so it counts; the first exception is the one to raise.
+            with suppress(Exception):
+                self._ledger.settle()
+            raise
+        finally:
+            self.summary.optimizer_steps, self.summary.skipped_steps = self._optimizer_step, self._skipped_steps
+            if not self._in_fit or outer is self._idle_log:
+                self._log.log_summary()
+            self._log.close()
+            self._log = outer
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped_by_hand = True
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self.optimizers_dict:
+                near = get_close_matches(name, self.optimizers_dict, n=1)
+                raise ConfigError(
+                    f"optimizers_step('{name}'): there is no such optimizer; expected one of "
+                    f"{', '.join(self.optimizers_dict) or '(none)'}." + (f" Did you mean '{near[0]}'?" if near else "")
+                )

@@ -1,0 +1,64 @@
+"""Train an image classifier: python recipes/image_classification/train.py configs/image_classification.yaml
+
+The network is in model.py, the images in data.py, every setting in the YAML file.
+Legend of shapes: B batch, C channels, H height, W width, K classes.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from amp_recipes import Brain, Stage, create_experiment_directory, load_hparams, parse_arguments
+
+
+class ImageClassifier(Brain):
+    """Cross entropy on images; reports the share of images whose highest score is their class."""
+
+    def compute_forward(self, batch: dict[str, torch.Tensor], stage: Stage) -> torch.Tensor:
+        """Return the class scores (B, K); images of the training stage are moved at random first."""
+        images_BCHW = batch["image"]
+        if stage == Stage.TRAIN:
+            images_BCHW = self.hparams.augment(images_BCHW)
+        return self.modules.model(images_BCHW)
+
+    def compute_objectives(
+        self, predictions: torch.Tensor, batch: dict[str, torch.Tensor], stage: Stage
+    ) -> torch.Tensor:
+        """Return the mean loss and count the right answers; only training smooths the labels."""
+        labels_B = batch["label"]
+        # The counter stays on the device: reading it here would make the host wait for every batch.
+        self.num_correct += (predictions.detach().argmax(dim=1) == labels_B).sum()
+        self.num_images += len(labels_B)
+        smoothing = self.hparams.label_smoothing if stage == Stage.TRAIN else 0.0
+        # CPU autocast would take the softmax's logarithm in the low precision; CUDA's takes it in fp32.
+        return F.cross_entropy(predictions.float(), labels_B, label_smoothing=smoothing)
+
+    def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
+        """Count from zero in each stage."""
+        self.num_correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.num_images = 0
+
+    def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> dict[str, float]:
+        """Return the accuracy of the stage that ends, between 0 and 1."""
+        return {"accuracy": self.num_correct.item() / max(1, self.num_images)}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, then test the best checkpoint, as the YAML file and the command line say."""
+    hparams_file, run_opts, overrides = parse_arguments(argv)
+    hparams = load_hparams(hparams_file, overrides)
+    create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
+    images = hparams["images"]
+    brain = ImageClassifier(hparams["modules"], hparams["opt_class"], hparams, run_opts)
+    loader_kwargs = hparams["loader_kwargs"]
+    brain.fit(
+        hparams["epoch_counter"],
+        images.train,
+        images.valid,
+        train_loader_kwargs={**loader_kwargs, "shuffle": True},
+        valid_loader_kwargs=loader_kwargs,
+    )
+    brain.evaluate(images.test, max_key="accuracy", test_loader_kwargs=loader_kwargs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Two processes: gradients averaged, and a verdict that all ranks share."""
+
+import functools
+import os
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+from amp_recipes import Brain, distributed
+from amp_recipes.errors import NonfiniteError
+
+STEPS = 4
+
+
+class Regression(Brain):
+    def compute_forward(self, batch, stage):
+        return self.modules.model(batch[0])
+
+    def compute_objectives(self, predictions, batch, stage):
+        return nn.functional.mse_loss(predictions.float(), batch[1])
+
+
+def batches(rank: int, nan_at: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    made = []
+    for index in range(STEPS):
+        x = torch.randn(4, 3, generator=generator)
+        made.append((x * torch.nan if index == nan_at and rank == 1 else x, x.sum(1, keepdim=True)))
+    return made
+
+
+def train(rank: int, options: dict, nan_at: int | None) -> Brain:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    brain = Regression(
+        {"model": model}, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), run_opts={"device": "cpu", **options}
+    )
+    brain.fit(range(1), batches(rank, nan_at), progressbar=False)
+    return brain
+
+
+def worker(rank: int, store: str, options: dict, nan_at: int | None, results) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    brain = train(rank, options, nan_at)
+    weights = torch.cat([p.detach().flatten() for p in brain.modules.parameters()])
+    statistics = torch.cat([b.flatten().float() for b in brain.modules.buffers()])
+    results.put((rank, weights.numpy(), statistics.numpy(), brain.optimizer_step, brain.skipped_steps))
+    results.close()
+    results.join_thread()
+    torch.distributed.barrier()
+    # Not through the interpreter's end: a gloo thread that then lets go of a tensor would abort the process.
+    os._exit(0)
+
+
+@pytest.fixture
+def run_two(tmp_path):
+    return functools.partial(two_processes, str(tmp_path / "store"))
+
+
+def two_processes(store: str, options: dict, nan_at: int | None = None) -> list[tuple]:
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=worker, args=(rank, store, options, nan_at, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = sorted((results.get(timeout=120) for _ in processes), key=lambda result: result[0])
+    found = [(rank, torch.tensor(w), torch.tensor(s), *counts) for rank, w, s, *counts in found]
+    for process in processes:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "fp16", "init_scale": 64.0}], ids=["fp32", "fp16"])
+def test_a_nan_on_one_rank_skips_the_update_on_both(run_two, options):
+    first, second = run_two(options, nan_at=1)
+    assert torch.equal(first[1], second[1]) and first[1].isfinite().all()
+    assert first[2].isfinite().all() and second[2].isfinite().all()
+    assert first[3:] == second[3:] == (STEPS - 1, 1)
+
+
+def test_two_ranks_equal_one_process_that_accumulates_their_batches(run_two):
+    both = run_two({"max_grad_norm": 0.0})
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for pair in zip(batches(0), batches(1), strict=True):
+        for x, y in pair:
+            (nn.functional.mse_loss(model(x), y) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    torch.testing.assert_close(both[0][1], expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(both[0][1], both[1][1])
+
+
+def test_no_sync_is_left_also_after_an_exception():
+    modules = nn.ModuleDict({"model": nn.Linear(1, 1)})
+    with pytest.raises(NonfiniteError), distributed.no_sync(modules):
+        raise NonfiniteError("inside")
+    with distributed.no_sync(modules, use=False):
+        pass
+
+
+def test_one_process_is_the_main_one():
+    assert distributed.is_main_process() and not distributed.launched() and not distributed.initialized()
+    flag = torch.ones(())
+    assert distributed.agree(flag) is flag

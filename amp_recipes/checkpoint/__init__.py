@@ -1,7 +1,20 @@
 """Save and restore anything with a `state_dict`; keep the best and the newest."""
 
-from amp_recipes.checkpoint.checkpointer import Checkpoint, Checkpointer
+from amp_recipes.checkpoint.best import best_checkpoint, load_weights, model_weights
+from amp_recipes.checkpoint.checkpointer import Checkpointer
 from amp_recipes.checkpoint.epoch_counter import EpochCounter
+from amp_recipes.checkpoint.folder import Checkpoint
 from amp_recipes.checkpoint.keeper import CheckpointKeeper
+from amp_recipes.checkpoint.names import clean_name, clean_names
 
-__all__ = ["Checkpoint", "CheckpointKeeper", "Checkpointer", "EpochCounter"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointKeeper",
+    "Checkpointer",
+    "EpochCounter",
+    "best_checkpoint",
+    "clean_name",
+    "clean_names",
+    "load_weights",
+    "model_weights",
+]

@@ -1,8 +1,6 @@
-"""How a checkpoint reaches the disk whole, which ones stay, and how objects take their state back.
+"""Which checkpoints are written, which stay, and which one a run goes on from.
 
-A checkpoint is a folder `CKPT+000012` with one `<name>.pt` per recoverable and a `meta.json`. It is written
-under a temporary name beside its final place and renamed once everything in it is on the disk, so a folder
-that has the final name is complete whenever the process or the machine died.
+How one gets to the disk whole is in folder.py, what its files hold in state_format.py.
 """
 
 from __future__ import annotations
@@ -11,45 +9,55 @@ import json
 import math
 import os
 import re
-import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
-
+from amp_recipes.checkpoint.background import background_of
+from amp_recipes.checkpoint.folder import (
+    STATE_SUFFIX,
+    Checkpoint,
+    Contents,
+    Damaged,
+    delete_folder,
+    describe,
+    folder_name,
+    make_folder,
+    meta_as_json,
+    numbered_folders,
+    read_contents,
+    remove_leftovers,
+    verify,
+    write_folder,
+)
+from amp_recipes.checkpoint.loading import load_all, mismatches, pack_recoverable, refuse_nonfinite, trainable_names
+from amp_recipes.checkpoint.snapshot import Snapshot
+from amp_recipes.checkpoint.state_format import PackedState, read_state
 from amp_recipes.errors import CheckpointError, ConfigError
 
-FORMAT_VERSION = 1
-"""Version of the folder's layout; raised when a reader of the previous one would misread it."""
+FORMAT_VERSION = 2
+"""Version of the folder's layout and of the states in it; raised when a reader of the previous one would misread it.
+(1 was a format of the time before the first release.)"""
 
-META_FILE = "meta.json"
-_TEMPORARY_PREFIX = ".tmp-"
-_FOLDER_PATTERN = re.compile(r"CKPT\+(\d+)")
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""Version n -> what makes states of version n+1 (recoverable -> state) of those of version n."""
+
 _RECOVERABLE_PATTERN = re.compile(r"\w[\w.+-]*")  # safe as a file name on every platform
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One finished checkpoint on the disk."""
-
-    path: Path
-    number: int  # later ones have higher numbers, whatever the clock says
-    meta: dict[str, Any]  # what was given to the save, as JSON gives it back
+_MAX_NAME_BYTES = 255 - len(STATE_SUFFIX)
 
 
 class Checkpointer:
     """Saves the state of its recoverables under one folder, and gives it back to them.
 
     checkpoints_dir: the folder; made where it is missing.
-    recoverables: name -> anything with `state_dict` and `load_state_dict`. Their states may hold tensors and
-        plain Python values: files are read back without running any pickled code.
+    recoverables: name -> anything with `state_dict` and `load_state_dict`. Their states may hold tensors, NumPy
+        arrays and plain Python values: files are read back without running any code from them.
+    Every method that reads or writes checkpoints first waits for one that is being written in the background, and
+    raises its error if it failed.
     Raises ConfigError for a recoverable that is none, CheckpointError if the folder cannot be written. (A
     folder that already holds checkpoints may be a read-only one to evaluate; there `check_writable` or the
     first save says so.)
@@ -59,10 +67,23 @@ class Checkpointer:
         self.checkpoints_dir = Path(checkpoints_dir)
         self.recoverables: dict[str, Any] = {}
         self._last_number = 0
+        self._attach()
         for name, obj in (recoverables or {}).items():
             self.add_recoverable(name, obj)
-        if not self._numbered_folders():
+        if not numbered_folders(self.checkpoints_dir):
             self.check_writable()
+
+    def _attach(self) -> None:
+        self._background = background_of(self.checkpoints_dir)
+        self._snapshot = Snapshot()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy shares the folder, and with it the thread that writes there, but no memory.
+        return {key: value for key, value in vars(self).items() if key not in ("_background", "_snapshot")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._attach()
 
     def add_recoverable(self, name: str, obj: Any) -> None:
         """Save and restore `obj` from now on, in a file of that name.
@@ -71,6 +92,8 @@ class Checkpointer:
         """
         if not isinstance(name, str) or not _RECOVERABLE_PATTERN.fullmatch(name):
             raise ConfigError(f"Recoverable {name!r}: expected a file name of letters, digits, '_', '-', '+' and '.'.")
+        if len(name.encode()) > _MAX_NAME_BYTES:
+            raise ConfigError(f"Recoverable {name[:20]}…: its name is longer than {_MAX_NAME_BYTES} bytes.")
         if name in self.recoverables:
             taken_by = type(self.recoverables[name]).__name__
             raise ConfigError(f"Recoverable {name!r} is already a {taken_by}; choose another name.")
@@ -85,7 +108,7 @@ class Checkpointer:
     def check_writable(self) -> None:
         """Make the folder if needed and write to it once. Raises CheckpointError if that fails."""
         try:
-            self.checkpoints_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(self.checkpoints_dir)
             with tempfile.TemporaryFile(dir=self.checkpoints_dir):
                 pass
         except OSError as error:
@@ -94,39 +117,93 @@ class Checkpointer:
                 "Give the run an output folder that this user may write to."
             ) from error
 
+    # ------------------------------------------------------------------ saving
+
     def save_checkpoint(self, meta: Mapping[str, Any] | None = None) -> Checkpoint:
         """Write the state of every recoverable; when this returns it survives a crash or a power loss.
 
-        meta: numbers and other JSON values, such as the metrics by which `find_checkpoint` chooses.
-        Raises CheckpointError if it could not be written; the checkpoints before it are then as they were.
+        meta: numbers and other JSON values, such as the metrics by which `find_checkpoint` chooses; messages name
+            its `optimizer_step`.
+        Raises CheckpointError if it could not be written, or if a parameter that training changes is NaN or
+        infinite; the checkpoints before it are then as they were.
         """
-        meta_text = _meta_as_json(meta or {}, list(self.recoverables))
-        self.check_writable()
-        self._remove_leftovers()
-        # The number of a checkpoint that was deleted meanwhile is not given out again.
-        number = 1 + max([self._last_number, *self._numbered_folders()])
-        target = self.checkpoints_dir / f"CKPT+{number:06d}"
-        temporary = self.checkpoints_dir / f"{_TEMPORARY_PREFIX}{target.name}"
+        self.wait()
+        return self._commit(*self._collect(meta))
+
+    def start_saving(
+        self, meta: Mapping[str, Any] | None = None, then: Callable[[Checkpoint], object] | None = None
+    ) -> None:
+        """Copy the state of every recoverable to host memory now, and write it in the background.
+
+        meta: as for `save_checkpoint`. then: called in the background with the finished checkpoint, to delete older
+            ones for instance.
+        Errors of writing, and of `then`, are logged when they happen and raised by the next call that waits. Where
+        the host has not clearly enough free memory for the copy, this writes before it returns. Python's exit waits
+        for what is under way.
+        """
+        self.wait()
+        states, trainable, meta_text = self._collect(meta)
+        taken = self._snapshot.take(states)
+        if taken is None:
+            self._finish(states, trainable, meta_text, then)
+        else:
+            copies, arrived = taken
+            self._background.start(partial(self._finish, copies, trainable, meta_text, then, arrived))
+
+    def wait(self) -> None:
+        """Return when nothing is being written in the background; raises the error of what was, once."""
+        self._background.wait()
+
+    def _finish(
+        self,
+        states: dict[str, PackedState],
+        trainable: dict[str, frozenset[str]],
+        meta_text: str,
+        then: Callable[[Checkpoint], object] | None,
+        arrived: Callable[[], None] | None = None,
+    ) -> None:
+        if arrived is not None:
+            arrived()
+        saved = self._commit(states, trainable, meta_text)
+        if then is not None:
+            then(saved)
+
+    def _collect(self, meta: Mapping[str, Any] | None) -> tuple[dict[str, PackedState], dict[str, frozenset[str]], str]:
+        meta_text = meta_as_json(FORMAT_VERSION, self.recoverables, meta or {})
         try:
-            temporary.mkdir()
-            for name, obj in self.recoverables.items():
-                _write_state(temporary / f"{name}.pt", name, obj)
-            with open(temporary / META_FILE, "wb") as file:
-                file.write(meta_text.encode())
-                _flush_to_disk(file)
-            _fsync_folder(temporary)
-            os.rename(temporary, target)
-            _fsync_folder(self.checkpoints_dir)
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            cause = _cause_on_disk(error)
-            if cause is None or not isinstance(error, Exception):
-                raise
-            raise CheckpointError(
-                f"Checkpoint {str(target)!r} not written: {cause.strerror or cause}. Earlier ones are intact."
-            ) from error
+            states = {name: pack_recoverable(name, obj) for name, obj in self.recoverables.items()}
+        except CheckpointError as error:
+            raise self._not_written(meta_text, str(error)) from error
+        return states, {name: trainable_names(obj) for name, obj in self.recoverables.items()}, meta_text
+
+    def _commit(
+        self, states: dict[str, PackedState], trainable: dict[str, frozenset[str]], meta_text: str
+    ) -> Checkpoint:
+        self.check_writable()
+        remove_leftovers(self.checkpoints_dir)
+        number = self._next_number()
+        target = self.checkpoints_dir / folder_name(number)
+        try:
+            refuse_nonfinite(states, trainable)
+            write_folder(target, states, meta_text)
+        except CheckpointError as error:
+            raise self._not_written(meta_text, str(error)) from error
+        except OSError as error:
+            raise self._not_written(meta_text, f"{error.strerror or error}.") from error
         self._last_number = number
         return Checkpoint(target, number, json.loads(meta_text)["meta"])
+
+    def _next_number(self) -> int:
+        # The number of a checkpoint that was deleted meanwhile is not given out again.
+        return 1 + max([self._last_number, *numbered_folders(self.checkpoints_dir)])
+
+    def _not_written(self, meta_text: str, why: str) -> CheckpointError:
+        found, _ = self._scan()
+        left = f"{describe(found[0].number, found[0].meta)} is intact." if found else "There is no other one."
+        name = describe(self._next_number(), json.loads(meta_text)["meta"])
+        return CheckpointError(f"Checkpoint {name} not written: {why} {left} Folder: {str(self.checkpoints_dir)!r}.")
+
+    # ------------------------------------------------------------------ which ones stay
 
     def save_and_keep_only(
         self,
@@ -135,16 +212,27 @@ class Checkpointer:
         max_keys: Iterable[str] | None = None,
         num_to_keep: int = 1,
     ) -> Checkpoint:
-        """Save, then delete all but the newest and, for each key, the `num_to_keep` best.
-
-        min_keys, max_keys: keys of meta of which lower (higher) is better. With neither: the `num_to_keep`
-        newest stay. Nothing is deleted before the new checkpoint is whole on the disk.
-        Raises ConfigError, and deletes nothing, for a key that no checkpoint has.
-        """
-        if num_to_keep < 1:
-            raise ConfigError(f"num_to_keep is {num_to_keep}; expected 1 or more.")
-        signs = [(key, -1) for key in _as_list(min_keys)] + [(key, +1) for key in _as_list(max_keys)]
+        """Save, then delete all but the newest and, for each key, the `num_to_keep` best; see `prune`."""
+        _check_num_to_keep(num_to_keep)
         saved = self.save_checkpoint(meta)
+        self.prune(saved, min_keys, max_keys, num_to_keep)
+        return saved
+
+    def prune(
+        self,
+        saved: Checkpoint,
+        min_keys: Iterable[str] | None = None,
+        max_keys: Iterable[str] | None = None,
+        num_to_keep: int = 1,
+    ) -> None:
+        """Delete all but `saved` and, for each key, the `num_to_keep` best.
+
+        saved: a finished checkpoint; what `start_saving` gives to `then`.
+        min_keys, max_keys: keys of meta of which lower (higher) is better. With neither: the `num_to_keep` newest
+        stay. Raises ConfigError, and deletes nothing, for a key that no checkpoint has.
+        """
+        _check_num_to_keep(num_to_keep)
+        signs = [(key, -1) for key in _as_list(min_keys)] + [(key, +1) for key in _as_list(max_keys)]
         checkpoints = self.list_checkpoints()
         for key, _ in signs:
             if not any(key in checkpoint.meta for checkpoint in checkpoints):
@@ -156,16 +244,27 @@ class Checkpointer:
         for checkpoint in checkpoints:
             if checkpoint.number not in keep:
                 self.delete_checkpoint(checkpoint)
-        return saved
+
+    def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Delete a finished checkpoint; one that cannot be deleted is warned about."""
+        self.wait()
+        try:
+            delete_folder(checkpoint.path)
+        except OSError as error:
+            warnings.warn(f"The old checkpoint {checkpoint.path} could not be deleted: {error}", stacklevel=3)
+
+    # ------------------------------------------------------------------ finding
 
     def list_checkpoints(self) -> list[Checkpoint]:
         """All finished checkpoints, newest first; one whose meta file is damaged is left out with a warning.
 
-        Raises CheckpointError for one that a newer version of the package wrote.
+        Raises CheckpointError for one of a format that this version of the package does not read.
         """
-        folders = self._numbered_folders()
-        found = (_read_checkpoint(folders[number], number) for number in sorted(folders, reverse=True))
-        return [checkpoint for checkpoint in found if checkpoint is not None]
+        self.wait()
+        found, damaged = self._scan()
+        for path, what in damaged.items():
+            _warn_of_damage(path, what)
+        return found
 
     def find_checkpoint(self, min_key: str | None = None, max_key: str | None = None) -> Checkpoint | None:
         """The checkpoint with the lowest `min_key` or the highest `max_key`; without a key the newest.
@@ -173,183 +272,142 @@ class Checkpointer:
         Of equals the newest. NaN is never best, nor is a checkpoint that lacks the key; None if none is left.
         Raises ConfigError if both keys are given.
         """
-        return self._choose(self.list_checkpoints(), min_key, max_key)
+        return next(iter(_ranked(self.list_checkpoints(), min_key, max_key)), None)
+
+    def _scan(self) -> tuple[list[Checkpoint], dict[Path, str]]:
+        """Finished checkpoints, newest first, and those that do not say what they are with what is wrong."""
+        found, damaged = [], {}
+        for number, path in sorted(numbered_folders(self.checkpoints_dir).items(), reverse=True):
+            try:
+                contents = read_contents(path)
+            except Damaged as error:
+                damaged[path] = str(error)
+                continue
+            _refuse_other_formats(path, contents)
+            found.append(Checkpoint(path, number, contents.meta))
+        return found, damaged
+
+    # ------------------------------------------------------------------ loading
 
     def recover_if_possible(self, min_key: str | None = None, max_key: str | None = None) -> Checkpoint | None:
         """Give every recoverable its state from the chosen checkpoint; None if there is no checkpoint yet.
 
-        min_key, max_key: as in `find_checkpoint`.
-        Raises CheckpointError if checkpoints exist but none can be used, if a state is missing or cannot be
-        read, or if a module's keys or shapes (an optimizer's groups) are others. All this is known before any
-        object is changed.
+        min_key, max_key: as in `find_checkpoint`. The files are compared with their sha256; a damaged checkpoint is
+        warned about and the next one taken (the next newest, or the next best by the key).
+        Raises CheckpointError if checkpoints exist but none can be used, if a state is missing, if a module's keys
+        or shapes (an optimizer's groups) are others, or if an object does not take its state; all objects are then
+        as they were.
         """
-        checkpoints = self.list_checkpoints()
-        chosen = self._choose(checkpoints, min_key, max_key)
-        if chosen is None:
-            self._refuse_to_start_afresh(checkpoints, min_key or max_key)
-            return None
-        states = self._read_states(chosen)
-        problems = [
-            text for name, state in states.items() for text in _mismatches(name, self.recoverables[name], state)
-        ]
+        self.wait()
+        found, damaged = self._scan()
+        candidates = _ranked(found, min_key, max_key)
+        for path, what in damaged.items():
+            _warn_of_damage(path, what)
+        for chosen in candidates:
+            try:
+                states = self._read_states(chosen, self.recoverables)
+            except Damaged as error:
+                damaged[chosen.path] = str(error)
+                _warn_of_damage(chosen.path, str(error))
+                continue
+            self._load(chosen, states)
+            return chosen
+        self._refuse_to_start_afresh(found if not candidates else [], damaged, min_key or max_key)
+        return None
+
+    def _load(self, chosen: Checkpoint, states: dict[str, Any]) -> None:
+        problems = [text for name, state in states.items() for text in mismatches(name, self.recoverables[name], state)]
         if problems:
             listed = "\n  ".join(problems)
             raise CheckpointError(
                 f"{chosen.path} is of another model; nothing was loaded. Give another output folder to start "
                 f"afresh.\n  {listed}"
             )
-        for name, state in states.items():
-            try:
-                self.recoverables[name].load_state_dict(state)
-            except Exception as error:
-                kind = type(self.recoverables[name]).__name__
-                raise CheckpointError(
-                    f"{chosen.path}: {name!r} ({kind}) does not take its state: {error}. "
-                    "The objects are now partly restored: do not train on."
-                ) from error
-        return chosen
+        load_all(self.recoverables, states, str(chosen.path))
 
-    def _choose(self, checkpoints: list[Checkpoint], min_key: str | None, max_key: str | None) -> Checkpoint | None:
-        if min_key is not None and max_key is not None:
-            raise ConfigError(f"min_key={min_key!r} and max_key={max_key!r}: give one of them, not both.")
-        if min_key is not None:
-            checkpoints = _best_first(checkpoints, min_key, -1)
-        elif max_key is not None:
-            checkpoints = _best_first(checkpoints, max_key, +1)
-        return checkpoints[0] if checkpoints else None
-
-    def _refuse_to_start_afresh(self, checkpoints: list[Checkpoint], key: str | None) -> None:
+    def _refuse_to_start_afresh(self, lacking: list[Checkpoint], damaged: dict[Path, str], key: str | None) -> None:
         """A run that has checkpoints must not begin anew, or be evaluated untrained, without a word."""
-        if checkpoints:
-            raise CheckpointError(
-                f"No checkpoint in {str(self.checkpoints_dir)!r} has a number (NaN is none) as {key!r}; "
-                + _known_keys(checkpoints, key)
-            )
-        if self._numbered_folders():
-            raise CheckpointError(
-                f"No checkpoint in {str(self.checkpoints_dir)!r} can be read. Move them away to start afresh."
-            )
+        if not lacking and not damaged:
+            return
+        text = f"No checkpoint in {str(self.checkpoints_dir)!r} can be used."
+        if lacking:
+            text += f" None has a number (NaN is none) as {key!r}; {_known_keys(lacking, key)}"
+        if damaged:
+            listed = "".join(f"\n  {path.name}: {what}" for path, what in damaged.items())
+            text += f" Damaged, move them away to start afresh:{listed}"
+        raise CheckpointError(text)
 
-    def _read_states(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        files = {name: checkpoint.path / f"{name}.pt" for name in self.recoverables}
-        missing = [name for name, path in files.items() if not path.is_file()]
-        if missing:
-            held = sorted(path.stem for path in checkpoint.path.glob("*.pt"))
-            raise CheckpointError(
-                f"{checkpoint.path} has no state of {', '.join(missing)}; nothing was loaded: was it made with "
-                "other settings (precision, ema_decay)? Give another output folder to start afresh. "
-                f"It holds: {', '.join(held) or 'nothing'}."
-            )
-        return {name: _read_state(path, name) for name, path in files.items()}
+    def read(self, checkpoint: Checkpoint, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """The states in a checkpoint, without giving them to anything; names: of the recoverables (default: all).
 
-    def _numbered_folders(self) -> dict[int, Path]:
-        if not self.checkpoints_dir.is_dir():
-            return {}
-        matches = ((_FOLDER_PATTERN.fullmatch(path.name), path) for path in self.checkpoints_dir.iterdir())
-        return {int(match[1]): path for match, path in matches if match and path.is_dir()}
-
-    def _remove_leftovers(self) -> None:
-        for path in self.checkpoints_dir.glob(f"{_TEMPORARY_PREFIX}CKPT+*"):
-            shutil.rmtree(path, ignore_errors=True)
-
-    def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
-        # Renamed first: a kill while files go must not leave half a checkpoint under a final name.
-        doomed = checkpoint.path.with_name(f"{_TEMPORARY_PREFIX}{checkpoint.path.name}")
+        Tensors are on the CPU; a module's have their names without wrappers. Raises CheckpointError if a file is
+        damaged or a state is missing.
+        """
+        self.wait()
         try:
-            os.rename(checkpoint.path, doomed)
-            shutil.rmtree(doomed)
-        except OSError as error:
-            warnings.warn(f"The old checkpoint {checkpoint.path} could not be deleted: {error}", stacklevel=3)
+            contents = read_contents(checkpoint.path)
+            _refuse_other_formats(checkpoint.path, contents)
+            return self._read_states(checkpoint, contents.names if names is None else list(names))
+        except Damaged as error:
+            raise CheckpointError(f"Checkpoint {checkpoint.path} is damaged: {error}.") from error
+
+    def _read_states(self, checkpoint: Checkpoint, wanted: Iterable[str]) -> dict[str, Any]:
+        """Recoverable -> its state, read from files that are as they were written. Raises Damaged."""
+        contents = read_contents(checkpoint.path)
+        migrate = contents.version < FORMAT_VERSION
+        if not migrate:
+            _refuse_missing(checkpoint, wanted, contents.names)
+        # A migration may make states from others, so it sees all of them.
+        names = contents.names if migrate else list(wanted)
+        verify(checkpoint.path, [f"{name}{STATE_SUFFIX}" for name in names])
+        try:
+            states = {name: read_state(checkpoint.path / f"{name}{STATE_SUFFIX}") for name in names}
+        except CheckpointError as error:  # as its manifest says, and yet no state
+            raise Damaged(str(error)) from error
+        for version in range(contents.version, FORMAT_VERSION):
+            states = MIGRATIONS[version](states)
+        _refuse_missing(checkpoint, wanted, states)
+        return {name: states[name] for name in wanted}
 
 
-def _meta_as_json(meta: Mapping[str, Any], names: list[str]) -> str:
-    content = {"format_version": FORMAT_VERSION, "recoverables": names, "meta": dict(meta)}
-    try:
-        # Metrics often come as 0-d tensors or NumPy scalars.
-        return json.dumps(content, indent=1, default=lambda value: value.item())
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"meta {dict(meta)!r} cannot be written as JSON: {error}") from error
+def _refuse_missing(checkpoint: Checkpoint, wanted: Iterable[str], held: Iterable[str]) -> None:
+    missing = [name for name in wanted if name not in held]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path} has no state of {', '.join(missing)}; nothing was loaded: was it made with "
+            "other settings (precision, ema_decay)? Give another output folder to start afresh. "
+            f"It holds: {', '.join(sorted(held)) or 'nothing'}."
+        )
 
 
-def _read_checkpoint(path: Path, number: int) -> Checkpoint | None:
-    try:
-        content = json.loads((path / META_FILE).read_text(encoding="utf-8"))
-        version, meta = content["format_version"], content["meta"]
-        newer = version > FORMAT_VERSION
-        if not isinstance(meta, dict):
-            raise TypeError("meta is no mapping")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        warnings.warn(f"Checkpoint {path} is left out: its {META_FILE} cannot be read ({error}).", stacklevel=3)
-        return None
-    if newer:
+def _refuse_other_formats(path: Path, contents: Contents) -> None:
+    version = contents.version
+    if version > FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format version {version}; this amp_recipes reads {FORMAT_VERSION}. Install a newer."
         )
-    return Checkpoint(path, number, meta)
-
-
-def _write_state(path: Path, name: str, obj: Any) -> None:
-    try:
-        with open(path, "wb") as file:
-            torch.save(obj.state_dict(), file)
-            _flush_to_disk(file)
-        # A state that only a pickle with code could restore must fail now, not when a run resumes.
-        # Memory-mapped, so that the tensors themselves are not read.
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        if _cause_on_disk(error):
-            raise
+    if not all(step in MIGRATIONS for step in range(version, FORMAT_VERSION)):
         raise CheckpointError(
-            f"State of recoverable {name!r} ({type(obj).__name__}) would not load again: its state_dict() "
-            f"may hold tensors and plain Python values only. {_what_is_not_plain(path, error)}"
-        ) from error
+            f"{path} has format version {version}, which was only used before the first release; this amp_recipes "
+            f"reads {FORMAT_VERSION}. Give another output folder to start afresh."
+        )
 
 
-def _what_is_not_plain(path: Path, error: Exception) -> str:
-    try:
-        found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # the file is not whole: the state could not even be pickled
-        found = []
-    return f"It holds {', '.join(sorted(found))}." if found else str(error)
+def _warn_of_damage(path: Path, what: str) -> None:
+    warnings.warn(f"Checkpoint {path} is damaged and left out: {what}.", stacklevel=3)
 
 
-def _read_state(path: Path, name: str) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: the state of {name!r} cannot be read ({type(error).__name__}); nothing was loaded. "
-            "The file is damaged, or holds more than tensors and plain Python values."
-        ) from error
+def _check_num_to_keep(num_to_keep: int) -> None:
+    if num_to_keep < 1:
+        raise ConfigError(f"num_to_keep is {num_to_keep}; expected 1 or more.")
 
 
-def _mismatches(name: str, obj: Any, state: Any) -> list[str]:
-    """What in `state` does not fit `obj`, where one can tell without loading it."""
-    if not isinstance(obj, nn.Module | torch.optim.Optimizer):
-        return []
-    live = obj.state_dict()
-    if not isinstance(state, Mapping):
-        return [f"{name}: a {type(state).__name__} in the checkpoint, expected a state dict"]
-    if isinstance(obj, nn.Module):
-        return _module_mismatches(name, live, state)
-    here, there = _parameters_per_group(live), _parameters_per_group(state)
-    return [] if here == there else [f"{name}: parameters per group are {here} here, {there} in the checkpoint"]
-
-
-def _parameters_per_group(state: Mapping[str, Any]) -> list[int]:
-    return [len(group["params"]) for group in state.get("param_groups", [])]
-
-
-def _module_mismatches(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    problems = [f"{name}.{key}: not in the checkpoint" for key in live if key not in saved]
-    problems += [f"{name}.{key}: only in the checkpoint" for key in saved if key not in live]
-    for key in live.keys() & saved.keys():
-        here, there = live[key], saved[key]
-        if not (isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor)) or is_lazy(here):
-            continue
-        if here.shape != there.shape:
-            problems.append(f"{name}.{key}: shape {tuple(here.shape)} here, {tuple(there.shape)} in the checkpoint")
-    return sorted(problems)
+def _ranked(checkpoints: list[Checkpoint], min_key: str | None, max_key: str | None) -> list[Checkpoint]:
+    if min_key is not None and max_key is not None:
+        raise ConfigError(f"min_key={min_key!r} and max_key={max_key!r}: give one of them, not both.")
+    if min_key is not None:
+        return _best_first(checkpoints, min_key, -1)
+    return checkpoints if max_key is None else _best_first(checkpoints, max_key, +1)
 
 
 def _best_first(checkpoints: list[Checkpoint], key: str, sign: int) -> list[Checkpoint]:
@@ -371,25 +429,3 @@ def _is_number(value: Any) -> bool:
 
 def _as_list(keys: Iterable[str] | None) -> list[str]:
     return [keys] if isinstance(keys, str) else list(keys or [])
-
-
-def _cause_on_disk(error: BaseException | None) -> OSError | None:
-    """The OSError behind an error: torch reports a full disk as a RuntimeError about its own writer."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _flush_to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _fsync_folder(path: Path) -> None:
-    if os.name != "posix":  # Windows cannot open a folder, and orders its metadata itself
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,11 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from amp_recipes.checkpoint.checkpointer import Checkpoint, Checkpointer
+from amp_recipes.checkpoint.checkpointer import Checkpointer
+from amp_recipes.checkpoint.folder import Checkpoint
+from amp_recipes.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 _INSIDE_EPOCH = "inside_epoch"  # marks, in meta, what only stands in until the epoch's end
+BEST_BY = "best_by"  # in meta: the metric that decides which checkpoint of the run is the best, and its mode
 
 
 class CheckpointKeeper:
@@ -22,18 +25,31 @@ class CheckpointKeeper:
 
     A recipe that brings a checkpointer saves at the end of epochs itself, as it did with the original Brain; what the
     framework adds (optimizers, scaler, counters) goes into those checkpoints too. Its own saves after every epoch.
-    writes: whether this process is the one that writes.
+    writes: whether this process is the one that writes; background: whether training goes on while it does.
     """
 
-    def __init__(self, checkpointer: Checkpointer | None, folder: Path | None, writes: bool) -> None:
+    def __init__(
+        self, checkpointer: Checkpointer | None, folder: Path | None, writes: bool, background: bool = True
+    ) -> None:
         self.owned = checkpointer is None and folder is not None
         self.checkpointer = Checkpointer(folder) if self.owned else checkpointer
         self._writes = writes
+        self._background = background
         self._resumed = False
         self._registered: set[str] = set()
         self._inside: Checkpoint | None = None  # the newest that was saved inside an epoch
         self._best_key: str | None = None
         self._note_save()
+
+    @property
+    def saves(self) -> bool:
+        """Whether this process can save."""
+        return self.checkpointer is not None and self._writes
+
+    @property
+    def recoverables(self) -> list[Any]:
+        """The objects that every checkpoint holds."""
+        return [] if self.checkpointer is None else list(self.checkpointer.recoverables.values())
 
     def register(self, name: str, recoverable: Any, replace: bool = False) -> None:
         """Save `recoverable` with every checkpoint, unless the recipe does so already.
@@ -51,15 +67,20 @@ class CheckpointKeeper:
 
     def save_epoch(self, meta: Mapping[str, Any], metric: str, mode: str) -> None:
         """An epoch is over: keep the best by `metric` and the newest. Only for a checkpointer of its own."""
-        if self.owned and self._writes:
-            best = {"max_keys": [metric]} if mode == "max" else {"min_keys": [metric]}
+        if not (self.owned and self._writes):
+            return
+        best = {"max_keys": [metric]} if mode == "max" else {"min_keys": [metric]}
+        meta = {**meta, BEST_BY: {"metric": metric, "mode": mode}}
+        if self._background:
+            self.checkpointer.start_saving(meta, then=lambda saved: self.checkpointer.prune(saved, **best))
+        else:
             self.checkpointer.save_and_keep_only(meta=meta, **best)
-            self._inside, self._best_key = None, metric
-            self._note_save()
+        self._inside, self._best_key = None, metric
+        self._note_save()
 
     def due(self, interval_steps: int, interval_minutes: float) -> bool:
         """Whether to save inside the epoch; to be asked once after each update. 0: that interval is off."""
-        if self.checkpointer is None or not self._writes:
+        if not self.saves:
             return False
         self._updates += 1
         minutes = (time.monotonic() - self._last_save) / 60
@@ -67,19 +88,39 @@ class CheckpointKeeper:
 
     def save_inside_epoch(self, meta: Mapping[str, Any]) -> None:
         """Save, beside whatever is kept; it takes the place of the last one that was saved inside an epoch."""
-        earlier, self._inside = self._inside, self.checkpointer.save_checkpoint(meta={**meta, _INSIDE_EPOCH: True})
+        meta = {**meta, _INSIDE_EPOCH: True}
+        if self._background:
+            self.checkpointer.start_saving(meta, then=self._replace_inside)
+        else:
+            self._replace_inside(self.checkpointer.save_checkpoint(meta=meta))
+        self._note_save()
+
+    def _replace_inside(self, saved: Checkpoint) -> None:
+        earlier, self._inside = self._inside, saved
         if earlier is not None and earlier.path.exists():
             self.checkpointer.delete_checkpoint(earlier)
-        self._note_save()
+
+    def wait(self) -> None:
+        """Return when everything is on the disk; raises CheckpointError if it could not be written."""
+        if self.checkpointer is not None:
+            self.checkpointer.wait()
 
     def _note_save(self) -> None:
         self._last_save, self._updates = time.monotonic(), 0
 
-    def resume(self) -> Checkpoint | None:
-        """Load the newest checkpoint, at the first call; None where there is none."""
+    def resume(self, mode: str = "auto") -> Checkpoint | None:
+        """Load the newest checkpoint, at the first call; None where there is none.
+
+        mode: `must` raises CheckpointError where there is none; `never` sets those that there are aside.
+        """
         if self.checkpointer is None or self._resumed:
+            if self.checkpointer is None and mode == "must":
+                raise CheckpointError("resume is 'must', but the run has no output_folder to go on from.")
             return None
         self._resumed = True
+        if mode == "never":
+            self._set_aside()
+            return None
         found = self.checkpointer.recover_if_possible()
         if found is not None:
             self._inside = found if found.meta.get(_INSIDE_EPOCH) else None
@@ -87,7 +128,24 @@ class CheckpointKeeper:
             logger.warning(
                 "going on from %s (epoch %s); another output_folder starts afresh", found.path, found.meta.get("epoch")
             )
+        elif mode == "must":
+            raise CheckpointError(
+                f"resume is 'must', but there is no checkpoint in {str(self.checkpointer.checkpoints_dir)!r}. Give the "
+                "output_folder of the run to go on with, or leave resume at 'auto'."
+            )
         return found
+
+    def _set_aside(self) -> None:
+        """Rename the folder of the old checkpoints: a run that starts afresh neither takes nor deletes them."""
+        folder = self.checkpointer.checkpoints_dir
+        if not self._writes or not self.checkpointer.list_checkpoints():
+            return
+        aside = next(
+            path for number in range(1, 10**6) if not (path := folder.with_name(f"{folder.name}.{number}")).exists()
+        )
+        folder.rename(aside)
+        self.checkpointer.check_writable()
+        logger.warning("resume is 'never': the checkpoints that were in %s are in %s now", folder, aside)
 
     def load_for_evaluation(
         self,
@@ -105,6 +163,7 @@ class CheckpointKeeper:
         """
         if self.checkpointer is None:
             return None
+        self.wait()
         if weights_only and not self.owned:
             known = self.checkpointer.recoverables
             names = [name for name, it in known.items() if isinstance(it, nn.Module) or name == "ema"]

@@ -1,0 +1,62 @@
+"""Work on a checkpoint folder beside the training: one piece at a time, whose error is kept until somebody waits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class Background:
+    """At most one job in a thread. Python's exit waits for it, as it does for every thread that is no daemon."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], object]) -> None:
+        """Begin `job`; waits for the one before, and raises its error instead if it failed."""
+        self.wait()
+        thread = threading.Thread(target=self._run, args=(job,), name="checkpoint")
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending, or has as many threads as it may have
+            job()
+        else:
+            self._thread = thread
+
+    def wait(self) -> None:
+        """Return when nothing is under way; raises the error of the last job, once. Inside the job: returns at once."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            # Told now, since the next save may be an hour away, or the run may end without one.
+            logger.error("%s", error)
+            self._error = error
+
+
+_of_folder: weakref.WeakValueDictionary[str, Background] = weakref.WeakValueDictionary()
+
+
+def background_of(folder: str | os.PathLike[str]) -> Background:
+    """The one for that folder in this process, so that two checkpointers of one folder wait for each other."""
+    return _of_folder.setdefault(os.path.realpath(folder), Background())

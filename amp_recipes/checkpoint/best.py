@@ -1,0 +1,67 @@
+"""Which checkpoint of a finished run is its model, and the weights in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from amp_recipes.checkpoint.checkpointer import Checkpointer
+from amp_recipes.checkpoint.folder import STATE_SUFFIX, Checkpoint
+from amp_recipes.checkpoint.keeper import BEST_BY
+from amp_recipes.checkpoint.loading import load_all, mismatches
+from amp_recipes.errors import CheckpointError
+
+
+def best_checkpoint(run: str | Path) -> Checkpoint:
+    """The checkpoint that stands for `run`.
+
+    run: an output folder, or its `save` folder: the best by the metric that the run kept the best of, or the newest
+        where there is no such; or one `CKPT+` folder: that one.
+    Raises CheckpointError if there is none.
+    """
+    run = Path(run)
+    if run.name.startswith("CKPT+"):
+        found = [it for it in Checkpointer(run.parent).list_checkpoints() if it.path == run] if run.is_dir() else []
+        if not found:
+            raise CheckpointError(f"{str(run)!r} is no checkpoint that can be read.")
+        return found[0]
+    folder = run / "save" if (run / "save").is_dir() else run
+    checkpoints = Checkpointer(folder).list_checkpoints() if folder.is_dir() else []
+    if not checkpoints:
+        raise CheckpointError(
+            f"There is no checkpoint in {str(run)!r}. Expected the output folder of a run, or one of its CKPT+ folders."
+        )
+    by = next((it.meta[BEST_BY] for it in checkpoints if BEST_BY in it.meta), None)
+    if by is None:
+        return checkpoints[0]
+    best = Checkpointer(folder).find_checkpoint(**{f"{by['mode']}_key": by["metric"]})
+    return best or checkpoints[0]
+
+
+def model_weights(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The tensors of the model by name: averaged ones (`ema_decay`) where the run kept an average, as it evaluates.
+
+    Raises CheckpointError if files of it are damaged, or it holds no modules.
+    """
+    names = [name for name in ("modules", "ema") if (checkpoint.path / f"{name}{STATE_SUFFIX}").is_file()]
+    if "modules" not in names:
+        raise CheckpointError(f"{checkpoint.path} holds no state of 'modules': a recipe's own checkpointer made it.")
+    states = Checkpointer(checkpoint.path.parent).read(checkpoint, names)
+    weights, averaged = states["modules"], states.get("ema", {})
+    # A tied weight has one name in the average and several in the model, all for one tensor.
+    by_tensor = {id(weights[name]): average for name, average in averaged.items() if name in weights}
+    return {name: by_tensor.get(id(weight), weight) for name, weight in weights.items()}
+
+
+def load_weights(modules: nn.Module, weights: dict[str, Any], source: str) -> None:
+    """Give `modules` the weights that `model_weights` returned; source: what messages call them.
+
+    Raises CheckpointError that lists every name or shape that differs; nothing is loaded then.
+    """
+    problems = mismatches("modules", modules, weights)
+    if problems:
+        listed = "\n  ".join(problems)
+        raise CheckpointError(f"{source} is of another model; nothing was loaded.\n  {listed}")
+    load_all({"modules": modules}, {"modules": weights}, source)

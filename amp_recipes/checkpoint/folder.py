@@ -1,0 +1,220 @@
+"""How a checkpoint lies on the disk, how it gets there whole or not at all, and how damage to it is found.
+
+A folder `CKPT+000012` holds one `<name>.safetensors` per recoverable, `meta.json`, and `MANIFEST.sha256`, which
+`sha256sum -c` reads. It is written under a temporary name beside its final place: the files reach the disk, then the
+folder, then it is renamed, then its parent reaches the disk. So a folder with the final name is complete whenever the
+process or the machine died.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from amp_recipes.checkpoint.state_format import HashedFile, PackedState, file_header, file_sha256, write_state
+from amp_recipes.errors import CheckpointError
+
+META_FILE = "meta.json"
+MANIFEST_FILE = "MANIFEST.sha256"
+STATE_SUFFIX = ".safetensors"
+TEMPORARY_PREFIX = ".tmp-"
+_FOLDER_PATTERN = re.compile(r"CKPT\+(\d+)")
+_MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One finished checkpoint on the disk."""
+
+    path: Path
+    number: int  # later ones have higher numbers, whatever the clock says
+    meta: dict[str, Any]  # what was given to the save, as JSON gives it back
+
+
+class Damaged(Exception):
+    """A checkpoint that is not as it was written; says which file and what is wrong with it."""
+
+
+class DiskFull(OSError):
+    """The checkpoint has no room."""
+
+
+def folder_name(number: int) -> str:
+    """The name of the checkpoint with that number."""
+    return f"CKPT+{number:06d}"
+
+
+def numbered_folders(parent: Path) -> dict[int, Path]:
+    """Number -> folder of every finished checkpoint in `parent`, damaged or not."""
+    if not parent.is_dir():
+        return {}
+    matches = ((_FOLDER_PATTERN.fullmatch(path.name), path) for path in parent.iterdir())
+    return {int(match[1]): path for match, path in matches if match and path.is_dir()}
+
+
+def describe(number: int, meta: Mapping[str, Any]) -> str:
+    """What messages call a checkpoint: its name, and its step where it is known."""
+    step = meta.get("optimizer_step")
+    return folder_name(number) + (f" (step {step})" if step is not None else "")
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def meta_as_json(version: int, names: Iterable[str], meta: Mapping[str, Any]) -> str:
+    """The content of `meta.json`. Raises CheckpointError if `meta` is no JSON."""
+    content = {"format_version": version, "recoverables": list(names), "meta": dict(meta)}
+    try:
+        # Metrics often come as 0-d tensors or NumPy scalars.
+        return json.dumps(content, indent=1, default=lambda value: value.item())
+    except (TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        raise CheckpointError(f"meta {dict(meta)!r} cannot be written as JSON: {error}") from error
+
+
+def write_folder(target: Path, states: Mapping[str, PackedState], meta_text: str) -> None:
+    """Put a checkpoint under the name `target`; when this returns it survives a crash or a power loss.
+
+    Raises OSError if the disk fails (DiskFull if it has no room for it); nothing of it is left then.
+    """
+    headers = {name: file_header(state) for name, state in states.items()}
+    needed = len(meta_text) + sum(len(headers[name]) + state.tensor_bytes for name, state in states.items())
+    free = shutil.disk_usage(target.parent).free
+    if needed > free:
+        raise _disk_full(needed, free)
+    temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
+    renamed = False
+    try:
+        os.mkdir(temporary)
+        sums = {
+            f"{name}{STATE_SUFFIX}": write_state(temporary / f"{name}{STATE_SUFFIX}", state, headers[name])
+            for name, state in states.items()
+        }
+        sums[META_FILE] = _write_text(temporary / META_FILE, meta_text)
+        _write_text(temporary / MANIFEST_FILE, "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
+        _fsync_folder(temporary)
+        os.rename(temporary, target)
+        renamed = True
+        _fsync_folder(target.parent)
+    except BaseException as error:
+        _withdraw(temporary, target if renamed else None)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            # After the half-written files are gone, so that it tells what there is to gain.
+            raise _disk_full(needed, shutil.disk_usage(target.parent).free) from error
+        raise
+
+
+def _disk_full(needed: int, free: int) -> DiskFull:
+    return DiskFull(errno.ENOSPC, f"disk full (needs {needed / 1e6:.1f} MB, free {free / 1e6:.1f} MB)")
+
+
+def _withdraw(temporary: Path, target: Path | None) -> None:
+    try:
+        if target is not None:  # it has its name, but the disk may not know
+            os.rename(target, temporary)
+    except OSError:
+        return
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_text(path: Path, text: str) -> str:
+    file = HashedFile(path)
+    try:
+        file.write(memoryview(text.encode()))
+        return file.finish()
+    finally:
+        file.close()
+
+
+def _fsync_folder(path: Path) -> None:
+    if os.name != "posix":  # Windows cannot open a folder, and orders its metadata itself
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Make `path`, and what is above it, where it is missing; it survives a power loss too. Raises OSError."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        _fsync_folder(folder.parent)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove what saves and deletions that were killed have left. Nobody else may be writing in `parent`."""
+    for path in parent.glob(f"{TEMPORARY_PREFIX}CKPT+*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def delete_folder(path: Path) -> None:
+    """Delete a checkpoint. Raises OSError."""
+    # Renamed first: a kill while files go must not leave half a checkpoint under a final name.
+    doomed = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+# ---------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What `meta.json` says."""
+
+    version: int
+    names: list[str]  # of the recoverables
+    meta: dict[str, Any]
+
+
+def read_contents(path: Path) -> Contents:
+    """What a checkpoint says of itself. Raises Damaged."""
+    try:
+        content = json.loads((path / META_FILE).read_text(encoding="utf-8"))
+        contents = Contents(content["format_version"], content["recoverables"], content["meta"])
+        kinds = tuple(map(type, (contents.version, contents.names, contents.meta)))
+        if kinds != (int, list, dict):
+            raise TypeError("format_version, recoverables and meta are a number, a list and an object")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"{META_FILE} cannot be read ({type(error).__name__}: {error})") from error
+    # Also before a version is believed, since a bit of it may have flipped. (The first format had no manifest.)
+    if contents.version > 1:
+        verify(path, [META_FILE])
+    return contents
+
+
+def read_manifest(path: Path) -> dict[str, str]:
+    """File name -> sha256 of a checkpoint's files. Raises Damaged."""
+    try:
+        lines = (path / MANIFEST_FILE).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})") from error
+    matches = [_MANIFEST_LINE.fullmatch(line) for line in lines]
+    if not all(matches):
+        raise Damaged(f"{MANIFEST_FILE}: line {matches.index(None) + 1} is not '<sha256>  <file>'")
+    return {match[2]: match[1] for match in matches}
+
+
+def verify(path: Path, files: Iterable[str]) -> None:
+    """Compare files of a checkpoint with the sha256 in its manifest. Raises Damaged."""
+    sums = read_manifest(path)
+    for file in files:
+        if file not in sums:
+            raise Damaged(f"{MANIFEST_FILE} does not name {file}")
+        try:
+            found = file_sha256(path / file)
+        except OSError as error:
+            raise Damaged(f"{file} cannot be read ({error.strerror or error})") from error
+        if found != sums[file]:
+            size = (path / file).stat().st_size
+            raise Damaged(f"{file} ({size} bytes) has sha256 {found[:12]}…, {MANIFEST_FILE} says {sums[file][:12]}…")

@@ -1,0 +1,154 @@
+"""How live objects and saved states meet: what fits, what a save refuses, and how a failed load is taken back."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from amp_recipes.checkpoint.names import clean_names, clean_state, live_state
+from amp_recipes.checkpoint.state_format import PackedState, pack_state
+from amp_recipes.errors import CheckpointError
+
+
+def pack_recoverable(name: str, obj: Any) -> PackedState:
+    """The state of a live object, taken apart for its file, under names without wrappers. Raises CheckpointError."""
+    try:
+        state = obj.state_dict()
+    except Exception as error:
+        kind = type(obj).__name__
+        raise CheckpointError(
+            f"state_dict() of recoverable {name!r} ({kind}) raised {type(error).__name__}: {error}."
+        ) from error
+    return pack_state(
+        clean_state(obj, state) if isinstance(obj, nn.Module) else state, f"{name!r} ({type(obj).__name__})"
+    )
+
+
+# ---------------------------------------------------------------------- before a save
+
+
+def trainable_names(obj: Any) -> frozenset[str]:
+    """The names, as its file has them, of the parameters that training changes; none for what is no module."""
+    if not isinstance(obj, nn.Module):
+        return frozenset()
+    names = [name for name, it in obj.named_parameters(remove_duplicate=False) if it.requires_grad]
+    return frozenset(clean_names(obj, names).values())
+
+
+def refuse_nonfinite(states: Mapping[str, PackedState], trainable: Mapping[str, frozenset[str]]) -> None:
+    """Raise CheckpointError if a parameter that training changes is NaN or infinite. One read per device."""
+    tensors = {
+        f"{name}.{key}": tensor
+        for name, state in states.items()
+        for key, tensor in state.tensors.items()
+        if key in trainable[name] and tensor.numel() and (tensor.is_floating_point() or tensor.is_complex())
+    }
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        by_device.setdefault(tensor.device, {})[name] = _extremes(tensor)
+    bad = [
+        name
+        for found in by_device.values()
+        for name, finite in zip(found, torch.stack(list(found.values())).isfinite().all(1).tolist(), strict=True)
+        if not finite
+    ]
+    if bad:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise CheckpointError(
+            f"nonfinite parameters (NaN or infinite): {', '.join(bad[:5])}{more}. Training has diverged: go on from an "
+            "earlier checkpoint with a lower learning rate, or freeze parameters that are to hold infinities."
+        )
+
+
+def _extremes(tensor: Tensor) -> Tensor:
+    """Least and greatest element, as float64; NaN if there is one. One pass, and no copy for the usual dtypes."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor if tensor.dtype != torch.complex32 else tensor.to(torch.complex64))
+    if tensor.element_size() < 2:  # the 8-bit floats have no comparison
+        tensor = tensor.float()
+    return torch.stack(tensor.aminmax()).double()
+
+
+# ---------------------------------------------------------------------- before a load
+
+
+def mismatches(name: str, obj: Any, state: Any) -> list[str]:
+    """What in `state`, as its file has it, does not fit `obj`, where one can tell without loading it."""
+    if not isinstance(obj, nn.Module | torch.optim.Optimizer):
+        return []
+    if not isinstance(state, Mapping):
+        return [f"{name}: a {type(state).__name__} in the checkpoint, expected a state dict"]
+    live = obj.state_dict()
+    if isinstance(obj, nn.Module):
+        return _module_mismatches(name, clean_state(obj, live), state)
+    here, there = _parameters_per_group(live), _parameters_per_group(state)
+    return [] if here == there else [f"{name}: parameters per group are {here} here, {there} in the checkpoint"]
+
+
+def _parameters_per_group(state: Mapping[str, Any]) -> list[int]:
+    return [len(group["params"]) for group in state.get("param_groups", [])]
+
+
+def _module_mismatches(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    problems = [f"{name}.{key}: not in the checkpoint" for key in live if key not in saved]
+    problems += [f"{name}.{key}: only in the checkpoint" for key in saved if key not in live]
+    for key in live.keys() & saved.keys():
+        here, there = live[key], saved[key]
+        if not (isinstance(here, Tensor) and isinstance(there, Tensor)) or is_lazy(here):
+            continue
+        if here.shape != there.shape:
+            problems.append(f"{name}.{key}: shape {tuple(here.shape)} here, {tuple(there.shape)} in the checkpoint")
+    return sorted(problems)
+
+
+# ---------------------------------------------------------------------- the load
+
+
+def load_all(recoverables: Mapping[str, Any], states: Mapping[str, Any], source: str) -> None:
+    """Give every object its state, or leave all as they are.
+
+    states: as their files have them; source: the checkpoint, for errors. Raises CheckpointError if an object does not
+    take its state; those before it then have their former one again, as far as they take that.
+    """
+    before: dict[str, Any] = {}
+    for name, state in states.items():
+        obj = recoverables[name]
+        try:
+            before[name] = None
+            live = obj.state_dict()
+            before[name] = _copied(live)
+            obj.load_state_dict(live_state(obj, live, state) if isinstance(obj, nn.Module) else state)
+        except Exception as error:
+            lost = [it for it, old in before.items() if not _put_back(recoverables[it], old)]
+            end = f"{', '.join(lost)} could not be put back: do not train on." if lost else "All is as it was before."
+            raise CheckpointError(
+                f"{source}: {name!r} ({type(obj).__name__}) does not take its state: {error}. {end}"
+            ) from error
+
+
+def _put_back(obj: Any, state: Any) -> bool:
+    try:
+        obj.load_state_dict(state)
+    except Exception:
+        return False
+    return True
+
+
+def _copied(state: Any) -> Any:
+    """A copy that shares nothing with `state`; its tensors in host memory, where there is more room."""
+    if isinstance(state, Tensor):
+        return state if is_lazy(state) else state.detach().to("cpu", copy=True)
+    if type(state) in (dict, OrderedDict):
+        copied = type(state)((key, _copied(value)) for key, value in state.items())
+        if hasattr(state, "_metadata"):
+            copied._metadata = copy.deepcopy(state._metadata)
+        return copied
+    if type(state) in (list, tuple):
+        return type(state)(map(_copied, state))
+    return copy.deepcopy(state)

@@ -1,0 +1,392 @@
+"""How a state becomes a file and a file a state again, without a line of pickled code.
+
+A file is a safetensors file: the tensors of the state are its tensors, and everything else stands as JSON under
+`amp_recipes` in its `__metadata__`. JSON arrays are lists and JSON objects dicts with text keys; what JSON lacks is an
+object whose first key starts with `$`:
+
+    {"$tensor": name}, with "stride" if it is dense but not row by row, with "dtype" and "shape" if it lies in the file
+        as bytes, because safetensors has no such dtype
+    {"$array": tensor}, {"$scalar": value, "dtype": name}           NumPy's
+    {"$tuple": [..]}, {"$set": [..]}, {"$frozenset": [..]}, {"$deque": [..], "maxlen": n}, {"$Size": [..]}
+    {"$dict": [[key, value], ..]}, {"$Counter": ..}, {"$OrderedDict": .., "_metadata": value}
+    {"$int": hexadecimal}, {"$float": "nan"}, {"$complex": [re, im]}, {"$bytes": base64}, {"$dtype": name},
+    {"$device": name}
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from amp_recipes.errors import CheckpointError
+
+_METADATA_KEY = "amp_recipes"
+_MAX_DEPTH = 100  # far below Python's recursion limit, also where the save stands deep in other calls
+_MAX_HEADER_BYTES = 100_000_000  # what the safetensors library reads
+_CHUNK_BYTES = 4 << 20  # long enough that hashing and writing go on without the interpreter's lock
+_INT_BOUND = 1 << 63
+
+# The dtypes that every release of the library reads back into torch as what they are.
+_DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_NUMPY_NAMES = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)) | {
+    "bool", "float16", "float32", "float64", "complex64", "complex128",
+}  # fmt: skip
+_SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+_SEQUENCE_TAGS = {kind: tag for tag, kind in _SEQUENCES.items()}
+_KEYS = (type(None), bool, int, float, str, bytes, tuple)
+
+
+@dataclass
+class PackedState:
+    """A state on its way into a file; its containers are its own, its tensors are still those of the state."""
+
+    document: Any  # what JSON holds
+    tensors: dict[str, Tensor]  # name in the file -> detached and strided, on any device
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+def pack_state(state: Any, name: str) -> PackedState:
+    """`state` taken apart into tensors and JSON; nothing is copied or written yet.
+
+    name: what errors call its owner. Raises CheckpointError, with the key's path and the type, for what a file
+    cannot hold: functions, objects of other classes, sparse and quantized tensors, more than 100 levels.
+    """
+    packer = _Packer(name)
+    document = packer.node(state, ())
+    return PackedState(document, packer.tensors)
+
+
+class _Packer:
+    def __init__(self, name: str) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._name = name
+        self._packed: dict[tuple, str] = {}
+
+    def node(self, value: Any, path: tuple) -> Any:
+        """The JSON for `value`."""
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if -_INT_BOUND <= value < _INT_BOUND else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if len(path) > _MAX_DEPTH:
+            raise self._refusal(path[:3], f"nested more than {_MAX_DEPTH} levels deep, or holds itself")
+        if isinstance(value, dict):
+            return self._mapping(value, path)
+        if kind in _SEQUENCE_TAGS:
+            return {_SEQUENCE_TAGS[kind]: self._items(value, path)}
+        if kind is list:
+            return self._items(value, path)
+        if kind is deque:
+            return {"$deque": self._items(value, path), "maxlen": value.maxlen}
+        return self._value(value, path)
+
+    def _items(self, values: Any, path: tuple) -> list[Any]:
+        # Generator states are long rows of small integers; looking at each of them in Python takes longer.
+        if set(map(type, values)) == {int} and min(values) >= -_INT_BOUND and max(values) < _INT_BOUND:
+            return list(values)
+        return [self.node(value, (*path, index)) for index, value in enumerate(values)]
+
+    def _mapping(self, value: dict, path: tuple) -> Any:
+        kind = type(value)
+        if kind not in (dict, OrderedDict, defaultdict, Counter):
+            raise self._refusal(path, f"a {_title(kind)}")
+        if kind in (dict, defaultdict) and all(type(key) is str and key[:1] != "$" for key in value):
+            return {key: self.node(item, (*path, key)) for key, item in value.items()}
+        for key in value:
+            if not isinstance(key, _KEYS):
+                raise self._refusal(path, f"a dict with a {_title(type(key))} as a key")
+        pairs = [[self.node(key, (*path, key)), self.node(item, (*path, key))] for key, item in value.items()]
+        if kind is OrderedDict:
+            metadata = getattr(value, "_metadata", None)
+            return {"$OrderedDict": pairs, "_metadata": self.node(metadata, (*path, "_metadata"))}
+        return {"$Counter" if kind is Counter else "$dict": pairs}
+
+    def _value(self, value: Any, path: tuple) -> Any:
+        if isinstance(value, np.ndarray):
+            return self._array(value, path)
+        if isinstance(value, np.generic) and value.dtype.name in _NUMPY_NAMES:
+            return {"$scalar": self.node(value.item(), path), "dtype": value.dtype.name}
+        if isinstance(value, torch.Size):
+            return {"$Size": list(value)}
+        if isinstance(value, complex):
+            return {"$complex": [self.node(value.real, path), self.node(value.imag, path)]}
+        if isinstance(value, torch.dtype | torch.device):
+            return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
+        if isinstance(value, bytes):
+            return {"$bytes": base64.b64encode(value).decode()}
+        for base in (str, int, float):  # a version that torch wraps as text, say
+            if isinstance(value, base) and not isinstance(value, Enum):
+                return self.node(base(value), path)
+        kind = "class" if isinstance(value, type) else "function"
+        named = hasattr(value, "__qualname__")
+        raise self._refusal(path, f"the {kind} {value.__qualname__}" if named else f"a {_title(type(value))}")
+
+    def _array(self, value: np.ndarray, path: tuple) -> Any:
+        if type(value) is not np.ndarray or value.dtype.name not in _NUMPY_NAMES:
+            raise self._refusal(path, f"a {_title(type(value))} of {value.dtype}")
+        array = value.astype(value.dtype.newbyteorder("="), copy=False)
+        if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+            array = array.copy()  # torch shares memory with neither
+        return {"$array": self._tensor(torch.from_numpy(array), path)}
+
+    def _tensor(self, value: Tensor, path: tuple) -> Any:
+        if is_lazy(value):
+            raise self._refusal(path, "a lazy parameter without a shape yet (run a batch before the first save)")
+        tensor = value.detach()
+        if type(value) not in (Tensor, nn.Parameter):
+            if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                raise self._refusal(path, f"a {_title(type(value))}")
+            tensor = tensor.as_subclass(Tensor)
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+            what = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
+            raise self._refusal(path, f"a tensor that is not plain and dense ({what.removeprefix('torch.')})")
+        tensor = tensor.resolve_conj().resolve_neg()
+        layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        place = (tensor.device, tensor.data_ptr(), *layout) if tensor.numel() else (path,)
+        name = self._packed.get(place)
+        if name is None:  # tied tensors are written once
+            name = self._packed[place] = self._free_name(path)
+            self.tensors[name] = tensor
+        node: dict[str, Any] = {"$tensor": name}
+        if not tensor.is_contiguous():
+            dense = torch.empty_like(tensor, device="meta")
+            if not dense.is_contiguous():
+                node["stride"] = list(dense.stride())
+        if tensor.dtype not in _DTYPE_NAMES:
+            node.update(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
+        return node
+
+    def _free_name(self, path: tuple) -> str:
+        plain = "/".join(map(str, path)).encode("utf-8", "backslashreplace").decode() or "value"
+        name, count = plain, 1
+        while name in self.tensors or name == "__metadata__":
+            count += 1
+            name = f"{plain}#{count}"
+        return name
+
+    def _refusal(self, path: tuple, what: str) -> CheckpointError:
+        where = "".join(f"[{key!r}]" for key in path)
+        return CheckpointError(
+            f"State of recoverable {self._name}: state_dict(){where} is {what}; a checkpoint holds dense tensors, "
+            "NumPy arrays, numbers, text, bytes and dicts, lists, tuples and sets of them."
+        )
+
+
+def _title(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+# ---------------------------------------------------------------------- to the disk
+
+
+def file_header(packed: PackedState) -> bytes:
+    """All of the file that comes before the tensors' bytes. Raises CheckpointError if it would be over 100 MB."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", _METADATA_KEY: json.dumps(packed.document)}}
+    offset = 0
+    for name, tensor in _in_file_order(packed):
+        size = tensor.numel() * tensor.element_size()
+        known = _DTYPE_NAMES.get(tensor.dtype)
+        shape = list(tensor.shape) if known else [size]
+        header[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"A state has {len(text) / 1e6:.0f} MB that are not tensors; a file holds up to "
+            f"{_MAX_HEADER_BYTES / 1e6:.0f} MB. Keep long lists of numbers as tensors."
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def _in_file_order(packed: PackedState) -> list[tuple[str, Tensor]]:
+    """Those with long elements first, so that each begins at a multiple of its element's size."""
+    return sorted(packed.tensors.items(), key=lambda item: -item[1].element_size())
+
+
+def write_state(path: Path, packed: PackedState, header: bytes | None = None) -> str:
+    """Write a new file and have it on the disk; returns its sha256, taken while it was written."""
+    file = HashedFile(path)
+    try:
+        file.write(memoryview(header or file_header(packed)))
+        for _, tensor in _in_file_order(packed):
+            if tensor.numel():
+                # A single element may claim any stride and yet be contiguous: as bytes it must be 1.
+                row_by_row = tensor.cpu().contiguous().as_strided((tensor.numel(),), (1,))
+                file.write(memoryview(row_by_row.view(torch.uint8).numpy()))
+        return file.finish()
+    finally:
+        file.close()
+
+
+class HashedFile:
+    """A new file that knows its sha256 without being read again."""
+
+    def __init__(self, path: Path) -> None:
+        self._digest = hashlib.sha256()
+        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
+
+    def write(self, content: memoryview) -> None:
+        """Append bytes."""
+        for start in range(0, len(content), _CHUNK_BYTES):
+            chunk = content[start : start + _CHUNK_BYTES]
+            self._digest.update(chunk)
+            while len(chunk):  # a write may be a short one
+                chunk = chunk[os.write(self._descriptor, chunk) :]
+
+    def finish(self) -> str:
+        """Wait until the disk has it all; returns the sha256 in hexadecimal."""
+        os.fsync(self._descriptor)
+        self.close()
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        """Give the descriptor back, once."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+_BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file as it now is on the disk. Raises OSError."""
+    digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------- and back
+
+
+@torch.inference_mode(False)  # an optimizer could not train on with a state that was made inside it
+def read_state(path: Path) -> Any:
+    """The state in a file, its tensors on the CPU in memory of their own.
+
+    Raises CheckpointError if the file is damaged or was not written by `write_state`. Runs no code from the file.
+    """
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            document = json.loads((file.metadata() or {})[_METADATA_KEY])
+            # The library maps the file into memory: without a copy it would stay on the disk after its deletion.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        return _Reader(tensors).value(document)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: the state cannot be read ({type(error).__name__}: {error}). The file is damaged, or no state."
+        ) from error
+
+
+class _Reader:
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._stored = tensors
+        self._made: dict[str, Tensor] = {}
+
+    def value(self, node: Any) -> Any:
+        """What the JSON stands for."""
+        if isinstance(node, list):
+            return [self.value(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        tag = next(iter(node), "")
+        if not tag.startswith("$"):
+            return {key: self.value(item) for key, item in node.items()}
+        if tag in _SEQUENCES:
+            return _SEQUENCES[tag](self.value(node[tag]))
+        return _READERS[tag](self, node)
+
+    def tensor(self, node: dict) -> Tensor:
+        """The tensor that a node names; tied ones are one object."""
+        key = json.dumps(node)
+        if key not in self._made:
+            self._made[key] = _shaped(self._stored[node["$tensor"]], node)
+        return self._made[key]
+
+    def pairs(self, pairs: list) -> list[tuple[Any, Any]]:
+        """The entries of a dict that JSON could not hold as an object."""
+        return [(self.value(key), self.value(item)) for key, item in pairs]
+
+    def ordered(self, node: dict) -> OrderedDict:
+        """An OrderedDict, with the `_metadata` of a module's state dict where it had one."""
+        found = OrderedDict(self.pairs(node["$OrderedDict"]))
+        if node["_metadata"] is not None:
+            found._metadata = self.value(node["_metadata"])
+        return found
+
+
+def _shaped(stored: Tensor, node: dict) -> Tensor:
+    if "dtype" in node:
+        dtype = _dtype(node["dtype"])
+        tensor = torch.empty(stored.numel() // dtype.itemsize, dtype=dtype, device="cpu")
+        if tensor.numel():
+            tensor.view(torch.uint8).copy_(stored)
+        stored = tensor.reshape(node["shape"])
+    if "stride" in node:
+        # Only as much memory as there are elements, whatever a manipulated file says.
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(stored.shape, node["stride"], strict=True))
+        if reach != stored.numel() or min(node["stride"]) < 1:
+            raise ValueError(f"a stride of {node['stride']} for shape {list(stored.shape)}")
+        stored = torch.empty_strided(stored.shape, node["stride"], dtype=stored.dtype, device="cpu").copy_(stored)
+    return stored
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype
+
+
+def _scalar(reader: _Reader, node: dict) -> np.generic:
+    if node["dtype"] not in _NUMPY_NAMES:
+        raise TypeError(f"{node['dtype']!r} is no NumPy scalar")
+    return np.dtype(node["dtype"]).type(reader.value(node["$scalar"]))
+
+
+_READERS: dict[str, Callable[[_Reader, dict], Any]] = {
+    "$tensor": _Reader.tensor,
+    "$array": lambda reader, node: reader.tensor(node["$array"]).numpy(),
+    "$scalar": _scalar,
+    "$deque": lambda reader, node: deque(reader.value(node["$deque"]), node["maxlen"]),
+    "$Size": lambda reader, node: torch.Size(node["$Size"]),
+    "$dict": lambda reader, node: dict(reader.pairs(node["$dict"])),
+    "$Counter": lambda reader, node: Counter(dict(reader.pairs(node["$Counter"]))),
+    "$OrderedDict": _Reader.ordered,
+    "$int": lambda reader, node: int(node["$int"], 16),
+    "$float": lambda reader, node: float(node["$float"]),
+    "$complex": lambda reader, node: complex(*reader.value(node["$complex"])),
+    "$bytes": lambda reader, node: base64.b64decode(node["$bytes"], validate=True),
+    "$dtype": lambda reader, node: _dtype(node["$dtype"]),
+    "$device": lambda reader, node: torch.device(node["$device"]),
+}

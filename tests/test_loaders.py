@@ -1,5 +1,6 @@
 """Loaders repeat by (seed, epoch), leave the global generators alone, and refuse what cannot train."""
 
+import json
 import random
 
 import numpy as np
@@ -8,10 +9,12 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
 from amp_recipes.data import EpochShuffle, make_loader, set_epoch
@@ -28,16 +31,6 @@ def make(data=None, *, shuffle=True, seed=3, device="cpu", **kwargs):
 
 def ids(loader):
     return [batch[0].tolist() for batch in loader]
-
-
-class Draws(torch.utils.data.Dataset):
-    """Samples that a worker draws from each of the generators that augmentations use."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return index, torch.randint(2**30, ()), np.random.randint(2**30), random.randrange(2**30)
 
 
 class Counting(IterableDataset):
@@ -85,20 +78,6 @@ def test_the_global_generators_are_not_moved(num_workers, shuffle):
     before = states()
     assert len(ids(loader)) == 3
     assert states() == before
-
-
-def test_what_workers_draw_is_a_function_of_seed_epoch_and_worker():
-    def drawn(seed, epoch):
-        loader = make(Draws(), shuffle=False, seed=seed, batch_size=2, num_workers=2)
-        set_epoch(loader, epoch)
-        torch.rand(3)  # what the run drew before must not matter
-        return torch.stack([torch.stack(batch) for batch in loader])
-
-    first = drawn(3, 1)
-    assert torch.equal(drawn(3, 1), first)
-    for other in (drawn(3, 2), drawn(4, 1)):
-        assert (other[:, 1:] != first[:, 1:]).all()
-    assert first[0, 1, 0] != first[1, 1, 0]  # batch 0 is worker 0's, batch 1 worker 1's
 
 
 @pytest.mark.parametrize(
@@ -186,3 +165,265 @@ def test_a_set_without_length_needs_a_sampler():
 
 def test_batch_size_none_yields_samples():
     assert [int(sample[0]) for sample in make(shuffle=False, batch_size=None)] == list(range(12))
+
+
+# ---------------------------------------------------------------------- the place in the data
+
+
+class Reads(torch.utils.data.Dataset):
+    """Counts what is read, in a file, so that workers count too; draws in each sample."""
+
+    def __init__(self, log=None, n=23):
+        self.log, self.n = log, n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write(f"{index}\n")
+        return torch.tensor([float(index), random.random(), np.random.rand(), float(torch.rand(()))]).double()
+
+
+class Lazy(torch.utils.data.Sampler):
+    """Draws each index from the global generators when it is asked for it."""
+
+    def __iter__(self):
+        for _ in range(20):
+            yield random.choice([int(torch.randint(23, ())), np.random.randint(23)])
+
+    def __len__(self):
+        return 20
+
+
+class OwnGenerator(torch.utils.data.Sampler):
+    """Draws from a generator that goes on from epoch to epoch."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __iter__(self):
+        return iter(self.generator.permutation(23).tolist())
+
+    def __len__(self):
+        return 23
+
+
+SETUPS = {
+    "shuffled": lambda: {"batch_size": 4},
+    "in order": lambda: {"batch_size": 4, "shuffle": False},
+    "drop_last": lambda: {"batch_size": 4, "drop_last": True},
+    "samples": lambda: {"batch_size": None},
+    "list sampler": lambda: {"batch_size": 4, "sampler": list(range(22, -1, -1))},
+    "lazy sampler": lambda: {"batch_size": 3, "sampler": Lazy()},
+    "RandomSampler": lambda: {"batch_size": 4, "sampler": RandomSampler(range(23))},
+    "weights": lambda: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 23, 30)},
+    "batch sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(23)), 5, False)},
+    "list of batches": lambda: {"batch_sampler": [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [0]]},
+    "generator": lambda: {"batch_size": 4, "generator": torch.Generator().manual_seed(5)},
+    "own generator": lambda: {"batch_size": 4, "sampler": OwnGenerator(np.random.default_rng(7))},
+    "sampler generator": lambda: {
+        "batch_size": 4,
+        "sampler": RandomSampler(range(23), generator=torch.Generator().manual_seed(5)),
+    },
+    "collate": lambda: {"batch_size": 4, "collate_fn": lambda samples: torch.stack(samples) + random.random()},
+}
+WORKERS = {
+    "main process": {},
+    "2 workers": {"num_workers": 2},
+    "persistent": {"num_workers": 2, "persistent_workers": True},
+}
+
+
+def epochs(loader, until):
+    """The batches of epochs 1 to `until`."""
+    return {epoch: [batch.tolist() for batch in begin(loader, epoch)] for epoch in range(1, until + 1)}
+
+
+def begin(loader, epoch):
+    set_epoch(loader, epoch)
+    return loader
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_resumed_epoch_goes_on_as_if_it_had_not_stopped(setup, workers, tmp_path):
+    expected = epochs(make(Reads(), **SETUPS[setup]()), 3)  # by the main process, without a stop
+    stopped = make(Reads(), **SETUPS[setup](), **WORKERS[workers])
+    epochs(stopped, 1)
+    iterator, seen = iter(begin(stopped, 2)), []
+    for _ in range(3):
+        seen.append(next(iterator).tolist())
+        assert seen == expected[2][: len(seen)]
+        assert stopped.batches_done == len(seen)
+    state = json.loads(json.dumps(stopped.state_dict(), default=lambda it: {"tensor": it.tolist()}))
+    for name, saved in state.get("generators", {}).items():
+        if "tensor" in saved:
+            state["generators"][name] = torch.tensor(saved["tensor"], dtype=torch.uint8)
+    del iterator
+    torch.rand(3), random.random(), np.random.rand()
+
+    log = tmp_path / "read"
+    resumed = make(Reads(log), **SETUPS[setup](), **WORKERS[workers])
+    begin(resumed, 2).load_state_dict(state)
+    assert resumed.batches_done == 3
+    seen += [batch.tolist() for batch in resumed]
+    assert seen == expected[2]
+    read = sum(1 for _ in log.open())
+    assert read == sum(1 if setup == "samples" else len(batch) for batch in expected[2][3:])  # nothing was read again
+    assert resumed.batches_done == len(expected[2])
+    assert [batch.tolist() for batch in begin(resumed, 3)] == expected[3]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_only_a_loaded_state_moves_the_beginning(workers):
+    loader = make(Reads(), batch_size=4, **WORKERS[workers])
+    expected = epochs(make(Reads(), batch_size=4), 2)
+    for _ in range(2):
+        next(iter(begin(loader, 1)))  # left alone after a batch
+    assert [batch.tolist() for batch in begin(loader, 1)] == expected[1]
+    assert [batch.tolist() for batch in begin(loader, 1)] == expected[1]
+    loader.load_state_dict({"epoch": 1, "samples": 8})
+    assert [batch.tolist() for batch in begin(loader, 2)] == expected[2]  # another epoch has its own beginning
+    loader.load_state_dict({"epoch": 1, "samples": 8})
+    assert [batch.tolist() for batch in loader] == expected[1][2:]  # without a set_epoch too
+    assert [batch.tolist() for batch in loader] == expected[1]
+
+
+def test_what_is_prefetched_is_not_counted():
+    loader = begin(make(Reads(), batch_size=2, num_workers=2, prefetch_factor=4), 4)
+    iterator = iter(loader)
+    assert loader.state_dict() == {"epoch": 4, "samples": 0}
+    next(iterator)
+    assert loader.state_dict() == {"epoch": 4, "samples": 2}
+    assert len(list(iterator)) == 11
+    assert loader.state_dict() == {"epoch": 4, "samples": 23}
+    set_epoch(loader, 5)
+    assert loader.state_dict() == {"epoch": 5, "samples": 0}
+
+
+def test_a_loaded_state_is_told_until_the_loader_moves():
+    loader = make(Reads(), batch_size=4)
+    loader.load_state_dict({"epoch": 2, "samples": 12})
+    assert loader.state_dict() == {"epoch": 2, "samples": 12}
+    assert loader.batches_done == 3
+    set_epoch(loader, 2)
+    assert loader.state_dict() == {"epoch": 2, "samples": 12}
+    next(iter(loader))
+    assert loader.state_dict() == {"epoch": 2, "samples": 16}
+
+
+@pytest.mark.parametrize("state", [None, {}, {"epoch": 1}, [1, 2], {"batches": 3}])
+def test_a_state_of_another_kind_is_refused(state):
+    with pytest.raises(DataError, match="Data set: a position has 'epoch' and 'samples'"):
+        make().load_state_dict(state)
+
+
+@pytest.mark.parametrize("count", [1, 7, 16, 23])
+@pytest.mark.parametrize("kwargs", [{}, {"num_workers": 1}])
+def test_ranks_see_each_sample_once_in_as_many_batches(count, kwargs):
+    ranks = [make(Reads(n=count), batch_size=4, rank=rank, world_size=2, **kwargs) for rank in range(2)]
+    seen = [[[int(row[0]) for row in batch] for batch in begin(loader, 3)] for loader in ranks]
+    assert [len(batches) for batches in seen] == [len(loader) for loader in ranks] == [-(-count // 8)] * 2
+    order = EpochShuffle(range(count), 3)
+    order.set_epoch(3)
+    flat = [index for step in zip(*seen, strict=True) for batch in step for index in batch]
+    assert flat == (list(order) if count > 1 else [0, 0])
+
+
+def test_two_processes_then_one_then_two_read_each_sample_once():
+    seen, state = [], None
+    for world_size, steps in ((2, 2), (1, 3), (2, 100)):
+        ranks = range(world_size)
+        loaders = [begin(make(Reads(n=62), batch_size=4, rank=rank, world_size=world_size), 1) for rank in ranks]
+        if state is not None:
+            for loader in loaders:
+                loader.load_state_dict(state)
+        iterators = [iter(loader) for loader in loaders]
+        for _ in range(steps):
+            step = [next(iterator, None) for iterator in iterators]
+            if step[0] is None:
+                break
+            seen += [row for batch in step for row in batch.tolist()]
+        states = [loader.state_dict() for loader in loaders]
+        assert all(it == states[0] for it in states)
+        state = states[0]
+    whole = [row for batch in begin(make(Reads(n=62), batch_size=4), 1) for row in batch.tolist()]
+    assert seen == whole  # the same draws too
+
+
+def test_a_users_sampler_is_shared_among_ranks_unless_it_shares_itself():
+    def seen(rank, sampler):
+        return [
+            int(row[0])
+            for batch in make(Reads(), batch_size=4, sampler=sampler, rank=rank, world_size=2)
+            for row in batch
+        ]
+
+    plain = [seen(rank, list(range(16))) for rank in range(2)]
+    assert sorted(plain[0] + plain[1]) == list(range(16))
+    shared = [DistributedSampler(range(16), 2, rank, shuffle=False) for rank in range(2)]
+    assert [seen(rank, shared[rank]) for rank in range(2)] == [list(range(0, 16, 2)), list(range(1, 16, 2))]
+    loader = make(Reads(), batch_size=4, sampler=shared[1], rank=1, world_size=2)
+    next(iter(loader))
+    assert loader.state_dict() == {"epoch": 0, "samples": 8}  # of both ranks
+    other = make(Reads(), batch_size=4, sampler=shared[1], rank=1, world_size=2)
+    other.load_state_dict(loader.state_dict())
+    assert [int(row[0]) for batch in other for row in batch] == list(range(9, 16, 2))
+    assert len(loader) == 2
+
+
+def test_random_samplers_give_all_ranks_one_order():
+    def seen(rank):
+        torch.manual_seed(rank)  # ranks often differ in this
+        loader = make(Reads(), batch_size=4, sampler=RandomSampler(range(23)), rank=rank, world_size=2)
+        return [int(row[0]) for batch in loader for row in batch]
+
+    assert sorted(seen(0) + seen(1)) == list(range(23))
+
+
+def test_drop_last_counts_the_samples_of_all_processes():
+    with pytest.raises(DataError, match="drop_last with 7 samples < batch size 4 x 2 processes"):
+        make(Reads(n=7), batch_size=4, drop_last=True, world_size=2)
+    assert len(make(Reads(n=17), batch_size=4, drop_last=True, world_size=2)) == 2
+
+
+def test_the_loader_looks_like_any_other():
+    data = Reads()
+    loader = make(data, batch_size=4, drop_last=True)
+    assert isinstance(loader, DataLoader)
+    assert (loader.dataset, loader.batch_size, loader.drop_last, loader.num_workers) == (data, 4, True, 0)
+    assert isinstance(loader.sampler, EpochShuffle)
+    assert [len(batch) for batch in loader.batch_sampler] == [4] * 5
+    assert len(loader) == len(list(loader)) == 5
+    assert len(iter(loader)) == 5
+
+
+def test_two_iterations_at_a_time_do_not_disturb_each_other():
+    for kwargs in ({}, {"num_workers": 1}):
+        loader = make(Reads(), batch_size=4, **kwargs)
+        expected = [batch.tolist() for batch in loader]
+        pairs = [(one.tolist(), two.tolist()) for one, two in zip(loader, loader, strict=True)]
+        assert pairs == [(batch, batch) for batch in expected]
+
+
+def test_a_persistent_workers_data_set_is_told_the_epoch():
+    class Told(Reads):
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __getitem__(self, index):
+            return self.epoch
+
+    loader = make(Told(), batch_size=23, num_workers=1, persistent_workers=True)
+    for epoch in (4, 5, 7):
+        assert set(next(iter(begin(loader, epoch))).tolist()) == {epoch}
+
+
+def test_other_start_methods_read_the_same():
+    expected = [batch[0].tolist() for batch in begin(make(batch_size=4), 1)]
+    spawned = make(batch_size=4, num_workers=1, multiprocessing_context="spawn")
+    assert [batch[0].tolist() for batch in begin(spawned, 1)] == expected

@@ -4,10 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from amp_recipes.data import EpochShuffle
-from amp_recipes.data.samplers import epoch_seed
+from amp_recipes.data.samplers import epoch_seed, rank_batches, rank_groups, share, spread
 
 
 def order(seed, epoch, n=100):
@@ -53,3 +54,78 @@ def test_the_global_generator_is_not_moved():
     before = torch.random.get_rng_state()
     order(7, 1)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def taken(count, batch_size, world_size, start=0, drop_last=False, kind="list"):
+    """The batches of each rank, and the positions after each."""
+    kinds = {"list": list, "range": lambda it: it, "tensor": lambda it: torch.tensor(list(it)), "iterator": iter}
+    ranks, positions = [], []
+    for rank in range(world_size):
+        got = list(rank_batches(kinds[kind](range(count)), start, batch_size, drop_last, rank, world_size))
+        ranks.append([list(batch) for batch, _ in got])
+        positions.append([done for _, done in got])
+    assert all(it == positions[0] for it in positions)
+    return ranks, positions[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 23, 24, 25])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["list", "range", "tensor", "iterator"])
+def test_ranks_share_an_epoch(count, world_size, kind):
+    ranks, positions = taken(count, 4, world_size, kind=kind)
+    assert len({len(batches) for batches in ranks}) == 1
+    step = 4 * world_size
+    assert positions == [min(count, done) for done in range(step, count + step, step)]
+    for at in range(len(positions)):
+        together = [index for batches in ranks for index in batches[at]]
+        expected = list(range(at * step, positions[at]))
+        if len(expected) >= world_size:
+            assert together == expected  # every sample once, none twice
+        else:
+            assert set(together) == set(expected)
+            assert len(together) == world_size  # repeated, so that each rank has a batch
+        sizes = [len(batches[at]) for batches in ranks]
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) <= 4
+
+
+@pytest.mark.parametrize("kind", ["list", "range", "tensor", "iterator"])
+@pytest.mark.parametrize("start", [0, 6, 12, 20, 23])
+def test_a_start_skips_so_many_samples_of_all_ranks(kind, start):
+    ranks, positions = taken(23, 3, 2, start=start, kind=kind)
+    assert sorted(index for batches in ranks for batch in batches for index in batch) == list(range(start, 23))
+    assert positions == [*range(start + 6, 23, 6), 23][: len(positions)]
+
+
+def test_drop_last_leaves_out_what_is_no_full_step():
+    ranks, positions = taken(23, 4, 2, drop_last=True)
+    assert ranks == [[[0, 1, 2, 3], [8, 9, 10, 11]], [[4, 5, 6, 7], [12, 13, 14, 15]]]
+    assert positions == [8, 16]
+
+
+def test_an_endless_order_is_taken_as_it_is_asked_for():
+    endless = iter(int, 1)  # 0 for ever
+    batches = rank_batches(endless, 5, 2, False, 1, 2)
+    assert [next(batches) for _ in range(3)] == [([0, 0], 9), ([0, 0], 13), ([0, 0], 17)]
+
+
+def test_shares_hold_neighbours():
+    assert [share([1, 2, 3, 4, 5], rank, 2) for rank in range(2)] == [[1, 2], [3, 4, 5]]
+    assert [share([1], rank, 3) for rank in range(3)] == [[1], [1], [1]]
+
+
+def test_batches_are_halved_until_each_rank_has_one():
+    assert spread([[1, 2, 3, 4, 5]], 2) == [[1, 2, 3], [4, 5]]
+    assert spread([[1, 2, 3, 4, 5], [6]], 4) == [[1, 2], [3], [4, 5], [6]]
+    assert spread([[1], [2]], 3) == [[1], [2], [1]]
+    assert spread([[1]], 5) == [[1]] * 5
+    assert spread([[1], [2]], 2) == [[1], [2]]
+
+
+def test_groups_of_batches_are_shared_from_any_place():
+    batches = [[0, 1], [2], [3, 4, 5], [6, 7], [8, 9, 10]]
+    got = [list(rank_groups(batches, 0, rank, 2)) for rank in range(2)]
+    assert got[0] == [([0, 1], 3), ([3, 4, 5], 8), ([8, 9], 11)]
+    assert got[1] == [([2], 3), ([6, 7], 8), ([10], 11)]
+    assert list(rank_groups(batches, 6, 0, 1)) == [([6, 7], 8), ([8, 9, 10], 11)]
+    assert list(rank_groups(batches, 11, 0, 2)) == []

@@ -1,17 +1,30 @@
-"""Loaders and samplers that repeat, and batches on their way to the device."""
+"""Loaders and samplers that repeat and find their place again, and batches on their way to the device."""
 
 from amp_recipes.data.batches import as_batches, length, windows
+from amp_recipes.data.buckets import DynamicBatches, LengthBuckets
+from amp_recipes.data.epoch_loader import EpochLoader
+from amp_recipes.data.loader_faults import loader_faults
 from amp_recipes.data.loaders import make_loader, set_epoch
 from amp_recipes.data.moving import batch_length, to_device
+from amp_recipes.data.place import batches_from, generator_states, loader_state, replay_reason, set_generator_states
 from amp_recipes.data.samplers import EpochShuffle
 
 __all__ = [
+    "DynamicBatches",
+    "EpochLoader",
     "EpochShuffle",
+    "LengthBuckets",
     "as_batches",
     "batch_length",
+    "batches_from",
+    "generator_states",
     "length",
+    "loader_faults",
+    "loader_state",
     "make_loader",
+    "replay_reason",
     "set_epoch",
+    "set_generator_states",
     "to_device",
     "windows",
 ]

@@ -1,41 +1,21 @@
-"""How a data set becomes batches whose order and random draws are a function of (seed, epoch)."""
+"""The loader that fits a data set, refused early where it could not train."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from amp_recipes.data.samplers import EpochShuffle, epoch_seed
+from amp_recipes.data.buckets import EpochBatches
+from amp_recipes.data.epoch_loader import EpochLoader
+from amp_recipes.data.samplers import EpochShuffle
+from amp_recipes.data.streams import StreamLoader
 from amp_recipes.errors import ConfigError, DataError
 
 _ACCEPTED = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in ("self", "dataset")]
-
-
-class EpochLoader(DataLoader):
-    """A DataLoader with a generator of its own, seeded from (seed, epoch) at the start of each iteration.
-
-    The seeds of its workers follow from that generator, so each worker draws the same in the same epoch of
-    every run, and the global generators stay where they are. (Persistent workers are seeded only when they
-    start: this is torch's rule.)
-    """
-
-    def __init__(self, dataset: Any, *, seed: int, **loader_kwargs: Any) -> None:
-        super().__init__(dataset, generator=torch.Generator(), **loader_kwargs)
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw as in that epoch from the next iteration on; the samplers have their own `set_epoch`."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        self.generator.manual_seed(epoch_seed(self.seed, self.epoch, "workers"))
-        return super().__iter__()
 
 
 def make_loader(
@@ -45,15 +25,20 @@ def make_loader(
     seed: int,
     device: torch.device | str,
     name: str = "Data set",
+    rank: int = 0,
+    world_size: int = 1,
     **loader_kwargs: Any,
 ) -> DataLoader:
-    """A DataLoader over `dataset` that draws nothing from the global generators.
+    """A DataLoader over `dataset` that knows its place and draws nothing from the global generators.
 
     shuffle: through `EpochShuffle`; an IterableDataset and a given sampler or batch_sampler order themselves.
     device: where the batches go; only for CUDA is memory pinned by default.
     name: what messages call the data, such as "Training set".
+    rank, world_size: this process among those that share the samples. Each gets batches of its own, of `batch_size`;
+        the last ones of an epoch are of even size, and if fewer samples than processes are left, some are repeated. An
+        IterableDataset splits itself.
     loader_kwargs: any argument of torch's DataLoader; what is given wins. With a `generator`, torch shuffles
-        by it.
+        by it. With workers, `timeout` is 300 seconds by default.
     Raises ConfigError for arguments that DataLoader does not take, DataError for no samples or no batches.
     """
     _refuse_unknown(loader_kwargs, name)
@@ -62,18 +47,23 @@ def make_loader(
     _refuse_empty(dataset, name, needs_length=not (iterable or ordered))
     loader_kwargs.setdefault("pin_memory", torch.device(device).type == "cuda")
     shuffle = shuffle and not iterable and not ordered
+    if loader_kwargs.get("generator") is None:
+        loader_kwargs.pop("generator", None)
+    batch_sampler = loader_kwargs.get("batch_sampler")
+    if isinstance(batch_sampler, EpochBatches):
+        _fit_batch_sampler(batch_sampler, dataset, seed, name)
     try:
-        if loader_kwargs.get("generator") is not None:
-            loader = DataLoader(dataset, shuffle=shuffle, **loader_kwargs)
+        if shuffle and "generator" in loader_kwargs:
+            loader_kwargs["shuffle"] = True
+        elif shuffle:
+            loader_kwargs["sampler"] = EpochShuffle(dataset, seed)
+        if iterable:
+            loader: DataLoader = StreamLoader(dataset, seed=seed, name=name, **loader_kwargs)
         else:
-            loader_kwargs.pop("generator", None)
-            if shuffle:
-                loader_kwargs["sampler"] = EpochShuffle(dataset, seed)
-            loader = EpochLoader(dataset, seed=seed, **loader_kwargs)
+            loader = EpochLoader(dataset, seed=seed, name=name, rank=rank, world_size=world_size, **loader_kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: its loader cannot be made: {error}") from error
-    _refuse_no_batches(loader, name)
-    return loader
+    return _checked(loader, name)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -118,7 +108,17 @@ def _refuse_empty(dataset: Any, name: str, needs_length: bool) -> None:
         )
 
 
-def _refuse_no_batches(loader: DataLoader, name: str) -> None:
+def _fit_batch_sampler(batch_sampler: EpochBatches, dataset: Any, seed: int, name: str) -> None:
+    if batch_sampler.seed is None:
+        batch_sampler.seed = seed
+    samples, lengths = _length(dataset), len(batch_sampler.lengths)
+    if samples is not None and samples != lengths:
+        kind = type(batch_sampler).__name__
+        raise ConfigError(f"{name}: {kind} was given {lengths} lengths, but the data set has {samples} samples")
+
+
+def _checked(loader: DataLoader, name: str) -> DataLoader:
+    """`loader`, if it gives any batch."""
     source = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
     batch_sampler = loader.batch_sampler
     own_batches = batch_sampler is not None and loader.batch_size is None
@@ -127,14 +127,18 @@ def _refuse_no_batches(loader: DataLoader, name: str) -> None:
     # Asked of the source: `len(loader)` would make torch warn about an IterableDataset that yields more.
     length = _length(source)
     if length is None:
-        return
+        return loader
     if length == 0:
         raise DataError(f"{name} gives 0 batches: its {type(source).__name__} yields nothing.")
-    if not own_batches and loader.drop_last and length < (loader.batch_size or 1):
+    processes = loader.world_size if isinstance(loader, EpochLoader) and not loader.already_shared else 1
+    needed = (loader.batch_size or 1) * processes
+    if not own_batches and loader.drop_last and length < needed:
+        size = f"batch size {loader.batch_size}" + (f" x {processes} processes" if processes > 1 else "")
         raise DataError(
-            f"{name} gives 0 batches: drop_last with {length} samples < batch size {loader.batch_size}. "
+            f"{name} gives 0 batches: drop_last with {length} samples < {size}. "
             "Lower batch_size, or set drop_last to false."
         )
+    return loader
 
 
 def _length(x: Any) -> int | None:

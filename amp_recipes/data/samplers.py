@@ -1,11 +1,14 @@
-"""In which order an epoch takes its samples."""
+"""In which order an epoch takes its samples, and which of them are this process's."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import islice
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
 
@@ -36,9 +39,87 @@ class EpochShuffle(Sampler[int]):
         """Give the order of that epoch from the next iteration on."""
         self.epoch = epoch
 
+    def order(self) -> Tensor:
+        """The epoch's indices as a tensor (int64)."""
+        generator = torch.Generator().manual_seed(epoch_seed(self.seed, self.epoch, "shuffle"))
+        return torch.randperm(len(self.dataset), generator=generator)
+
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(epoch_seed(self.seed, self.epoch, "shuffle"))
-        return iter(torch.randperm(len(self.dataset), generator=generator).tolist())
+        return iter(self.order().tolist())
+
+
+def rank_batches(
+    order: Iterable[Any], start: int, batch_size: int, drop_last: bool, rank: int, world_size: int
+) -> Iterator[tuple[list[Any], int]]:
+    """This rank's batches of the epoch after its first `start` samples, each with the count of samples done by then.
+
+    Every step takes the next `batch_size * world_size` samples of the order, shared among the ranks by `share`. Counted
+    are the samples of all ranks, so that the position means the same for another number of processes.
+    """
+    step = batch_size * world_size
+    done = start
+    for samples in _chunks(order, start, step):
+        if drop_last and len(samples) < step:
+            return
+        done += len(samples)
+        yield share(samples, rank, world_size), done
+
+
+def share(samples: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
+    """This rank's part of one step's samples: neighbours, and at most one more than any other rank's.
+
+    Fewer samples than ranks: some are repeated, because a rank without a batch would keep the others waiting.
+    """
+    count = len(samples)
+    if count < world_size:
+        return [samples[rank % count]]
+    return samples[count * rank // world_size : count * (rank + 1) // world_size]
+
+
+def rank_groups(batches: Iterable[Any], start: int, rank: int, world_size: int) -> Iterator[tuple[Any, int]]:
+    """As `rank_batches`, of batches that a batch sampler made: a step takes the next `world_size` of them.
+
+    Where fewer are left, the largest are halved until there is one for each rank; single samples are repeated.
+    """
+    source = iter(batches)
+    done = 0
+    while done < start:
+        batch = next(source, None)
+        if batch is None:
+            return
+        done += count_of(batch)
+    while group := list(islice(source, world_size)):
+        done += sum(map(count_of, group))
+        yield spread(group, world_size)[rank], done
+
+
+def spread(batches: list[Any], world_size: int) -> list[Any]:
+    """`world_size` batches out of at most as many, each of them a part of one given."""
+    batches = list(batches)
+    while len(batches) < world_size:
+        largest = max(range(len(batches)), key=lambda at: count_of(batches[at]))
+        samples = list(batches[largest])
+        if len(samples) < 2:
+            batches += batches[: world_size - len(batches)]
+        else:
+            batches[largest : largest + 1] = [samples[: (len(samples) + 1) // 2], samples[(len(samples) + 1) // 2 :]]
+    return batches
+
+
+def count_of(batch: Any) -> int:
+    """How many samples a batch of indices has; 1 where it does not tell."""
+    return len(batch) if isinstance(batch, Sized) else 1
+
+
+def _chunks(order: Iterable[Any], start: int, size: int) -> Iterator[list[Any]]:
+    if isinstance(order, (Tensor, range, list)):
+        for first in range(start, len(order), size):
+            part = order[first : first + size]
+            yield part.tolist() if isinstance(part, Tensor) else list(part)
+        return
+    source = islice(order, start, None)
+    while part := list(islice(source, size)):
+        yield part

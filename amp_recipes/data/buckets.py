@@ -1,0 +1,163 @@
+"""Batches of samples of similar length: their list is a function of (seed, epoch) only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from amp_recipes.data.samplers import epoch_seed
+from amp_recipes.errors import ConfigError
+
+
+class EpochBatches(Sampler[list[int]]):
+    """A batch sampler whose list of batches is a function of (seed, epoch), the same on every rank.
+
+    A loader that `make_loader` made shares the batches among the ranks and finds its place in them again.
+    """
+
+    def __init__(self, lengths: Iterable[float] | Tensor, *, shuffle: bool, seed: int | None, pool_size: int) -> None:
+        self.lengths = _checked(lengths, type(self).__name__)
+        if pool_size < 1:
+            raise ConfigError(f"{type(self).__name__}: pool_size {pool_size} is not a number of samples (1 or more)")
+        self.shuffle, self.seed, self.pool_size = shuffle, seed, pool_size
+        self.epoch = 0
+        self._made: tuple[Any, list[list[int]]] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Give the batches of that epoch from the next iteration on."""
+        self.epoch = epoch
+
+    def batches(self) -> list[list[int]]:
+        """All batches of the epoch, of all ranks."""
+        key = (self.seed, self.epoch if self.shuffle else 0)
+        if self._made is None or self._made[0] != key:
+            self._made = key, self._make()
+        return self._made[1]
+
+    def __len__(self) -> int:
+        return len(self.batches())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches())
+
+    def _make(self) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(epoch_seed(self.seed or 0, self.epoch, "buckets"))
+        count = len(self.lengths)
+        order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
+        # Sorted in pools of a shuffled epoch, not in all of it: so the samples meet other neighbours in each epoch.
+        pools = order.split(self.pool_size) if self.shuffle else [order]
+        batches = [
+            batch for pool in pools for batch in self._cut(pool[self.lengths[pool].argsort(stable=True)].tolist())
+        ]
+        if not self.shuffle:
+            return batches
+        return [batches[at] for at in torch.randperm(len(batches), generator=generator).tolist()]
+
+    def _cut(self, indices: list[int]) -> Iterator[list[int]]:
+        """The indices, sorted by length, in batches."""
+        raise NotImplementedError
+
+
+class LengthBuckets(EpochBatches):
+    """Batches of `batch_size` samples (per process) that are of similar length, so that little is padding.
+
+    lengths: of all samples, in any unit; shuffle: False gives the samples in order of length; seed: default, the run's;
+    pool_size: samples among which neighbours in length are looked for (default 100 batches); drop_last: leave out a
+    batch that is not full, of which each pool can have one.
+    """
+
+    def __init__(
+        self,
+        lengths: Iterable[float] | Tensor,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int | None = None,
+        pool_size: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"LengthBuckets: batch_size {batch_size} is not a number of samples (1 or more)")
+        pool_size = 100 * batch_size if pool_size is None else pool_size
+        super().__init__(lengths, shuffle=shuffle, seed=seed, pool_size=pool_size)
+        self.samples_per_batch, self.drop_last = batch_size, drop_last
+
+    def _cut(self, indices: list[int]) -> Iterator[list[int]]:
+        for first in range(0, len(indices), self.samples_per_batch):
+            batch = indices[first : first + self.samples_per_batch]
+            if len(batch) == self.samples_per_batch or not self.drop_last:
+                yield batch
+
+
+class DynamicBatches(EpochBatches):
+    """Batches of as many samples of similar length as fit: the longest times their number is at most the limit.
+
+    lengths, shuffle, seed: as for `LengthBuckets`; max_total_length: per process, in the unit of the lengths, padding
+    counted; max_batch_size: more samples are never in a batch; pool_size: samples among which neighbours in length are
+    looked for; too_long: what becomes of a sample longer than the limit: "raise" (ConfigError) or "alone" (a batch of
+    its own).
+    """
+
+    def __init__(
+        self,
+        lengths: Iterable[float] | Tensor,
+        max_total_length: float,
+        *,
+        max_batch_size: int | None = None,
+        shuffle: bool = True,
+        seed: int | None = None,
+        pool_size: int = 5000,
+        too_long: str = "raise",
+    ) -> None:
+        super().__init__(lengths, shuffle=shuffle, seed=seed, pool_size=pool_size)
+        if too_long not in ("raise", "alone"):
+            raise ConfigError(f"DynamicBatches: too_long {too_long!r} is unknown; expected 'raise' or 'alone'")
+        if max_batch_size is not None and max_batch_size < 1:
+            raise ConfigError(f"DynamicBatches: max_batch_size {max_batch_size} is not a number of samples (1 or more)")
+        long = (self.lengths > max_total_length).nonzero().flatten().tolist()
+        if long and too_long == "raise":
+            longest = int(self.lengths.argmax())
+            raise ConfigError(
+                f"DynamicBatches: {len(long)} samples are longer than max_total_length {max_total_length:g}; the "
+                f"longest is sample {longest} with {self.lengths[longest].item():g}. Raise the limit, leave them out, "
+                "or give too_long='alone'."
+            )
+        self.max_total_length, self.max_batch_size = max_total_length, max_batch_size
+
+    def _cut(self, indices: list[int]) -> Iterator[list[int]]:
+        batch: list[int] = []
+        most = self.max_batch_size or len(indices)
+        for index, length in zip(indices, self.lengths[indices].tolist(), strict=True):
+            # Sorted: the newest is the longest.
+            if batch and (length * (len(batch) + 1) > self.max_total_length or len(batch) == most):
+                yield batch
+                batch = []
+            batch.append(index)
+        if batch:
+            yield batch
+
+
+def _checked(lengths: Iterable[float] | Tensor, name: str) -> Tensor:
+    """The lengths as a 1-d tensor; float64 unless they are whole numbers, so that a limit is met exactly."""
+    if not isinstance(lengths, (Tensor, Sequence)) and not hasattr(lengths, "__array__"):
+        lengths = list(lengths)
+    try:
+        checked = torch.as_tensor(lengths).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{name}: lengths must be numbers, one for each sample: {error}") from error
+    if checked.ndim != 1 or checked.is_complex() or checked.dtype == torch.bool:
+        raise ConfigError(f"{name}: lengths must be numbers, one for each sample; got shape {tuple(checked.shape)}")
+    if not checked.is_floating_point():
+        checked = checked.long()
+    elif not isinstance(lengths, Tensor) and not hasattr(lengths, "__array__"):
+        checked = torch.tensor(lengths, dtype=torch.float64)
+    bad = (~torch.isfinite(checked) | (checked < 0)).nonzero().flatten().tolist()
+    if bad:
+        raise ConfigError(
+            f"{name}: the length of sample {bad[0]} is {checked[bad[0]].item()}; expected a finite number, 0 or more"
+        )
+    return checked

@@ -1,0 +1,274 @@
+"""A loader over a data set that knows its place: order, draws and position are functions of (seed, epoch, samples)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from amp_recipes.data.buckets import EpochBatches
+from amp_recipes.data.loader_faults import Iteration, let_go, read_fault, worker_fault
+from amp_recipes.data.order import EpochOrder, Task
+from amp_recipes.data.reading import Failure, Reader, collate_as_it_is
+from amp_recipes.data.sample_draws import draws_put_back, held_generators
+from amp_recipes.data.samplers import EpochShuffle, epoch_seed
+from amp_recipes.data.workers import TIMEOUT_SECONDS, Workers, deaths_unreported, start_worker
+from amp_recipes.errors import DataError
+from amp_recipes.randomness import generator_state, set_generator_state
+
+
+class EpochLoader(DataLoader):
+    """A DataLoader over a map-style data set that goes on in the middle of an epoch, in any number of processes.
+
+    The order is the sampler's, shared among the ranks; the draws inside the data set are functions of (seed, epoch,
+    index); the global generators stay where they are. `dataset`, `sampler`, `batch_sampler` and `batch_size` are as in
+    any DataLoader, of all ranks together; `len` and the batches are this rank's.
+
+    A sampler of the user's runs on generators of its own, which are functions of (seed, epoch); one that has `rank` or
+    `num_replicas`, as torch's DistributedSampler, shares its samples out itself.
+    """
+
+    def __init__(
+        self, dataset: Any, *, seed: int, name: str = "Data set", rank: int = 0, world_size: int = 1, **kwargs: Any
+    ) -> None:
+        if kwargs.get("num_workers"):
+            kwargs.setdefault("timeout", TIMEOUT_SECONDS)
+        super().__init__(dataset, **kwargs)
+        self.seed, self.name, self.epoch = seed, name, 0
+        self.rank, self.world_size = rank, world_size
+        self._position = _Position(0, 0)
+        self._resumed: _Position | None = None  # where the next iteration begins; None: at the epoch's first sample
+        self._persistent: tuple[DataLoader, _Tasks, Workers] | None = None
+
+    # ------------------------------------------------------------------ the place
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is of that epoch, from its beginning unless it is the one of `load_state_dict`."""
+        if epoch != self.epoch:
+            self._resumed, self._position = None, _Position(0, 0)
+        self.epoch = epoch
+        for sampler in (self.sampler, self.batch_sampler):
+            if isinstance(sampler, (EpochShuffle, EpochBatches)):
+                sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place: `epoch`, and `samples`: how many of it, of all ranks, are in the batches handed out.
+
+        Also `batches` where a batch sampler makes them, and `generators` where samplers have some of their own.
+        """
+        position = self._position
+        state = {"epoch": self.epoch, "samples": position.samples}
+        if self._own_batches:
+            state["batches"] = position.batches * self.world_size
+        if generators := self._generators():
+            now = {name: generator_state(generator) for name, generator in generators.items()}
+            state["generators"] = position.generators or now
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration of that epoch begins after those samples, without reading them."""
+        if not isinstance(state, Mapping) or not {"epoch", "samples"} <= state.keys():
+            raise DataError(f"{self.name}: a position has 'epoch' and 'samples'; got {state!r:.200}")
+        generators = self._generators()
+        for name, saved in state.get("generators", {}).items():
+            if name not in generators:
+                raise DataError(f"{self.name}: the position has a generator {name} that these samplers do not have")
+            set_generator_state(generators[name], saved)
+        self.set_epoch(state["epoch"])
+        samples = state["samples"]
+        batches = state["batches"] if "batches" in state else samples / (self.batch_size or 1)
+        self._resumed = self._position = _Position(samples, -int(-batches // self.world_size))
+
+    @property
+    def batches_done(self) -> int:
+        """How many batches of this rank lie before the present place in the epoch."""
+        return self._position.batches
+
+    # ------------------------------------------------------------------ iterating
+
+    def __len__(self) -> int:
+        if self.already_shared:
+            return super().__len__()
+        if self._own_batches:
+            return -(-len(self.batch_sampler) // self.world_size)
+        step = (self.batch_size or 1) * self.world_size
+        samples = len(self.sampler)
+        return samples // step if self.drop_last else -(-samples // step)
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self._resumed = self._resumed or _Position(0, 0), None
+        held = self._generators()
+        start.generators = {name: generator_state(generator) for name, generator in held.items()}
+        self._position = _Position(start.samples, start.batches, start.generators)
+        if self._persistent is not None and self._persistent[2].dead():
+            self._persistent = None
+        engine, tasks, workers = self._persistent or self._engine()
+        if self.persistent_workers:
+            self._persistent = engine, tasks, workers
+        engine.generator.manual_seed(epoch_seed(self.seed, self.epoch, "workers"))
+        if self.generator is not None:
+            # torch takes the seed of its workers from it, before the sampler takes the order. Taken here, in every
+            # epoch, so that the order is torch's and yet the same with workers, without, and with persistent ones.
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        iteration = Iteration(self.name, self.dataset, workers)
+        done: dict[int, int] = {}
+        tasks.iterator = self._order().tasks(start.samples, iteration.in_flight, done)
+        return _EpochIterator(self, engine, self._position, iteration, done)
+
+    def drop_workers(self) -> None:
+        """The next iteration starts new workers, where the loader kept some."""
+        self._persistent = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_persistent", None) is not None:
+            self._persistent[2].close()
+
+    @property
+    def _own_batches(self) -> bool:
+        """Whether a batch sampler of the user's makes the batches."""
+        return self.batch_size is None and self.batch_sampler is not None
+
+    @property
+    def already_shared(self) -> bool:
+        """Whether the sampler gives each rank its own samples."""
+        samplers = (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None))
+        return any(hasattr(it, name) for it in samplers for name in ("num_replicas", "rank"))
+
+    def _generators(self) -> dict[str, Any]:
+        inner = getattr(self.batch_sampler, "sampler", None)
+        parts = {id(it): it for it in (self.sampler, self.batch_sampler, inner) if it is not None}
+        found = held_generators(*parts.values())
+        if self.generator is not None and not any(self.generator is it for it in found.values()):
+            found["generator"] = self.generator
+        return found
+
+    def _order(self) -> EpochOrder:
+        return EpochOrder(
+            source=self.batch_sampler if self._own_batches else self.sampler,
+            own_batches=self._own_batches,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            rank=self.rank,
+            world_size=self.world_size,
+            already_shared=self.already_shared,
+            seed=self.seed,
+            epoch=self.epoch,
+        )
+
+    def _engine(self) -> tuple[DataLoader, _Tasks, Workers | None]:
+        """torch's loader, which reads whole batches through our reader."""
+        workers = Workers(self.num_workers) if self.num_workers else None
+        reader = Reader(self.dataset, self.batch_sampler is not None, self.collate_fn, self.seed, workers)
+        tasks = _Tasks()
+        engine = DataLoader(
+            reader,
+            batch_size=None,
+            sampler=tasks,
+            num_workers=self.num_workers,
+            collate_fn=collate_as_it_is,
+            pin_memory=self.pin_memory,
+            timeout=self.timeout,
+            worker_init_fn=partial(start_worker, workers, self.worker_init_fn) if workers else None,
+            multiprocessing_context=self.multiprocessing_context,
+            generator=torch.Generator(),
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=self.persistent_workers,
+            in_order=self.in_order,
+        )
+        return engine, tasks, workers
+
+
+class _Position:
+    """A place in the epoch: samples of all ranks and batches of this one that lie before it.
+
+    generators: the states of the samplers' generators at the epoch's beginning; None where they are what they are now.
+    """
+
+    def __init__(self, samples: int, batches: int, generators: dict[str, Any] | None = None) -> None:
+        self.samples, self.batches, self.generators = samples, batches, generators
+
+
+class _Tasks:
+    """The sampler of torch's loader: gives what `iterator` holds when an iteration begins."""
+
+    iterator: Iterator[Task] = iter(())
+
+    def __iter__(self) -> Iterator[Task]:
+        return self.iterator
+
+
+class _EpochIterator:
+    """The batches of one pass, as `EpochLoader` hands them out."""
+
+    def __init__(
+        self, loader: EpochLoader, engine: Iterable[Any], position: _Position, iteration: Iteration, done: dict
+    ) -> None:
+        self._position, self._iteration, self._done = position, iteration, done
+        self._persistent = loader.persistent_workers
+        self._protect = iteration.workers is None and engine.dataset.draws
+        self._loader = loader  # keeps persistent workers alive as long as they are iterated
+        self._failed: int | None = None
+        self._fault: DataError | None = None
+        self._batches: Iterator[Any] | None = None
+        try:
+            with iteration.workers.starting() if iteration.workers is not None else nullcontext():
+                self._batches = iter(engine)
+        except Exception as error:
+            self._raise_if_told(error)
+            raise
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        if self._fault is not None:
+            raise self._fault
+        if self._failed is not None:  # the user goes on after a bad batch
+            self._hand_out(self._failed)
+            self._failed = None
+        try:
+            with draws_put_back() if self._protect else nullcontext():
+                number, batch = next(self._batches)
+        except StopIteration:
+            self._position.generators = None
+            raise
+        except Exception as error:
+            self._raise_if_told(error)
+            raise
+        if isinstance(batch, Failure):
+            self._failed = number
+            fault = read_fault(batch, self._iteration.name)
+            # Not in the traceback: whoever keeps the error would keep the workers, and where it is part of a cycle,
+            # the garbage collector takes their queues away before they are told to end (they then take 5 s).
+            del self
+            raise fault
+        self._hand_out(number)
+        return batch
+
+    def __del__(self) -> None:
+        if self._iteration.workers is not None and not self._persistent:
+            self._iteration.workers.close()
+
+    def _hand_out(self, number: int) -> None:
+        del self._iteration.in_flight[number]
+        self._position.samples = self._done.pop(number)
+        self._position.batches += 1
+
+    def _raise_if_told(self, error: Exception) -> None:
+        """Raise what an error about a worker means; the pass is over then, and the workers end."""
+        self._fault = worker_fault(error, self._iteration.name, self._iteration)
+        if self._fault is None:
+            return
+        self._loader.drop_workers()
+        self._iteration.workers.close()
+        let_go(error)
+        with deaths_unreported():
+            self._batches = None
+        raise self._fault from error

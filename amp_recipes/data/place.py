@@ -1,0 +1,169 @@
+"""Where any iterable of batches stands, and how to get back there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from amp_recipes.data.sample_draws import draws_nothing, held_generators
+from amp_recipes.data.streams import StreamLoader, is_stateful
+from amp_recipes.randomness import generator_state, set_generator_state
+
+# Of loaders with generators of their own: the states with which the present epoch began.
+_BEGAN: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+
+
+def loader_state(loader: Any) -> dict[str, Any] | None:
+    """The place of `loader` in its data, for `batches_from`; None where it cannot tell."""
+    if is_stateful(loader):
+        return loader.state_dict()
+    if not isinstance(loader, DataLoader):
+        return None
+    state = {}
+    if loader in _BEGAN:
+        state["generators"] = _BEGAN[loader]
+    if _tells_by_dataset(loader):
+        state["dataset"] = loader.dataset.state_dict()
+    return state or None
+
+
+def batches_from(loader: Iterable[Any], step: int, state: Mapping[str, Any] | None) -> Iterator[Any]:
+    """The batches of `loader` after the first `step` of them; `state` is what `loader_state` gave there, if anything.
+
+    All that this draws from global generators, and all replaying, is done when the call returns. Where an epoch begins,
+    `batches_from(loader, 0, None)` is `iter(loader)` that also notes where the loader's own generators are.
+    """
+    if is_stateful(loader):
+        if state is not None and step:
+            loader.load_state_dict(state)
+            return iter(loader)
+        return _replayed(loader, step)
+    if isinstance(loader, DataLoader):
+        return _from_dataloader(loader, step, state or {})
+    if isinstance(loader, Sequence):
+        return (loader[place] for place in range(step, len(loader)))
+    return _replayed(loader, step)
+
+
+def generator_states(loader: Any) -> dict[str, Any]:
+    """Where the generators that a DataLoader and its samplers hold are now, for `set_generator_states`."""
+    held = held_generators(*_parts(loader)) if isinstance(loader, DataLoader) else {}
+    return {name: generator_state(generator) for name, generator in held.items()}
+
+
+def set_generator_states(loader: Any, states: Mapping[str, Any]) -> None:
+    """Put the generators of a loader made like the one of `generator_states` there."""
+    held = held_generators(*_parts(loader)) if isinstance(loader, DataLoader) else {}
+    for name in held.keys() & states.keys():
+        set_generator_state(held[name], states[name])
+
+
+def replay_reason(loader: Any) -> str | None:
+    """Why a resume inside an epoch does not just go on: it reads batches again; and what to do. None if it goes on."""
+    kind = type(loader).__name__
+    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+        return "with in_order=False the batches come as the workers finish them, in no order that repeats: leave it out"
+    if isinstance(loader, StreamLoader):
+        if loader.knows_its_place:
+            return None
+        if is_stateful(loader.dataset):
+            return "an IterableDataset read by workers tells its place only through torchdata: pip install torchdata"
+        return (
+            f"{type(loader.dataset).__name__} is an IterableDataset that cannot tell its place: give it state_dict and "
+            "load_state_dict"
+        )
+    if is_stateful(loader) or isinstance(loader, Sequence):
+        return None
+    if not isinstance(loader, DataLoader):
+        return (
+            f"a {kind} cannot tell its place: give a torch Dataset instead, or give it state_dict and load_state_dict"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        if _tells_by_dataset(loader):
+            return None
+        advice = "give the IterableDataset itself, with state_dict and load_state_dict, instead of a DataLoader"
+        return (
+            f"a DataLoader over an IterableDataset cannot tell its place: {advice}, or torchdata's StatefulDataLoader"
+        )
+    if type(loader) is not DataLoader:
+        return f"a {kind} may order its batches as it likes: give a torch Dataset instead, or give it state_dict"
+    if not _can_skip(loader):
+        return "what a DataLoader's workers draw depends on all that they read before: give the Dataset itself instead"
+    return None
+
+
+def _from_dataloader(loader: DataLoader, step: int, state: Mapping[str, Any]) -> Iterator[Any]:
+    generators = held_generators(*_parts(loader))
+    for name, saved in state.get("generators", {}).items():
+        if name in generators:
+            set_generator_state(generators[name], saved)
+    if generators:
+        _BEGAN[loader] = {name: generator_state(generator) for name, generator in generators.items()}
+    if step and "dataset" in state and _tells_by_dataset(loader):
+        loader.dataset.load_state_dict(state["dataset"])
+        return iter(loader)
+    if step and _can_skip(loader):
+        return _skipped(loader, step)
+    return _replayed(loader, step)
+
+
+def _replayed(loader: Iterable[Any], step: int) -> Iterator[Any]:
+    batches = iter(loader)
+    for _ in islice(batches, step):
+        pass
+    return batches
+
+
+def _skipped(loader: DataLoader, step: int) -> Iterator[Any]:
+    """As `iter(loader)`, whose sampler has given its first `step` batches already."""
+    source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    skipping = _Skipping(source, step)
+    order = {"sampler": skipping, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": skipping}
+    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator", "prefetch_factor")
+    same = {name: getattr(loader, name) for name in (*names, "multiprocessing_context", "in_order")}
+    batches = iter(DataLoader(loader.dataset, **order, **same))
+    skipping.skip()  # after torch has drawn the seed of its workers, which it does before it asks the sampler
+    return batches
+
+
+class _Skipping:
+    """A sampler that has given its first `step` items before; iterated once."""
+
+    def __init__(self, source: Iterable[Any], step: int) -> None:
+        self._source, self._step = source, step
+        self._items: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.skip()
+        return next(self._items)
+
+    def skip(self) -> None:
+        """Take the first items now, unless they are taken."""
+        if self._items is None:
+            self._items = iter(self._source)
+            for _ in islice(self._items, self._step):
+                pass
+
+
+def _can_skip(loader: DataLoader) -> bool:
+    """Whether the batches from some step on do not depend on the earlier ones having been read."""
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return False
+    return loader.num_workers == 0 or draws_nothing(loader.dataset)
+
+
+def _tells_by_dataset(loader: DataLoader) -> bool:
+    # A worker has a copy of the data set, and only that copy knows.
+    return loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset) and is_stateful(loader.dataset)
+
+
+def _parts(loader: DataLoader) -> list[Any]:
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    return [loader, *{id(it): it for it in (loader.sampler, loader.batch_sampler, inner) if it is not None}.values()]

@@ -1,0 +1,210 @@
+"""A loader's worker processes: what each one reads now, which signals they heed, and that none outlives the run."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from multiprocessing.sharedctypes import RawArray
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from torch.utils.data import get_worker_info
+
+TIMEOUT_SECONDS = 300.0  # for a batch, where the user sets no limit: a hung file system must not hang the run
+_PARENT_CHECK_SECONDS = 1.0
+_KILL_SECONDS = 5.0  # even SIGKILL waits for a process that waits for a disk
+_MAIN_PROCESS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_CLOSING, _EPOCH, _SHARED = 0, 1, 2
+_PID, _TASK, _PLACE, _WIDTH = 0, 1, 2, 3
+_ALL: WeakSet[Workers] = WeakSet()
+
+
+class Reading(NamedTuple):
+    """What a worker reads now: its number, its pid, the number of its task and the place of the sample in it."""
+
+    worker: int
+    pid: int
+    task: int
+    place: int
+
+
+class Workers:
+    """A board in shared memory on which each worker writes its pid and what it reads; the main process reads it.
+
+    So the main process can tell which sample a worker was reading when it died or hung.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        # Two entries for all, whether the main process closes the workers and the epoch, then three for each worker.
+        self._board = RawArray("q", _SHARED + count * _WIDTH)
+        for worker in range(count):
+            self._board[self._row(worker) + _TASK] = -1
+        self._mine: int | None = None
+        self._owner = os.getpid()
+        self._processes: list[multiprocessing.Process] = []
+        _ALL.add(self)
+
+    # ------------------------------------------------------------------ in a worker
+
+    def join(self, worker: int) -> None:
+        """This process is worker `worker` from now on."""
+        self._mine = self._row(worker)
+        self._board[self._mine + _PID] = os.getpid()
+
+    def begin(self, task: int) -> None:
+        """This worker takes a task up."""
+        if self._mine is not None:
+            self._board[self._mine + _PLACE] = 0
+            self._board[self._mine + _TASK] = task
+
+    def at(self, place: int) -> None:
+        """This worker reads the sample at that place of its task."""
+        if self._mine is not None:
+            self._board[self._mine + _PLACE] = place
+
+    def end(self) -> None:
+        """This worker has read its task."""
+        if self._mine is not None:
+            self._board[self._mine + _TASK] = -1
+
+    @property
+    def closing(self) -> bool:
+        """Whether the main process wants its workers to end."""
+        return bool(self._board[_CLOSING])
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is read, for workers that are told no tasks."""
+        return self._board[_EPOCH]
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._board[_EPOCH] = epoch
+
+    # ------------------------------------------------------------------ in the main process
+
+    def close(self) -> None:
+        """The workers may go: SIGTERM ends them from now on."""
+        if os.getpid() == self._owner:  # not a forked process that drops its copy of the loader
+            self._board[_CLOSING] = 1
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """The processes that are started in the block are these workers."""
+        before = multiprocessing.active_children()
+        # A signal to all processes of the run waits until a worker has said, in `start_worker`, what it does with it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _MAIN_PROCESS_SIGNALS)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            # What torch's iterator calls `_workers`, without reaching into it.
+            started = [it for it in multiprocessing.active_children() if it not in before and it.daemon]
+            self._processes = self._processes + started
+
+    @property
+    def running(self) -> bool:
+        """Whether any of them is there."""
+        return os.getpid() == self._owner and any(it.exitcode is None for it in self._processes)
+
+    def worker_of(self, pid: int) -> int | None:
+        """The number of the worker with that pid."""
+        pids = [self._board[self._row(worker) + _PID] for worker in range(self.count)]
+        return pids.index(pid) if pid in pids else None
+
+    def exit_code(self, pid: int) -> int | None:
+        """How that worker ended, as `multiprocessing` tells it: minus a signal's number, or what it returned."""
+        return next((it.exitcode for it in self._processes if it.pid == pid), None)
+
+    def reading(self) -> list[Reading]:
+        """What each worker reads that reads anything."""
+        rows = [(worker, self._row(worker)) for worker in range(self.count)]
+        now = [Reading(worker, *self._board[row : row + _WIDTH]) for worker, row in rows]
+        return [it for it in now if it.task >= 0]
+
+    def dead(self, wait_seconds: float = 0.0) -> list[int]:
+        """The pids of the workers that have ended; waits so long for the first."""
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            dead = [it.pid for it in self._processes if it.exitcode is not None]
+            if dead or not self._processes or time.monotonic() > deadline:
+                return dead
+            time.sleep(0.01)
+
+    def kill(self, pids: Collection[int] | None = None) -> None:
+        """End those workers, or all, with SIGKILL: a hung one heeds nothing less, and would hold up the exit."""
+        if os.getpid() != self._owner:
+            return
+        doomed = [it for it in self._processes if pids is None or it.pid in pids]
+        for process in doomed:
+            process.kill()
+        for process in doomed:
+            process.join(_KILL_SECONDS)
+
+    def _row(self, worker: int) -> int:
+        return _SHARED + worker * _WIDTH
+
+
+def start_worker(workers: Workers, worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+    """What a worker does before its first sample.
+
+    SIGINT and SIGTERM, which a terminal or a job scheduler sends to every process of the run, are the main process's
+    business: it finishes its step and needs batches for that. A worker ends when the main process closes it or is gone.
+    """
+    workers.join(worker)
+    if threading.current_thread() is threading.main_thread():
+        parent = os.getppid()
+
+        def on_terminate(number: int, frame: Any) -> None:
+            if workers.closing or os.getppid() != parent:
+                os._exit(128 + number)
+
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, on_terminate)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _MAIN_PROCESS_SIGNALS)
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    info = get_worker_info()
+    # The documented use of `get_worker_info().dataset` is to reach the user's data set, not our reader around it. The
+    # class refuses changes, but there is no other way to say which data set is meant.
+    object.__setattr__(info, "dataset", info.dataset.dataset)
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
+
+
+@contextmanager
+def deaths_unreported() -> Iterator[None]:
+    """Workers may be killed in the block: torch's SIGCHLD handler, which raises for that, is put aside."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers run in the main thread only, and are set there only
+        return
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler if handler is not None else signal.SIG_DFL)
+
+
+def _end_with(parent: int) -> None:
+    # torch's own loop looks for its parent between two batches only: a hung read would outlive the run for good.
+    # Looked at in two ways: the parent may have gone before this worker asked who it is, and a worker that was started
+    # later keeps an earlier one's line to its parent open.
+    process = multiprocessing.parent_process()
+    while os.getppid() == parent and (process is None or process.is_alive()):
+        time.sleep(_PARENT_CHECK_SECONDS)
+    os._exit(1)
+
+
+@atexit.register
+def _kill_what_is_left() -> None:
+    # Python's exit sends SIGTERM to the workers and waits for them without limit. They ignore it, or hang.
+    if any(workers.running for workers in _ALL):
+        with deaths_unreported():
+            for workers in list(_ALL):
+                workers.kill()

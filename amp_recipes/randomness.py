@@ -1,0 +1,91 @@
+"""Where random generators stand, as plain values, and how to put them back there."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of every global generator: Python's, NumPy's, torch's on the CPU and on the accelerators in use.
+
+    device: where the run computes; accelerators are asked only if it is one of them, and only if they are in use
+    already: asking would initialize them. Values are numbers, strings, tensors (uint8) and arrays, in dicts, lists
+    and tuples.
+    """
+    state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
+    backend = None if device.type == "cpu" else getattr(torch, device.type, None)
+    if not getattr(backend, "is_initialized", lambda: True)():
+        return state
+    if hasattr(backend, "get_rng_state_all"):
+        state[device.type] = backend.get_rng_state_all()
+    elif hasattr(backend, "get_rng_state"):
+        state[device.type] = [backend.get_rng_state()]
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put every global generator where `random_state` found it.
+
+    Accelerators that this machine does not have are left out, and those that the state does not know stay as they
+    are; both are logged.
+    """
+    _set_python(random, state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    for kind in state.keys() - {"python", "numpy", "torch"}:
+        _set_accelerators(kind, state[kind])
+
+
+def _set_accelerators(kind: str, states: list[torch.Tensor]) -> None:
+    backend = getattr(torch, kind, None)
+    there = backend.device_count() if backend is not None and backend.is_available() else 0
+    if there != len(states):
+        logger.warning(
+            "the checkpoint has random generators of %d %s devices, but there are %d here: draws on them may differ",
+            len(states),
+            kind,
+            there,
+        )
+    for index, device_state in enumerate(states[:there]):
+        if hasattr(backend, "get_rng_state_all"):
+            backend.set_rng_state(device_state, index)
+        else:
+            backend.set_rng_state(device_state)
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of one of `GENERATORS`, as plain values, a tensor or arrays."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.getstate()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Take a state that `generator_state` returned for a generator of the same kind."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        _set_python(generator, state)
+
+
+def _set_python(generator: Any, state: Any) -> None:
+    version, numbers, gauss = state  # a list where it went through JSON
+    generator.setstate((version, tuple(numbers), gauss))

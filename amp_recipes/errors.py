@@ -6,7 +6,8 @@
     │   └── NonfiniteError                    losses or gradients stayed nonfinite; the run ended
     ├── DataError (also a ValueError)         a data set that is empty or has not the expected form
     ├── RecipeError (also a TypeError)        a recipe's method returned, or called, what the loop cannot use
-    └── CheckpointError (also a RuntimeError) a checkpoint that cannot be written, found or read
+    ├── CheckpointError (also a RuntimeError) a checkpoint that cannot be written, found or read
+    └── FolderInUseError (also a RuntimeError) another run writes in the output folder
 
 Each message says where, what was given, what is accepted and what to do.
 """
@@ -38,3 +39,7 @@ class RecipeError(AmpRecipesError, TypeError):
 
 class CheckpointError(AmpRecipesError, RuntimeError):
     """A checkpoint cannot be written, found or read."""
+
+
+class FolderInUseError(AmpRecipesError, RuntimeError):
+    """Another process runs in the output folder."""

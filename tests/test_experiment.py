@@ -13,6 +13,7 @@ import torch
 from amp_recipes.config import create_experiment_directory, load_hparams, parse_arguments
 from amp_recipes.config.experiment import describe_environment, log_to
 from amp_recipes.errors import ConfigError
+from amp_recipes.folder_lock import unlock_folder
 
 YAML_TEXT = """\
 # the recipe's own comment
@@ -84,7 +85,7 @@ def test_overrides_of_every_form_are_written(tmp_path, overrides):
 
 def test_without_a_yaml_only_the_rest_is_written(tmp_path):
     folder = create_experiment_directory(tmp_path / "run")
-    assert {file.name for file in folder.iterdir()} == {"overrides.yaml", "environment.json", "log.txt"}
+    assert {file.name for file in folder.iterdir()} == {".lock", "overrides.yaml", "environment.json", "log.txt"}
 
 
 def test_a_second_call_replaces_the_files_and_leaves_no_temporary_ones(recipe, tmp_path):
@@ -180,3 +181,35 @@ def test_warnings_still_reach_stderr_where_logging_was_not_configured(tmp_path):
     assert done.stderr == "loud\n"
     text = (tmp_path / "run" / "log.txt").read_text()
     assert "INFO amp_recipes.x: quiet" in text and "WARNING recipe: loud" in text
+
+
+def refused_elsewhere(folder, yaml):
+    """What another process is told that starts in `folder`."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            create_experiment_directory(folder, yaml)
+            text = "no error"
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as stream:
+        text = stream.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+def test_a_second_run_in_the_folder_is_refused_before_it_writes_anything(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("lr: 0.1\n")
+    second.write_text("lr: 0.2\n")
+    folder = create_experiment_directory(tmp_path / "run", first)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    text = refused_elsewhere(folder, second)
+    assert text.startswith("FolderInUseError") and f"pid {os.getpid()} " in text
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"} == before
+    unlock_folder(folder)
+    assert refused_elsewhere(folder, second) == "no error"

@@ -32,6 +32,8 @@ def test_defaults_are_those_of_the_contract():
         "debug_batches": 2,
         "debug_epochs": 2,
         "log_interval_steps": 10,
+        "ckpt_background": True,
+        "resume": "auto",
         "strategy": "ddp",
     }
     assert [options[name] for name in ("device", "seed", "output_folder", "ema_decay")] == [None] * 4

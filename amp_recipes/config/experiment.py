@@ -16,8 +16,15 @@ from typing import Any
 
 import torch
 
+from amp_recipes.config.arguments import Overrides
+from amp_recipes.config.changes import accepted_changes, environment_changes, holds_run
+from amp_recipes.config.checking import as_mapping, explicit_options, read_and_check
 from amp_recipes.config.hparams import overrides_text, resolved_text
+from amp_recipes.config.run_options import OPTION_NAMES, RunOptions
 from amp_recipes.errors import ConfigError
+from amp_recipes.folder_lock import lock_folder
+
+logger = logging.getLogger(__name__)
 
 ORIGINAL_FILE = "hyperparams_original.yaml"
 RESOLVED_FILE = "hyperparams.yaml"
@@ -38,6 +45,8 @@ _PACKAGES = (
     "tqdm",
 )
 _GIT_TIMEOUT_SECONDS = 10
+# They say how one start treats what is in the folder. Written down, they would hold for every later start too.
+_OF_ONE_START = frozenset({"accept_changes", "resume"})
 
 
 def create_experiment_directory(
@@ -54,25 +63,80 @@ def create_experiment_directory(
 
     `environment.json` holds versions, devices, git state and command line. Log records of the process go
     to `log.txt` from here on. Only the main process (RANK absent or 0) writes.
-    Raises ConfigError if the folder cannot be written, or, as `load_hparams`, if YAML or overrides are wrong.
+
+    The folder is locked for this process until it ends. If it holds a run with checkpoints (`save/CKPT+...`), which
+    will be resumed, the settings must be those of that run: all that differs and can change the training is listed
+    in a ConfigError, or, with the run option `accept_changes`, in a warning. With `debug` or `test_only` the files
+    of such a run stay as they are; `resume: never` compares nothing.
+    Raises FolderInUseError if another process runs in the folder, and ConfigError if it cannot be written, or, as
+    `load_hparams`, if YAML or overrides are wrong.
     """
     folder = Path(folder)
     if os.environ.get("RANK", "0") != "0":
         return folder
-    files: dict[str, bytes] = {}
-    if hyperparams_to_save is not None:
-        files[RESOLVED_FILE] = resolved_text(hyperparams_to_save, overrides).encode()
-        files[ORIGINAL_FILE] = Path(hyperparams_to_save).read_bytes()
-    files[OVERRIDES_FILE] = overrides_text(overrides).encode()
-    files[ENVIRONMENT_FILE] = (json.dumps(describe_environment(), indent=2) + "\n").encode()
+    start = _Start(hyperparams_to_save, overrides)
+    lock_folder(folder)
+    environment = describe_environment()
+    warnings: list[str] = []
+    keep = False
+    if holds_run(folder, folder / RESOLVED_FILE):
+        keep = start.tries_out
+        if start.resumes:
+            warnings = _changes(folder, start, environment)
+    files = {} if keep else {**start.files, ENVIRONMENT_FILE: (json.dumps(environment, indent=2) + "\n").encode()}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             _write_atomically(folder / name, content)
         log_to(folder / LOG_FILE)
     except OSError as error:
         raise ConfigError(f"output folder {folder} is not writable: {error.strerror} ({error.filename}).") from error
+    for text in warnings:
+        logger.warning("%s", text)
     return folder
+
+
+class _Start:
+    """What a start writes about its settings, and what its run options say of a run that is there already."""
+
+    def __init__(self, yaml: str | os.PathLike[str] | None, overrides: Mapping[str, Any] | str | None) -> None:
+        options = {**as_mapping(overrides), **explicit_options(overrides)}
+        self.files: dict[str, bytes] = {}
+        self.resolved: str | None = None
+        kept = _without(_OF_ONE_START, overrides)
+        if yaml is not None:
+            options = read_and_check(yaml, overrides)[1]
+            self.resolved = resolved_text(yaml, kept)
+            self.files[RESOLVED_FILE] = self.resolved.encode()
+            self.files[ORIGINAL_FILE] = Path(yaml).read_bytes()
+        self.files[OVERRIDES_FILE] = overrides_text(kept).encode()
+        options = RunOptions.from_mapping({name: options[name] for name in OPTION_NAMES & options.keys()}, "overrides")
+        self.tries_out = options.debug or options.test_only
+        self.resumes = not self.tries_out and options.resume != "never"
+        self.accepts_changes = options.accept_changes
+
+
+def _changes(folder: Path, start: _Start, environment: dict[str, Any]) -> list[str]:
+    """What to say in the log of what differs from the run in `folder`. Raises ConfigError for what may not differ."""
+    lines = []
+    if start.resolved is not None:
+        changes = accepted_changes(folder, folder / RESOLVED_FILE, start.resolved, start.accepts_changes)
+        if changes:
+            lines.append("\n  ".join([f"{folder}: going on with other settings (was -> is):", *changes]))
+    for change in environment_changes(folder / ENVIRONMENT_FILE, environment):
+        lines.append(f"{folder}: going on in another environment than the run began in: {change}")
+    return lines
+
+
+def _without(names: frozenset[str], overrides: Mapping[str, Any] | str | None) -> Mapping[str, Any] | str | None:
+    """The overrides without the run options of those names; YAML text as it is."""
+    if isinstance(overrides, str) or overrides is None:
+        return overrides
+    kept = Overrides({key: value for key, value in overrides.items() if key not in names})
+    if not isinstance(overrides, Overrides):
+        return dict(kept)
+    options = overrides.run_options
+    explicit = {name: options[name] for name in options.explicit - names}
+    return Overrides(kept, run_options=RunOptions.from_mapping(explicit))
 
 
 def describe_environment() -> dict[str, Any]:

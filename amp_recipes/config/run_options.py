@@ -39,9 +39,17 @@ _AT_LEAST_ONE = _Range(lambda x: x >= 1, "1 or more")
 _SEED = _Range(lambda x: 0 <= x <= MAX_SEED, f"from 0 to {MAX_SEED}")
 
 
-def _option(default: Any, group: str, text: str, within: _Range | None = None) -> Any:
-    """A dataclass field that carries its group, its meaning and its range."""
-    metadata = {"group": group, "help": text, "within": within}
+# Groups whose options say how a run is watched and where it goes, not what it computes.
+_BESIDE_TRAINING = frozenset({"Trying out", "Output", "Checkpoints", "Devices and processes"})
+
+
+def _option(
+    default: Any, group: str, text: str, within: _Range | None = None, changes_training: bool | None = None
+) -> Any:
+    """A dataclass field that carries its group, its meaning, its range, and whether a resumed run must keep it."""
+    if changes_training is None:
+        changes_training = group not in _BESIDE_TRAINING
+    metadata = {"group": group, "help": text, "within": within, "changes_training": changes_training}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -61,7 +69,9 @@ class RunOptions(Mapping[str, Any]):
         "Precision",
         "Precision of training. `auto`: bf16 if the device does it natively, else fp16 on a GPU, else fp32.",
     )
-    eval_precision: PrecisionName = _option("fp32", "Precision", "Precision of validation and test.")
+    eval_precision: PrecisionName = _option(
+        "fp32", "Precision", "Precision of validation and test.", changes_training=False
+    )
     fp32_modules: list[str] = _option(
         [],
         "Precision",
@@ -138,20 +148,44 @@ class RunOptions(Mapping[str, Any]):
     debug_batches: int = _option(2, "Trying out", "Batches per stage under `debug`.", _AT_LEAST_ONE)
     debug_epochs: int = _option(2, "Trying out", "Epochs under `debug`.", _AT_LEAST_ONE)
     overfit_batches: int = _option(
-        0, "Trying out", "Train and validate on the first n batches only. 0: off.", _AT_LEAST_ZERO
+        0,
+        "Trying out",
+        "Train and validate on the first n batches only. 0: off.",
+        _AT_LEAST_ZERO,
+        changes_training=True,
     )
     test_only: bool = _option(False, "Trying out", "Skip training; evaluate only.")
     output_folder: str | None = _option(
         None, "Output", "Folder for logs, metrics and checkpoints. Absent: nothing is written."
     )
-    ckpt_interval_minutes: float = _option(
-        0.0, "Output", "Minutes between checkpoints inside an epoch. 0: off.", _AT_LEAST_ZERO
-    )
-    ckpt_interval_steps: int = _option(
-        0, "Output", "Updates between checkpoints inside an epoch. 0: off.", _AT_LEAST_ZERO
-    )
     log_interval_steps: int = _option(10, "Output", "Updates between refreshes of progress and log.", _AT_LEAST_ONE)
     noprogressbar: bool = _option(False, "Output", "Show no progress bar.")
+    ckpt_interval_minutes: float = _option(
+        0.0, "Checkpoints", "Minutes between checkpoints inside an epoch. 0: off.", _AT_LEAST_ZERO
+    )
+    ckpt_interval_steps: int = _option(
+        0, "Checkpoints", "Updates between checkpoints inside an epoch. 0: off.", _AT_LEAST_ZERO
+    )
+    ckpt_background: bool = _option(
+        True,
+        "Checkpoints",
+        "Copy the state to host memory and write it while training goes on. `false`: training waits for the disk.",
+    )
+    resume: Literal["auto", "never", "must"] = _option(
+        "auto",
+        "Checkpoints",
+        "`auto`: go on from the newest checkpoint of the output folder, if there is one; `must`: end with an error if "
+        "there is none; `never`: set the old checkpoints aside and start afresh.",
+    )
+    init_from: str | None = _option(
+        None,
+        "Checkpoints",
+        "Begin with the weights of another run: its output folder (its best checkpoint) or one of its `CKPT+` folders. "
+        "A run that resumes does not look at it.",
+    )
+    accept_changes: bool = _option(
+        False, "Checkpoints", "Resume although settings differ from those that the run began with."
+    )
     device: str | None = _option(
         None,
         "Devices and processes",

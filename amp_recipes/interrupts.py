@@ -1,0 +1,175 @@
+"""SIGTERM and SIGINT as a request: the step under way is finished and saved, and then the process ends."""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+# Terminals and launchers may deliver one Ctrl-C twice (to the group, and passed on): that is no second wish.
+_SECOND_AFTER_SECONDS = 1.0
+_LOG_WITHIN_SECONDS = 1.0
+
+
+class RunInterrupted(SystemExit):
+    """A signal ended the run; `code` is 128 plus the signal's number, as a shell has it (143, 130)."""
+
+    def __init__(self, message: str, signum: int) -> None:
+        super().__init__(128 + signum)
+        self.message = message
+        self.signum = signum
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Interrupts:
+    """Within it, SIGTERM and SIGINT only set `requested`; the loop looks there, saves and calls `leave`.
+
+    Only in the main thread, and only where a signal has Python's default action: ignored signals stay ignored, and
+    a recipe's own handlers stay its own. So one inside another does nothing. A forked process has the default
+    actions again. A second SIGINT, a second or more after the first, raises KeyboardInterrupt at once, except inside
+    `saving()`. A request that nobody has heeded ends the process where the block ends.
+
+    requested: the signal's number; None while there is none.
+    """
+
+    _saves = 0  # of all objects together: the one that has the handlers need not be the one that saves
+
+    def __init__(self) -> None:
+        self.requested: int | None = None
+        self._depth = 0
+        self._earlier: dict[int, Any] = {}
+        self._first_sigint: float | None = None
+
+    def __enter__(self) -> Interrupts:
+        self._depth += 1
+        if self._depth == 1:
+            self.requested, self._first_sigint = None, None
+            self._install()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        self._restore()
+        if self.requested is not None and kind is None:
+            self.leave("ends here")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Interrupts, ()  # a copy has caught nothing
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within it, no signal breaks in: a second SIGINT is noted like the first."""
+        Interrupts._saves += 1
+        try:
+            yield
+        finally:
+            Interrupts._saves -= 1
+
+    def leave(self, message: str) -> NoReturn:
+        """End the process, as the signal asked; `message` says what was saved.
+
+        Raises RunInterrupted, or KeyboardInterrupt for a SIGINT in an interactive session, which goes on.
+        """
+        signum = signal.SIGTERM if self.requested is None else self.requested
+        text = f"{signal.Signals(signum).name}: {message}"
+        _wait_for_log()
+        logger.warning("%s", text)
+        if signum == signal.SIGINT and (sys.flags.interactive or hasattr(sys, "ps1")):
+            raise KeyboardInterrupt(text)
+        raise RunInterrupted(text, signum)
+
+    def _install(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for signum in _SIGNALS:
+            earlier = signal.getsignal(signum)
+            if earlier in _DEFAULTS:
+                self._earlier[signum] = earlier
+                signal.signal(signum, self._note)
+        if self._earlier:
+            _installed.append(self)
+
+    def _restore(self) -> None:
+        for signum, earlier in self._earlier.items():
+            if signal.getsignal(signum) == self._note:  # not one that the recipe has set since
+                signal.signal(signum, earlier)
+        self._earlier.clear()
+        if self in _installed:
+            _installed.remove(self)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        """The handler. It runs between any two instructions of the main thread, so it takes no lock."""
+        first = self.requested is None
+        if first:
+            self.requested = signum
+        if signum == signal.SIGINT:
+            now = time.monotonic()
+            if self._first_sigint is None:
+                self._first_sigint = now
+                _log(f"{_name(signum)}: finishing the step, saving, then exiting; once more to exit at once")
+            elif now - self._first_sigint >= _SECOND_AFTER_SECONDS and not self._saves:
+                raise KeyboardInterrupt("a second SIGINT")
+        elif first:
+            _log(f"{_name(signum)}: finishing the step, saving, then exiting")
+
+
+_installed: list[Interrupts] = []
+_unsaid: list[_thread.LockType] = []  # a lock for each line that a thread logs, free when it is done
+
+
+def _name(signum: int) -> str:
+    return signal.Signals(signum).name
+
+
+def _log(text: str) -> None:
+    """Log from a thread: the handler may stand inside a write to the same stream, which cannot be entered twice.
+
+    `threading.Thread` would wait for locks that the interrupted code may hold.
+    """
+    unsaid = _thread.allocate_lock()
+    unsaid.acquire()
+    _unsaid.append(unsaid)
+    try:
+        _thread.start_new_thread(_say, (text, unsaid))
+    except RuntimeError:  # no more threads at the interpreter's end
+        unsaid.release()
+
+
+def _say(text: str, unsaid: _thread.LockType) -> None:
+    try:
+        logger.warning("%s", text)
+    finally:
+        unsaid.release()
+
+
+def _wait_for_log() -> None:
+    """Until the handler's lines are in the log: the process may end right after this."""
+    while _unsaid:
+        _unsaid.pop().acquire(timeout=_LOG_WITHIN_SECONDS)
+
+
+def _default_in_child() -> None:
+    """A forked process (a loader's worker, a recipe's own) is to end at a SIGTERM, not to note it."""
+    for interrupts in reversed(_installed):
+        interrupts._restore()
+    _unsaid.clear()  # the threads are the parent's
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_default_in_child)

@@ -1,0 +1,312 @@
+"""A signal is a request, in the process that runs the loop and nowhere else."""
+
+import copy
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from amp_recipes import interrupts as module
+from amp_recipes.interrupts import Interrupts, RunInterrupted
+
+LOG_FROM_A_THREAD = module._log
+TERM, INT = signal.SIGTERM, signal.SIGINT
+DEADLINE_SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def default_handlers():
+    """As Python starts, and as a test has to leave them."""
+    before = {signum: signal.getsignal(signum) for signum in (TERM, INT)}
+    signal.signal(TERM, signal.SIG_DFL)
+    signal.signal(INT, signal.default_int_handler)
+    yield
+    left = {signum: signal.getsignal(signum) for signum in (TERM, INT)}
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+    assert left == {TERM: signal.SIG_DFL, INT: signal.default_int_handler}
+    assert module._installed == [] and Interrupts._saves == 0
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch):
+    """What the handler has for the log, without the thread that writes it."""
+    lines = []
+    monkeypatch.setattr(module, "_log", lines.append)
+    return lines
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets."""
+
+    class Clock:
+        now = 100.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def ended(interrupts, signum):
+    """Leave a block whose request has been seen, as the loop does."""
+    with pytest.raises(RunInterrupted) as left:
+        interrupts.leave("saved")
+    assert left.value.code == 128 + signum
+    interrupts.requested = None
+
+
+@pytest.mark.parametrize("signum", [TERM, INT])
+def test_a_signal_is_noted_and_the_work_goes_on(signum, said):
+    work = []
+    with Interrupts() as interrupts:
+        assert interrupts.requested is None
+        signal.raise_signal(signum)
+        work.append("finished")
+        assert interrupts.requested == signum
+        ended(interrupts, signum)
+    assert work == ["finished"]
+    (line,) = said
+    assert line.startswith(f"{signum.name}: finishing the step, saving, then exiting")
+    assert ("once more to exit at once" in line) == (signum == INT)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(TERM, 143), (INT, 130)])
+def test_leave_ends_the_process_with_the_code_of_the_signal(signum, code, caplog):
+    interrupts = Interrupts()
+    with pytest.raises(SystemExit) as left, interrupts:
+        signal.raise_signal(signum)
+        interrupts.leave("epoch 2, step 3: saved")
+    assert isinstance(left.value, RunInterrupted) and left.value.code == code
+    assert str(left.value) == f"{signum.name}: epoch 2, step 3: saved" and str(left.value) in caplog.text
+
+
+@pytest.mark.parametrize(("signum", "code"), [(TERM, 143), (INT, 130)])
+def test_a_real_process_ends_with_the_code_of_the_signal(signum, code):
+    script = f"""\
+import sys, time, types
+package = types.ModuleType("amp_recipes")
+package.__path__ = [{str(Path(module.__file__).parent)!r}]
+sys.modules["amp_recipes"] = package
+from amp_recipes.interrupts import Interrupts
+with Interrupts() as interrupts:
+    print("ready", flush=True)
+    deadline = time.monotonic() + {DEADLINE_SECONDS}
+    while interrupts.requested is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    print("step finished", flush=True)
+    interrupts.leave("saved")
+"""
+    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert run.stdout.readline() == "ready\n"
+        run.send_signal(signum)
+        out, err = run.communicate(timeout=DEADLINE_SECONDS)
+    finally:
+        run.kill()
+    assert (run.returncode, out) == (code, "step finished\n")
+    assert f"{signum.name}: finishing the step" in err and f"{signum.name}: saved" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+@pytest.mark.parametrize("signum", [TERM, INT])
+def test_an_interactive_session_survives_ctrl_c(monkeypatch, signum, interactive):
+    if interactive:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    else:
+        monkeypatch.delattr(sys, "ps1", raising=False)
+    expected = KeyboardInterrupt if interactive and signum == INT else RunInterrupted
+    with pytest.raises(expected, match=f"{signum.name}: saved"), Interrupts() as interrupts:
+        signal.raise_signal(signum)
+        interrupts.leave("saved")
+
+
+def test_a_second_ctrl_c_breaks_in_unless_it_is_the_same_one_or_a_save_is_under_way(clock):
+    lived_through = []
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+        signal.raise_signal(INT)
+        clock.now += 0.99
+        signal.raise_signal(INT)  # a terminal and a launcher pass one Ctrl-C on twice
+        lived_through.append("the same")
+        clock.now += 0.02
+        with interrupts.saving():
+            with interrupts.saving():
+                signal.raise_signal(INT)
+            signal.raise_signal(INT)
+        lived_through.append("a save")
+        with Interrupts().saving():  # of another run inside this one
+            signal.raise_signal(INT)
+        lived_through.append("another's save")
+        assert interrupts.requested == INT
+        signal.raise_signal(INT)
+        lived_through.append("the second")
+    assert lived_through == ["the same", "a save", "another's save"]
+
+
+def test_a_save_that_fails_is_over(clock):
+    failed = False
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+        signal.raise_signal(INT)
+        clock.now += 2
+        with pytest.raises(OSError, match="full"), interrupts.saving():
+            signal.raise_signal(INT)
+            raise OSError("full")
+        failed = True
+        signal.raise_signal(INT)
+    assert failed
+
+
+def test_sigterm_again_and_again_changes_nothing(clock, said):
+    with Interrupts() as interrupts:
+        for _ in range(5):
+            signal.raise_signal(TERM)
+            clock.now += 10
+        assert interrupts.requested == TERM
+        ended(interrupts, TERM)
+    assert said == ["SIGTERM: finishing the step, saving, then exiting"]
+
+
+@pytest.mark.parametrize("order", [(TERM, INT), (INT, TERM)])
+def test_the_first_signal_decides_the_code(clock, order):
+    with Interrupts() as interrupts:
+        for signum in order:
+            signal.raise_signal(signum)
+            clock.now += 10
+        assert interrupts.requested == order[0]
+        ended(interrupts, order[0])
+    lived_through = []
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        for signum in (TERM, INT, INT):  # the second Ctrl-C counts, whatever came first
+            signal.raise_signal(signum)
+            lived_through.append(signum)
+            clock.now += 10
+    assert lived_through == [TERM, INT]
+
+
+def test_a_request_that_nobody_heeds_ends_the_process_where_the_block_ends():
+    interrupts = Interrupts()
+    with pytest.raises(RunInterrupted) as left, interrupts:
+        signal.raise_signal(TERM)
+    assert left.value.code == 143
+    with interrupts:  # used again, it has forgotten
+        assert interrupts.requested is None
+
+
+def test_an_exception_is_not_hidden_by_a_request():
+    with pytest.raises(ValueError, match="mine"), Interrupts():
+        signal.raise_signal(TERM)
+        raise ValueError("mine")
+
+
+@pytest.mark.parametrize("mine", [signal.SIG_IGN, lambda *_: None], ids=["ignored", "own"])
+def test_ignored_signals_and_own_handlers_stay(mine):
+    signal.signal(INT, mine)
+    with Interrupts() as interrupts:
+        assert signal.getsignal(INT) == mine and signal.getsignal(TERM) == interrupts._note
+        signal.raise_signal(INT)
+        assert interrupts.requested is None
+    assert signal.getsignal(INT) == mine
+    signal.signal(INT, signal.default_int_handler)
+
+
+def test_a_handler_that_the_recipe_sets_within_stays():
+    def mine(*_):
+        pass
+
+    with Interrupts():
+        signal.signal(TERM, mine)
+    assert signal.getsignal(TERM) is mine
+    signal.signal(TERM, signal.SIG_DFL)
+
+
+def test_one_inside_another_does_nothing_and_the_outer_one_notes():
+    outer, inner = Interrupts(), Interrupts()
+    with outer:
+        with inner:
+            signal.raise_signal(TERM)
+            assert (outer.requested, inner.requested) == (TERM, None)
+        assert signal.getsignal(TERM) == outer._note
+        ended(outer, TERM)
+        with outer:
+            signal.raise_signal(INT)
+        assert signal.getsignal(TERM) == outer._note and outer.requested == INT
+        ended(outer, INT)
+
+
+def test_in_another_thread_it_does_nothing():
+    seen = []
+
+    def work():
+        with Interrupts() as interrupts, interrupts.saving():
+            seen.append((signal.getsignal(TERM), interrupts.requested))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(signal.SIG_DFL, None)]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("from_thread", [False, True])
+def test_a_forked_process_ends_at_a_sigterm(from_thread):
+    statuses = []
+
+    def fork():
+        pid = os.fork()
+        if pid == 0:
+            os.kill(os.getpid(), TERM)
+            time.sleep(1)
+            os._exit(7)
+        statuses.append(os.waitpid(pid, 0)[1])
+
+    with Interrupts() as interrupts:
+        if from_thread:
+            thread = threading.Thread(target=fork)
+            thread.start()
+            thread.join()
+        else:
+            fork()
+        assert os.WIFSIGNALED(statuses[0]) and os.WTERMSIG(statuses[0]) == TERM
+        assert signal.getsignal(TERM) == interrupts._note and interrupts.requested is None
+
+
+def test_the_handler_waits_for_no_lock_that_the_interrupted_code_holds(monkeypatch):
+    monkeypatch.setattr(module, "_log", LOG_FROM_A_THREAD)
+    lock = threading.Lock()  # unlike the locks of logging, it cannot be taken twice by one thread
+
+    lines = []
+
+    class Locked(logging.Handler):
+        def emit(self, record):
+            with lock:
+                lines.append(record.getMessage())
+
+    handler = Locked()
+    module.logger.addHandler(handler)
+    try:
+        with Interrupts() as interrupts:
+            with lock:
+                signal.raise_signal(TERM)
+                assert interrupts.requested == TERM and lines == []
+            ended(interrupts, TERM)
+    finally:
+        module.logger.removeHandler(handler)
+    assert lines == ["SIGTERM: finishing the step, saving, then exiting", "SIGTERM: saved"]
+
+
+def test_a_copy_has_noted_nothing():
+    with Interrupts() as interrupts:
+        signal.raise_signal(TERM)
+        for other in (copy.deepcopy(interrupts), pickle.loads(pickle.dumps(interrupts))):
+            assert other.requested is None and other._earlier == {}
+        ended(interrupts, TERM)

@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from amp_recipes import distributed
-from amp_recipes.data import as_batches, batch_length, length, make_loader, set_epoch, to_device, windows
+from amp_recipes.data import as_batches, batch_length, length, loader_faults, make_loader, set_epoch, to_device, windows
 from amp_recipes.errors import CheckpointError, DataError, RecipeError
 from amp_recipes.hooks import Stage
 from amp_recipes.host_copy import Ticket
 from amp_recipes.ledger import Window
 from amp_recipes.loss_average import LossAverage
 from amp_recipes.precision import Update, as_scalar, clear_gradients
-from amp_recipes.run_setup import RunSetup
+from amp_recipes.resumable_run import ResumableRun
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _SET_NAMES = {Stage.TRAIN: "Training set", Stage.VALID: "Validation set", Stage.TEST: "Test set"}
 
 
-class Brain(RunSetup):
+class Brain(ResumableRun):
     """Trains and evaluates `modules`; subclass it with `compute_forward` and `compute_objectives`.
 
     modules: name -> nn.Module, moved to the device; opt_class: takes parameters, returns an optimizer; hparams:
@@ -72,13 +72,15 @@ class Brain(RunSetup):
             valid_loader = train_loader if valid_set is not None else None
         elif valid_set is not None:
             valid_loader = self._batches_of(valid_set, Stage.VALID, valid_loader_kwargs)
-        self._epoch_counter = epoch_counter
+        self._epoch_counter, self._loaders = epoch_counter, {"train": train_loader, "valid": valid_loader}
         self._start_afresh()
         self.on_fit_start()
         with self._fitting(), self._logging(progressbar):
+            self._take_up(self._position.take_moment())
             for epoch in self._epochs(epoch_counter):
                 self._trained = True
-                self.fit_epoch(train_loader, epoch)
+                if not self._position.take_only_validation():
+                    self.fit_epoch(train_loader, epoch)
                 if valid_loader is not None:
                     self._evaluate_stage(valid_loader, Stage.VALID, epoch)
                 self._end_epoch(epoch)
@@ -103,15 +105,16 @@ class Brain(RunSetup):
 
     def fit_epoch(self, train_loader: Iterable[Any], epoch: int) -> None:
         """Train once over the loader, window by window."""
-        self.step = self._position.take_step()
+        self.step = self._position.steps_done
         self._start_stage(Stage.TRAIN, epoch, train_loader)
         self._adopt_optimizers()  # a hook may have put in new ones
         self._plan.updates.buffers.watch()  # evaluation and hooks may have changed buffers
-        for window in windows(self._limited(train_loader, skip=self.step), self.grad_accumulation_factor):
-            self._fit_window(window)
-            if self._step_limit_reached():
-                break
-            self._save_inside_epoch(epoch)
+        with loader_faults(train_loader):
+            for window in windows(self._training_batches(train_loader), self.grad_accumulation_factor):
+                self._fit_window(window)
+                if self._step_limit_reached():
+                    break
+                self._after_window(epoch)
         if self.step == 0:
             raise DataError(f"epoch {epoch}: the training set yielded no batch (is it an iterator that is used up?)")
         self._ledger.settle()
@@ -260,7 +263,7 @@ class Brain(RunSetup):
         """
         loader = self._batches_of(test_set, Stage.TEST, test_loader_kwargs)
         self._ledger.settle()
-        with self._set_aside(weights=bool(max_key or min_key)) if self._in_fit else nullcontext():
+        with self._set_aside(weights=bool(max_key or min_key)) if self._in_fit else self._interrupts:
             self.on_evaluate_start(max_key, min_key)
             with self._logging(progressbar):
                 return self._evaluate_stage(loader, Stage.TEST, None)
@@ -272,6 +275,9 @@ class Brain(RunSetup):
             found = self._checkpoints.load_for_evaluation(
                 max_key, min_key, ("modules", "ema"), newest, weights_only=self._in_fit
             )
+            if found is None and self.init_from is not None and not self._trained:
+                self._init_from_run()
+                return
             if found is None and self.test_only and self._checkpoints.owned:
                 raise CheckpointError(
                     f"test_only: there is no checkpoint in {self.output_folder}/save, so the model is untrained. "
@@ -284,11 +290,15 @@ class Brain(RunSetup):
 
     def _evaluate_stage(self, loader: Iterable[Any], stage: Stage, epoch: int | None) -> float:
         self.step = 0
+        if stage is Stage.VALID:
+            self._position.validation_begins()
         self._start_stage(stage, epoch, loader)
         averaged = self._ema.applied() if self._ema is not None else nullcontext()
         posted: deque[tuple[Ticket, float]] = deque()
-        with torch.no_grad(), averaged:
+        with torch.no_grad(), averaged, loader_faults(loader):
             for batch in self._limited(loader):
+                if self._interrupts.requested and (stage is Stage.VALID or not self._in_fit):
+                    break
                 self.step += 1
                 weight = float(self.batch_weight(batch))
                 loss = self._returned_loss(self.evaluate_batch(self._to_device(batch), stage), "evaluate_batch")
@@ -298,6 +308,11 @@ class Brain(RunSetup):
                     ticket, old_weight = posted.popleft()
                     self._average.add(ticket.read()[0], old_weight, self.update_average)
                 self._log.advance(1, batch_length(batch))
+        if self._interrupts.requested and stage is Stage.VALID:
+            self._save_and_leave(epoch)
+        if self._interrupts.requested and not self._in_fit:
+            self._interrupts.leave(f"{self._where(self.step)}: ends here; an evaluation changes nothing")
+        self._position.validation_ends()
         for ticket, weight in posted:
             self._average.add(ticket.read()[0], weight, self.update_average)
         if self.step == 0:
@@ -320,16 +335,14 @@ class Brain(RunSetup):
         shuffle = loader_kwargs.pop("shuffle", False)
         if stage is Stage.TRAIN and self.train_sampler is not None:
             loader_kwargs.setdefault("sampler", self.train_sampler)
-        own_order = isinstance(dataset, IterableDataset) or "batch_sampler" in loader_kwargs
-        if distributed.initialized() and not own_order:
-            sampler = DistributedSampler(dataset, shuffle=shuffle, seed=self.seed or 0)
-            loader_kwargs.setdefault("sampler", sampler)
         return make_loader(
             dataset,
             shuffle=shuffle,
             seed=self.seed or 0,
             device=self.device,
             name=_SET_NAMES[stage],
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
             **loader_kwargs,
         )
 
@@ -340,9 +353,9 @@ class Brain(RunSetup):
             raise DataError(f"{_SET_NAMES[stage]} is empty: its {type(data).__name__} holds no batch.")
         return batches
 
-    def _limited(self, loader: Iterable[Any], skip: int = 0) -> Iterator[Any]:
-        """The loader's batches, without the first `skip`; in debug mode only the first few."""
-        return islice(loader, skip, self.debug_batches if self.debug else None)
+    def _limited(self, batches: Iterable[Any], done: int = 0) -> Iterator[Any]:
+        """The batches; in debug mode only the first few, of which `done` were before these."""
+        return islice(batches, max(0, self.debug_batches - done) if self.debug else None)
 
     # ------------------------------------------------------------------ what settles after a step
 
@@ -424,7 +437,8 @@ class Brain(RunSetup):
         batches = length(loader)
         if self.debug and batches is not None:
             batches = min(batches, self.debug_batches)
-        self._log.start_stage(stage.name.lower(), epoch, batches, batches_done=self.step)
+        so_far, self._stage_so_far = self._stage_so_far, {}
+        self._log.start_stage(stage.name.lower(), epoch, batches, self.step, **so_far)
 
     def _end_stage(self, stage: Stage, epoch: int | None) -> float:
         loss = distributed.mean(self._average.result, self._average.seen, self.device)
@@ -472,11 +486,6 @@ class Brain(RunSetup):
         if self._optimizer_step + len(self._ledger) < limit:
             return False  # not even if all that is under way is taken: no need to wait for it
         return self.optimizer_step >= limit
-
-    def _save_inside_epoch(self, epoch: int) -> None:
-        if self._checkpoints.due(self.ckpt_interval_steps, self.ckpt_interval_minutes):
-            meta = {"epoch": epoch, "step": self.step, "optimizer_step": self.optimizer_step}
-            self._checkpoints.save_inside_epoch(meta)
 
     def _where(self, step: int) -> str:
         epoch = "" if self._epoch is None else f"epoch {self._epoch}, "

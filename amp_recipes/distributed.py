@@ -57,6 +57,11 @@ def rank() -> int:
     return dist.get_rank() if initialized() else int(os.environ.get("RANK", "0"))
 
 
+def world_size() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if initialized() else 1
+
+
 def is_main_process() -> bool:
     """Whether this process writes files and draws progress bars."""
     return rank() == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,14 +16,21 @@ class WeightAverage:
 
     modules: whose trainable parameters are averaged, as they are now. Buffers (BatchNorm statistics) are not
     averaged: evaluation uses the model's own. Source of the rule: `torch.optim.swa_utils.get_ema_multi_avg_fn`.
+    saved_name: from a parameter's name here to its name in a checkpoint (that of the model without wrappers).
     """
 
-    def __init__(self, modules: nn.Module, decay: float) -> None:
+    def __init__(self, modules: nn.Module, decay: float, saved_name: Callable[[str], str] = str) -> None:
         named = {name: p for name, p in modules.named_parameters() if p.requires_grad}
-        self._names = list(named)
+        self._names = [saved_name(name) for name in named]
         self._parameters = list(named.values())
         self._averages = [parameter.detach().clone() for parameter in self._parameters]
         self._move = get_ema_multi_avg_fn(decay)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin the average anew at the parameters as they are now."""
+        for average, parameter in zip(self._averages, self._parameters, strict=True):
+            average.copy_(parameter)
 
     @torch.no_grad()
     def update(self) -> None:

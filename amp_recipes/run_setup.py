@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
@@ -15,31 +17,33 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_recipes import distributed
-from amp_recipes.checkpoint import Checkpointer, CheckpointKeeper
+from amp_recipes.checkpoint import Checkpointer, CheckpointKeeper, clean_name
 from amp_recipes.config import RunOptions, near_misses
 from amp_recipes.early_stopping import MetricWatch
 from amp_recipes.ema import WeightAverage
 from amp_recipes.errors import ConfigError
+from amp_recipes.folder_lock import lock_folder
 from amp_recipes.hooks import Hooks, Stage
 from amp_recipes.host_copy import HostCopy
+from amp_recipes.interrupts import Interrupts
 from amp_recipes.ledger import Ledger
 from amp_recipes.loggers import RunLog, make_loggers, show_notices
 from amp_recipes.loss_average import LossAverage
 from amp_recipes.position import Position
 from amp_recipes.precision import PrecisionPlan, check_optimizers
+from amp_recipes.recipe_state import RecipeState
 from amp_recipes.records import Logger, RunSummary
 from amp_recipes.schedulers import Schedulers
+from amp_recipes.transient_buffers import TransientBuffers
 
 logger = logging.getLogger(__name__)
 
-# What a resumed run goes on counting.
-_SUMMARY_TOTALS = ("seconds", "training_seconds", "epochs", "samples", "samples_per_second", "last", "best")
-
 
 class RunSetup(Hooks):
-    """Base of `Brain`: builds the collaborators of the loop, and puts its state aside and back.
+    """Base of `Brain`: builds the collaborators of the loop.
 
-    The loop itself, with what follows from updates (`_on_update`, `_on_window`), and `_overrides` are Brain's.
+    The loop itself, with what follows from updates (`_on_update`, `_on_window`), and `_overrides` are Brain's; what
+    goes into checkpoints and comes back (`_numbers`, `_take_numbers`, `_moment`) is `ResumableRun`'s.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class RunSetup(Hooks):
         run_opts: Mapping[str, Any] | RunOptions | None = None,
         checkpointer: Checkpointer | None = None,
     ) -> None:
+        before = set(vars(self))
         hparams = dict(hparams or {})
         options = run_opts if isinstance(run_opts, RunOptions) else RunOptions.from_mapping(run_opts or {})
         self.run_opts = options.with_defaults_from(hparams)
@@ -68,6 +73,8 @@ class RunSetup(Hooks):
         self._set_up_precision()
         self._set_up_counters()
         self._set_up_checkpoints(checkpointer)
+        own = {*vars(self), "_recipe_state"} - before
+        self._recipe_state = RecipeState(self, own, lambda: [self._epoch_counter, *self._checkpoints.recoverables])
 
     def _set_up_precision(self) -> None:
         agree = distributed.agree if distributed.initialized() else None
@@ -96,12 +103,17 @@ class RunSetup(Hooks):
         self._stage, self._epoch, self._trained = Stage.TRAIN, None, False
         self._metrics: dict[str, float] = {}
         self._epoch_counter: Iterable[int] = ()
+        self._loaders: dict[str, Iterable[Any]] = {}  # of the fit that runs: train, valid
+        self._stage_so_far: Mapping[str, float] = {}
+        self._interrupts = Interrupts()
         self._in_fit = False
         self._stepped_by_hand = False
         self._own_batch_weight = self._overrides("batch_weight")
         self._own_fit_batch = self._overrides("fit_batch")
         self._plain_losses = not (self._own_fit_batch or self._overrides("backward"))
-        self._ema = WeightAverage(self.modules, self.ema_decay) if self.ema_decay else None
+        saved_name = functools.partial(clean_name, self.modules)
+        self._transient_buffers = TransientBuffers(self.modules, saved_name)
+        self._ema = WeightAverage(self.modules, self.ema_decay, saved_name) if self.ema_decay else None
         self._watch = MetricWatch(self.early_stop_metric or "loss", self.early_stop_mode, self.early_stop_patience)
         self.summary = RunSummary(
             precision=self.precision,
@@ -113,13 +125,18 @@ class RunSetup(Hooks):
         self._log = self._idle_log = RunLog([], self.summary, self.device, self.log_interval_steps)
 
     def _set_up_checkpoints(self, checkpointer: Checkpointer | None) -> None:
+        writes = distributed.is_main_process()
+        reads_only = self.test_only and self.output_folder and not os.access(self.output_folder, os.W_OK)
+        if self.output_folder is not None and writes and not reads_only:
+            lock_folder(self.output_folder)
         folder = None if self.output_folder is None or self.debug else Path(self.output_folder) / "save"
-        self._checkpoints = CheckpointKeeper(checkpointer, folder, writes=distributed.is_main_process())
+        self._checkpoints = CheckpointKeeper(checkpointer, folder, writes, background=self.ckpt_background)
         self.checkpointer = self._checkpoints.checkpointer
         if self._checkpoints.owned:
             # As they are before a wrapper for several processes adds its prefix to every name.
             self._checkpoints.register("modules", nn.ModuleDict(dict(self.modules)))
-        self._position = Position(self._numbers, self._take_numbers)
+        self._checkpoints.register("transient_buffers", self._transient_buffers)
+        self._position = Position(self._numbers, self._take_numbers, self._moment)
         self._checkpoints.register("brain", self._position)
         if self._ema is not None:
             self._checkpoints.register("ema", self._ema)
@@ -137,67 +154,6 @@ class RunSetup(Hooks):
                 optimizer.register_step_post_hook(self._note_step)
         for name, scheduler in self._schedulers.by_optimizer.items():
             self._checkpoints.register(f"scheduler.{name}", scheduler, replace=True)
-
-    def _resume(self) -> None:
-        """Register what else training adds to a checkpoint, and go on from the newest one, once."""
-        if self.scaler.is_enabled():
-            self._checkpoints.register("scaler", self.scaler)
-        if hasattr(self._epoch_counter, "state_dict"):
-            self._checkpoints.register("epoch_counter", self._epoch_counter, replace=True)
-        if self._checkpoints.resume() is None:
-            return
-        self._note_best()
-        self._plan.updates.forget_state()
-        if self._position.inside_epoch and hasattr(self._epoch_counter, "current"):
-            self._epoch_counter.current -= 1
-        if self._position.epoch_loss_due is not None:
-            # The recipe saved in on_stage_end, before what follows from the epoch's end.
-            self._schedulers.after_epoch(self._position.epoch_loss_due)
-            if self._watch.metric == "loss":
-                self._watch.observe({"loss": self._position.epoch_loss_due}, self._position.done)
-            self._position.epoch_loss_due = None
-
-    def _numbers(self) -> dict[str, Any]:
-        """The loop's own numbers, for a checkpoint."""
-        self._ledger.settle()
-        if len(self._ledger):
-            logger.warning(
-                "%s: a checkpoint in the middle of an update lacks its loss and EMA: save in on_stage_end, or with "
-                "ckpt_interval_steps or ckpt_interval_minutes",
-                self._where(self.step),
-            )
-        in_training = self._stage is Stage.TRAIN
-        return {
-            "epoch": self._epoch,
-            "step": self.step if in_training else 0,
-            "optimizer_step": self._optimizer_step,
-            "skipped_steps": self._skipped_steps,
-            "average": self._train_average.state_dict(),
-            "summary": {name: getattr(self.summary, name) for name in _SUMMARY_TOTALS},
-            "watch": self._watch.state_dict(),
-        }
-
-    def _take_numbers(self, state: Mapping[str, Any]) -> None:
-        self._optimizer_step, self._skipped_steps = state["optimizer_step"], state["skipped_steps"]
-        self._train_average.load_state_dict(state["average"])
-        for name, value in state["summary"].items():
-            setattr(self.summary, name, value)
-        self._watch.load_state_dict(state["watch"])
-
-    def _start_afresh(self) -> None:
-        """Forget what an earlier `fit` left behind, also one that an exception ended."""
-        self._ledger.clear()
-        self._plan.patience.reset()
-        self._position.start_afresh()
-        self.step, self.should_step, self._window_size = 0, True, 1
-
-    @contextmanager
-    def _fitting(self) -> Iterator[None]:
-        self._in_fit = True
-        try:
-            yield
-        finally:
-            self._in_fit = False
 
     @contextmanager
     def _set_aside(self, weights: bool) -> Iterator[None]:

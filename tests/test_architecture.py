@@ -15,11 +15,16 @@ LAYERS = {
     "records": 0,
     "host_copy": 0,
     "distributed": 0,
+    "folder_lock": 0,
+    "interrupts": 0,
     "ema": 0,
     "early_stopping": 0,
     "schedulers": 0,
     "precision": 0,
     "position": 0,
+    "recipe_state": 0,
+    "transient_buffers": 0,
+    "randomness": 0,
     "config": 1,
     "checkpoint": 1,
     "data": 1,
@@ -28,11 +33,15 @@ LAYERS = {
     "loss_average": 0,
     "hooks": 2,
     "run_setup": 3,
-    "brain": 4,
-    "__init__": 5,
+    "resumable_run": 4,
+    "brain": 5,
+    "__init__": 6,
+    "export": 7,
+    "resume_check": 7,
+    "cli": 8,
 }
 # Inside layer 0 these may be imported by their neighbours: they hold no decisions, only words that all rooms share.
-SHARED = {"errors", "records", "host_copy"}
+SHARED = {"errors", "records", "host_copy", "randomness"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

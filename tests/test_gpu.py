@@ -134,3 +134,34 @@ def test_precisions_are_native_and_raise_no_warning(precision, caplog):
     brain = make_brain(precision)
     assert "native" not in caplog.text
     assert brain.precision in ("bf16", "fp16")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("background", [True, False])
+def test_a_run_that_dies_goes_on_bit_for_bit(tmp_path, precision, background):
+    """Dropout draws from the device's generator, and the state is copied while the device goes on."""
+
+    class Died(Exception):
+        pass
+
+    class Dies(Classifier):
+        def compute_forward(self, batch, stage):
+            if self.step == self.dies_at:
+                raise Died
+            return self.modules.model(batch[0])
+
+    def fit(folder, dies_at):
+        options = {"ckpt_interval_steps": 1, "ckpt_background": background, "deterministic": False}
+        brain = make_brain(precision, folder, noprogressbar=True, **options)
+        brain.modules["model"].insert(1, nn.Dropout(0.3))
+        brain.__class__, brain.dies_at = Dies, dies_at
+        brain.fit(range(2), make_batches())
+        return brain
+
+    whole = fit(tmp_path / "whole", None)
+    with pytest.raises(Died):
+        fit(tmp_path / "run", 7)
+    resumed = fit(tmp_path / "run", None)
+    for name, value in whole.modules.state_dict().items():
+        assert torch.equal(value, resumed.modules.state_dict()[name]), name
+    assert whole.optimizer_step == resumed.optimizer_step

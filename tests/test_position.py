@@ -1,4 +1,4 @@
-"""Where a run stands comes back from a checkpoint, inside an epoch or between two."""
+"""Where a run stands comes back from a checkpoint: inside an epoch, inside its validation, or between two."""
 
 import json
 
@@ -8,14 +8,19 @@ from amp_recipes.position import Position
 
 
 class Loop:
-    """The numbers that a loop would hand in, and what it is given back."""
+    """The numbers that a loop would hand in, and what it is given back; its moments are counted."""
 
-    def __init__(self, step=0, optimizer_step=0):
-        self.numbers = {"epoch": 1, "step": step, "optimizer_step": optimizer_step}
+    def __init__(self, step=0, optimizer_step=0, epoch=1):
+        self.numbers = {"epoch": epoch, "step": step, "data": {"samples": 4 * step}, "optimizer_step": optimizer_step}
         self.taken = None
+        self.moments = 0
+
+    def moment(self):
+        self.moments += 1
+        return {"random": self.moments, "recipe": {}}
 
     def position(self):
-        return Position(lambda: self.numbers, lambda state: setattr(self, "taken", dict(state)))
+        return Position(lambda: self.numbers, lambda state: setattr(self, "taken", dict(state)), self.moment)
 
 
 def resumed(position):
@@ -28,14 +33,14 @@ def resumed(position):
 
 def test_a_new_run_has_done_nothing():
     position = Loop().position()
-    assert not position.is_done(1) and not position.inside_epoch
-    assert position.take_step() == 0
+    assert not position.is_done(1) and not position.inside_epoch and position.steps_done == 0
+    assert position.take_place() is None and position.take_moment() is None and not position.take_only_validation()
 
 
 def test_the_loops_numbers_are_read_at_the_save_and_written_back_at_the_load():
     loop = Loop()
     position = loop.position()
-    loop.numbers = {"epoch": 3, "step": 7, "optimizer_step": 42}  # moved since the position was made
+    loop.numbers = {"epoch": 3, "step": 7, "data": None, "optimizer_step": 42}  # moved since the position was made
     _, taken_by = resumed(position)
     assert {name: taken_by.taken[name] for name in loop.numbers} == loop.numbers
 
@@ -44,42 +49,69 @@ def test_saved_inside_epoch_3_it_goes_on_in_epoch_3_after_the_done_batches_once(
     position = Loop(step=5).position()
     position.epoch_done(1)
     position.epoch_done(2)
+    position.training_begins()
     fresh, _ = resumed(position)
     assert [epoch for epoch in range(1, 6) if not fresh.is_done(epoch)] == [3, 4, 5]
-    assert fresh.inside_epoch
-    assert fresh.take_step() == 5
-    assert fresh.take_step() == 0 and not fresh.inside_epoch  # epoch 4 begins at its first batch
+    assert fresh.inside_epoch and fresh.steps_done == 5
+    place = fresh.take_place()
+    assert (place.step, place.data) == (5, {"samples": 20})
+    assert place.stage_start["random"] == 1 and place.now["random"] == 2  # taken when it began, and at the save
+    assert fresh.take_place() is None and not fresh.inside_epoch and fresh.steps_done == 0
 
 
-def test_saved_inside_the_first_epoch_no_epoch_is_done():
-    fresh, _ = resumed(Loop(step=2).position())
-    assert not fresh.is_done(1) and fresh.inside_epoch and fresh.take_step() == 2
+def test_resumed_inside_an_epoch_and_saved_again_the_epoch_still_began_when_it_began():
+    position = Loop(step=5).position()
+    position.training_begins()
+    fresh, loop = resumed(position)
+    fresh.training_begins(resumed=fresh.take_place())
+    loop.numbers["step"] = 9
+    again, _ = resumed(fresh)
+    place = again.take_place()
+    assert place.step == 9 and place.stage_start["random"] == 1
 
 
 def test_saved_between_epochs_the_next_one_begins_at_its_first_batch():
-    position = Loop(step=0).position()
+    position = Loop().position()
+    position.epoch_done(1)
     position.epoch_done(2)
     fresh, _ = resumed(position)
     assert [epoch for epoch in range(1, 5) if not fresh.is_done(epoch)] == [3, 4]
-    assert not fresh.inside_epoch and fresh.take_step() == 0
+    assert not fresh.inside_epoch and fresh.take_place() is None
+    assert fresh.take_moment()["random"] == 1 and fresh.take_moment() is None
 
 
-def test_resumed_twice_it_stands_where_the_second_run_stood():
-    position = Loop(step=5).position()
+def test_saved_inside_a_validation_the_epoch_has_that_left_from_its_beginning():
+    loop = Loop(epoch=2)
+    position = loop.position()
     position.epoch_done(1)
-    fresh, loop = resumed(position)
-    fresh.take_step()
-    fresh.epoch_done(2)
-    loop.numbers["step"] = 9
-    again, _ = resumed(fresh)
-    assert again.is_done(2) and not again.is_done(3) and again.take_step() == 9
+    position.training_begins()
+    position.epoch_done(2)
+    position.validation_begins()
+    loop.moments = 99  # draws and counters of the part of the validation that was done
+    fresh, _ = resumed(position)
+    assert [epoch for epoch in range(1, 5) if not fresh.is_done(epoch)] == [2, 3, 4]
+    assert fresh.inside_epoch and fresh.take_place() is None
+    assert fresh.take_moment()["random"] == 2  # as it was when the validation began
+    assert fresh.take_only_validation() and not fresh.take_only_validation()
+    fresh.validation_begins()
+    again, _ = resumed(fresh)  # a second time in the same validation
+    assert not again.is_done(2) and again.take_only_validation()
+
+
+def test_saved_after_the_validation_the_epoch_is_over():
+    position = Loop().position()
+    position.epoch_done(1)
+    position.validation_begins()
+    position.validation_ends()
+    fresh, _ = resumed(position)
+    assert fresh.is_done(1) and not fresh.take_only_validation()
 
 
 def test_a_new_fit_forgets_epochs_and_batches_of_the_last():
     fresh, _ = resumed(Loop(step=5).position())
     fresh.epoch_done(4)
     fresh.start_afresh()
-    assert not fresh.is_done(1) and not fresh.inside_epoch and fresh.take_step() == 0
+    assert not fresh.is_done(1) and not fresh.inside_epoch and fresh.take_place() is None
 
 
 def test_a_new_fit_forgets_a_loss_that_the_last_left_due():

@@ -43,12 +43,25 @@ class RunLog:
         self._memory: int | None = None
         self._records = 0
 
-    def start_stage(self, stage: str, epoch: int | None, batches: int | None, batches_done: int = 0) -> None:
-        """A stage begins; `batches_done` of it were done before an interruption."""
-        self._stage, self._epoch, self._began = stage, epoch, time.perf_counter()
-        self._batches, self._samples = batches_done, 0
+    def start_stage(
+        self,
+        stage: str,
+        epoch: int | None,
+        batches: int | None,
+        batches_done: int = 0,
+        samples_done: int = 0,
+        seconds_done: float = 0.0,
+    ) -> None:
+        """A stage begins; what is `done` of it was done before an interruption."""
+        self._stage, self._epoch, self._began = stage, epoch, time.perf_counter() - seconds_done
+        self._batches, self._samples = batches_done, samples_done
         for logger in self.loggers:
             logger.start_stage(stage, epoch, batches)
+
+    @property
+    def so_far(self) -> dict[str, float]:
+        """What a run that resumes inside the stage gives to `start_stage`, besides the batches."""
+        return {"samples_done": self._samples, "seconds_done": time.perf_counter() - self._began}
 
     def advance(self, batches: int, samples: int) -> None:
         """`batches` more batches with `samples` samples are done."""

@@ -324,6 +324,14 @@ class Patience:
         self._in_a_row = 0
         self._verdict = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {"in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state that `state_dict` returned."""
+        self._in_a_row = state["in_a_row"]
+
     def observe(self, update: Update, where: Callable[[], str], skipped_in_all: int) -> None:
         """Count `update`. where: says which batch it was."""
         if update.taken:

@@ -1,0 +1,179 @@
+"""What of a run goes into its checkpoints, and how a process that starts takes it up again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch import nn
+
+from amp_recipes.checkpoint import best_checkpoint, load_weights, model_weights
+from amp_recipes.data import batches_from, generator_states, loader_state, replay_reason, set_generator_states
+from amp_recipes.errors import CheckpointError
+from amp_recipes.hooks import Stage
+from amp_recipes.position import Moment
+from amp_recipes.randomness import random_state, set_random_state
+from amp_recipes.run_setup import RunSetup
+
+logger = logging.getLogger(__name__)
+
+# What a resumed run goes on counting.
+_SUMMARY_TOTALS = ("seconds", "training_seconds", "epochs", "samples", "samples_per_second", "last", "best")
+
+
+class ResumableRun(RunSetup):
+    """Base of `Brain`: saves the loop's state, at intervals and when a signal asks, and goes on from it."""
+
+    # ------------------------------------------------------------------ going on
+
+    def _resume(self) -> None:
+        """Register what else training adds to a checkpoint, and go on from the newest one, once."""
+        if self.scaler.is_enabled():
+            self._checkpoints.register("scaler", self.scaler)
+        if hasattr(self._epoch_counter, "state_dict"):
+            self._checkpoints.register("epoch_counter", self._epoch_counter, replace=True)
+        self._recipe_state.begin()
+        if self._checkpoints.resume(self.resume) is None:
+            if self.init_from is not None and not self._trained:
+                self._init_from_run()
+            return
+        self._note_best()
+        self._plan.updates.forget_state()
+        if self._position.inside_epoch and hasattr(self._epoch_counter, "current"):
+            self._epoch_counter.current -= 1
+        if self._position.epoch_loss_due is not None:
+            # The recipe saved in on_stage_end, before what follows from the epoch's end.
+            self._schedulers.after_epoch(self._position.epoch_loss_due)
+            if self._watch.metric == "loss":
+                self._watch.observe({"loss": self._position.epoch_loss_due}, self._position.done)
+            self._position.epoch_loss_due = None
+
+    def _init_from_run(self) -> None:
+        """Begin with the weights of the run that `init_from` names."""
+        checkpoint = best_checkpoint(self.init_from)
+        load_weights(self._saved_modules, model_weights(checkpoint), str(checkpoint.path))
+        if self._ema is not None:
+            self._ema.restart()
+        logger.info("begins with the weights of %s (epoch %s)", checkpoint.path, checkpoint.meta.get("epoch"))
+
+    def _take_up(self, moment: Moment | None) -> None:
+        """Put the recipe's memory and the random generators where they were at that moment of the earlier process."""
+        if moment is not None:
+            self._recipe_state.load_state_dict(moment["recipe"])
+            for name, loader in self._loaders.items():
+                set_generator_states(loader, moment["loaders"].get(name, {}))
+            set_random_state(moment["random"])
+
+    def _training_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The epoch's batches that are left to train on."""
+        place = self._position.take_place()
+        self._position.training_begins(resumed=place)
+        if place is None:
+            return self._limited(batches_from(loader, 0, None))
+        reason = replay_reason(loader)
+        if reason:
+            logger.warning("going on inside an epoch: %s", reason)
+        # A loader without an order of its own takes it from the global generators, as it did when the epoch began.
+        set_random_state(place.stage_start["random"])
+        batches = batches_from(loader, place.step, place.data)
+        self.step = getattr(loader, "batches_done", place.step)  # another number of processes makes others
+        self._take_up(place.now)  # also what on_stage_start has just reset
+        return self._limited(batches, done=place.step)
+
+    # ------------------------------------------------------------------ what a checkpoint keeps
+
+    def _moment(self) -> Moment:
+        return {
+            "random": random_state(self.device),
+            "loaders": {name: generator_states(loader) for name, loader in self._loaders.items()},
+            "recipe": self._recipe_state.state_dict(),
+        }
+
+    def _numbers(self) -> dict[str, Any]:
+        """The loop's own numbers, for a checkpoint."""
+        self._ledger.settle()
+        if len(self._ledger):
+            logger.warning(
+                "%s: a checkpoint in the middle of an update lacks its loss and EMA: save in on_stage_end, or with "
+                "ckpt_interval_steps or ckpt_interval_minutes",
+                self._where(self.step),
+            )
+        in_training = self._stage is Stage.TRAIN and self.step > 0
+        return {
+            "epoch": self._epoch,
+            "step": self.step if in_training else 0,
+            "data": loader_state(self._loaders["train"]) if in_training else None,
+            "stage_so_far": self._log.so_far if in_training else {},
+            "optimizer_step": self._optimizer_step,
+            "skipped_steps": self._skipped_steps,
+            "average": self._train_average.state_dict(),
+            "summary": {name: getattr(self.summary, name) for name in _SUMMARY_TOTALS},
+            "watch": self._watch.state_dict(),
+            "patience": self._plan.patience.state_dict(),
+        }
+
+    def _take_numbers(self, state: Mapping[str, Any]) -> None:
+        self._optimizer_step, self._skipped_steps = state["optimizer_step"], state["skipped_steps"]
+        self._train_average.load_state_dict(state["average"])
+        self._stage_so_far = state["stage_so_far"]
+        for name, value in state["summary"].items():
+            setattr(self.summary, name, value)
+        self._watch.load_state_dict(state["watch"])
+        self._plan.patience.load_state_dict(state["patience"])
+
+    def _save_inside_epoch(self, epoch: int | None) -> None:
+        meta = {"epoch": epoch, "step": self.step, "optimizer_step": self.optimizer_step}
+        self._checkpoints.save_inside_epoch(meta)
+
+    # ------------------------------------------------------------------ ends before the end
+
+    def _after_window(self, epoch: int) -> None:
+        """Between two updates: save if it is time, and leave if a signal asks."""
+        due = self._checkpoints.due(self.ckpt_interval_steps, self.ckpt_interval_minutes)
+        if self._interrupts.requested:
+            self._save_and_leave(epoch)
+        if due:
+            self._save_inside_epoch(epoch)
+
+    def _save_and_leave(self, epoch: int | None) -> None:
+        """A signal asked the run to end: save where it stands, and end. Raises RunInterrupted."""
+        if not self._checkpoints.saves:
+            self._interrupts.leave(f"{self._where(self.step)}: ends here; there is no output_folder to save in")
+        with self._interrupts.saving():
+            self._save_inside_epoch(epoch)
+            self._checkpoints.wait()
+        self._interrupts.leave(f"{self._where(self.step)}: saved; the same command goes on from here")
+
+    def _start_afresh(self) -> None:
+        """Forget what an earlier `fit` left behind, also one that an exception ended."""
+        self._ledger.clear()
+        self._plan.patience.reset()
+        self._position.start_afresh()
+        self.step, self.should_step, self._window_size, self._stage_so_far = 0, True, 1, {}
+        self._stage = Stage.TRAIN
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        """A fit is under way: signals are waited out, and what it saves is on the disk when it ends."""
+        self._in_fit = True
+        try:
+            with self._interrupts:
+                yield
+                with self._interrupts.saving():
+                    self._checkpoints.wait()
+                if self._interrupts.requested:  # it came after the last step: all is saved
+                    self._interrupts.leave("training is over and saved")
+        except BaseException:
+            with suppress(CheckpointError):  # the first exception is the one to raise
+                self._checkpoints.wait()
+            raise
+        finally:
+            self._in_fit = False
+
+    @property
+    def _saved_modules(self) -> nn.Module:
+        """The modules as checkpoints hold them, without the wrappers for several processes."""
+        known = self._checkpoints.checkpointer.recoverables if self._checkpoints.owned else {}
+        return known.get("modules", self.modules)

@@ -1,0 +1,61 @@
+"""Buffers that modules leave out of their state (`persistent=False`), kept where training changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Tables that never change (masks, rotary angles) are large, and statistics are small. torch's own kernels write
+# statistics without telling the version counter, so small ones are always kept.
+_SMALL_BYTES = 64 * 1024
+
+
+class TransientBuffers:
+    """The non-persistent buffers of `modules` as a recoverable: small ones, and larger ones that were written to.
+
+    saved_name: from a buffer's name here to its name in a checkpoint (that of the model without wrappers).
+    """
+
+    def __init__(self, modules: nn.Module, saved_name: Callable[[str], str] = str) -> None:
+        self._modules = modules
+        self._saved_name = saved_name
+        self._at_begin = {name: _mark(getattr(owner, leaf)) for name, owner, leaf in self._find()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The buffers by name."""
+        found = {name: getattr(owner, leaf) for name, owner, leaf in self._find()}
+        return {
+            name: buffer.detach()
+            for name, buffer in found.items()
+            if buffer.numel() * buffer.element_size() <= _SMALL_BYTES or _mark(buffer) != self._at_begin.get(name)
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take buffers that `state_dict` returned; one of another shape (a grown cache) replaces the live one."""
+        for name, owner, leaf in self._find():
+            if name not in state:
+                continue
+            live, saved = getattr(owner, leaf), state[name]
+            if live.shape == saved.shape and live.dtype == saved.dtype:
+                live.copy_(saved)
+            else:
+                setattr(owner, leaf, saved.to(live.device))
+
+    def _find(self) -> Iterator[tuple[str, nn.Module, str]]:
+        """Name in the checkpoint, module and attribute of each; of shared ones the first name."""
+        seen: set[int] = set()
+        for prefix, owner in self._modules.named_modules():
+            for leaf in sorted(owner._non_persistent_buffers_set):
+                buffer = getattr(owner, leaf, None)
+                if isinstance(buffer, Tensor) and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    name = f"{prefix}.{leaf}" if prefix else leaf
+                    yield self._saved_name(name), owner, leaf
+
+
+def _mark(buffer: Tensor) -> tuple[int, int]:
+    return id(buffer), 0 if buffer.is_inference() else buffer._version

@@ -1,0 +1,353 @@
+"""A run that ends at any place goes on as if it had not: the same samples, draws, weights and metrics, bit for bit."""
+
+import json
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from amp_recipes import Brain, EpochCounter, Stage
+from amp_recipes.errors import CheckpointError, NonfiniteError
+from amp_recipes.interrupts import RunInterrupted
+
+SAMPLES, BATCH, EPOCHS = 22, 4, 3
+
+
+class Noisy(Dataset):
+    """Each sample draws from every global generator, as augmentation does."""
+
+    def __init__(self):
+        self.x = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        noise = torch.randn(3) + random.random() + np.random.rand()
+        return index, self.x[index] + 0.1 * noise.float(), self.x[index].sum()
+
+
+class Stream(IterableDataset):
+    """Knows its place."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        while self.place < SAMPLES:
+            self.place += 1
+            index = (7 * self.place) % SAMPLES
+            yield index, torch.full((3,), float(index)), torch.tensor(1.0)
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+class Died(Exception):
+    pass
+
+
+class Journal:
+    """What happened, kept where no checkpoint finds it."""
+
+    def __init__(self):
+        self.lines = []
+
+
+class Recipe(Brain):
+    """Everything that could be lost: dropout, statistics, a counter over the epoch, draws in a hook."""
+
+    ends_at: tuple = ()  # (stage, number of the batch of that stage, over all epochs)
+    end_by: object = None
+
+    def compute_forward(self, batch, stage):
+        self.count[stage] += 1
+        if (stage, self.count[stage]) == self.ends_at:
+            self.end_by()
+        self.journal.lines.append((stage.name, batch[0].tolist()))
+        return self.modules.model(batch[1])
+
+    def compute_objectives(self, predictions, batch, stage):
+        self.mean_index += batch[0].double().mean()
+        return nn.functional.mse_loss(predictions.squeeze(1).float(), batch[2])
+
+    def on_stage_start(self, stage, epoch=None):
+        self.mean_index = torch.zeros((), dtype=torch.float64)
+        self.luck = torch.rand(()).item()
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        return {"mean_index": self.mean_index.item(), "luck": self.luck}
+
+
+def make(output_folder=None, ends_at=(), end_by=None, **options):
+    torch.manual_seed(11)
+    random.seed(11)
+    np.random.seed(11)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 1))
+    hparams = {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)}
+    brain = Recipe(
+        {"model": model},
+        lambda parameters: torch.optim.AdamW(parameters, 0.01),
+        hparams,
+        {"device": "cpu", "noprogressbar": True, "seed": 5, "output_folder": output_folder, **options},
+    )
+    brain.count = {Stage.TRAIN: 0, Stage.VALID: 0}
+    brain.journal, brain.ends_at, brain.end_by = Journal(), ends_at, end_by
+    return brain
+
+
+def dataset():
+    return Noisy(), {"batch_size": BATCH, "shuffle": True}
+
+
+def dataset_with_workers():
+    return Noisy(), {"batch_size": BATCH, "shuffle": True, "num_workers": 2}
+
+
+def plain_loader():
+    return DataLoader(Noisy(), batch_size=BATCH, shuffle=True), {}
+
+
+def batches():
+    made = Noisy()
+    fixed = [(i, torch.randn(BATCH, 3, generator=torch.Generator().manual_seed(i))) for i in range(6)]
+    return [(torch.full((BATCH,), i), x, made.x[:BATCH].sum(1)) for i, x in fixed], {}
+
+
+def stream():
+    return Stream(), {"batch_size": BATCH}
+
+
+SOURCES = [dataset, dataset_with_workers, plain_loader, batches, stream]
+
+
+def fit(brain, source=dataset):
+    train, kwargs = source()
+    brain.fit(EpochCounter(EPOCHS), train, Noisy(), train_loader_kwargs=kwargs, valid_loader_kwargs={"batch_size": 8})
+    brain.end = everything(brain)
+    return brain
+
+
+def everything(brain):
+    """What decides about the next step, as plain values, at the end of a fit."""
+    return {
+        "weights": {name: value.tolist() for name, value in brain.modules.state_dict().items()},
+        "optimizer": [
+            {name: value.tolist() for name, value in state.items()}
+            for state in brain.optimizer.state_dict()["state"].values()
+        ],
+        "rate": brain.optimizer.param_groups[0]["lr"],
+        "scaler": brain.scaler.state_dict(),
+        "average": None if brain._ema is None else [a.tolist() for a in brain._ema.state_dict().values()],
+        "steps": (brain.optimizer_step, brain.skipped_steps),
+        "torch": torch.rand(2).tolist(),
+        "python": random.random(),
+        "numpy": np.random.rand(2).tolist(),
+        "metrics": brain.summary.last,
+        "best": brain.summary.best,
+        "samples": (brain.summary.samples, brain.summary.epochs),
+    }
+
+
+def die():
+    raise Died
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupted(folder, ends_at, source=dataset, by=die, **options):
+    """The run until it ends at `ends_at`, and again until the end: the second brain, and both brains' samples."""
+    options = {"ckpt_interval_steps": 1, **options}
+    first = make(str(folder), ends_at, by, **options)
+    with pytest.raises((Died, RunInterrupted)):
+        fit(first, source)
+    second = fit(make(str(folder), **options), source)
+    return second, [first.journal.lines, second.journal.lines]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
+@pytest.mark.parametrize("ends_at", [2, 6, 7, 9, 13])
+def test_a_run_that_dies_in_training_goes_on_bit_for_bit(tmp_path, source, ends_at):
+    whole = fit(make(str(tmp_path / "whole")), source)
+    resumed, (before, after) = interrupted(tmp_path / "run", (Stage.TRAIN, ends_at), source)
+    assert resumed.end == whole.end
+    assert before + after == whole.journal.lines  # a checkpoint after each update: no sample twice, none left out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "fp16", "init_scale": 2.0**10, "growth_interval": 3},
+        {"precision": "bf16", "ema_decay": 0.9},
+        {"grad_accumulation_factor": 4},
+        {"ckpt_background": False},
+        {"lr_scheduler_interval": "epoch", "early_stop_metric": "mean_index", "early_stop_mode": "max"},
+        {"ckpt_interval_steps": 4},
+    ],
+    ids=lambda options: "-".join(options),
+)
+@pytest.mark.parametrize("ends_at", [(Stage.TRAIN, 10), (Stage.VALID, 5)], ids=str)
+def test_whatever_the_options(tmp_path, options, ends_at):
+    whole = fit(make(str(tmp_path / "whole"), **options))
+    resumed, _ = interrupted(tmp_path / "run", ends_at, **options)
+    assert resumed.end == whole.end
+
+
+def test_a_run_that_dies_twice_in_an_epoch_is_still_aligned(tmp_path):
+    for source in (dataset, plain_loader):
+        folder = str(tmp_path / source.__name__)
+        whole = fit(make(), source)
+        for ends_at in (8, 3):  # the second counts from where the first ended
+            with pytest.raises(Died):
+                fit(make(folder, (Stage.TRAIN, ends_at), die, ckpt_interval_steps=1), source)
+        assert fit(make(folder), source).end == whole.end
+
+
+@pytest.mark.parametrize("ends_at", [(Stage.TRAIN, 1), (Stage.TRAIN, 6), (Stage.TRAIN, 9), (Stage.TRAIN, 18)], ids=str)
+def test_a_signal_finishes_the_step_saves_and_loses_nothing(tmp_path, ends_at):
+    whole = fit(make())
+    resumed, (before, after) = interrupted(tmp_path, ends_at, by=terminate, ckpt_interval_steps=0)
+    assert resumed.end == whole.end
+    assert before + after == whole.journal.lines
+
+
+@pytest.mark.parametrize("ends_at", [1, 3, 5, 9])
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}], ids=["plain", "ema"])
+def test_a_signal_in_a_validation_repeats_only_that(tmp_path, ends_at, options):
+    whole = fit(make(**options))
+    ends = (Stage.VALID, ends_at)
+    resumed, (before, after) = interrupted(tmp_path, ends, by=terminate, ckpt_interval_steps=0, **options)
+    assert resumed.end == whole.end
+    assert [ids for stage, ids in before + after if stage == "TRAIN"] == [
+        ids for stage, ids in whole.journal.lines if stage == "TRAIN"
+    ]
+
+
+def test_the_codes_of_exit_are_those_of_the_signals(tmp_path):
+    with pytest.raises(RunInterrupted) as ended:
+        fit(make(str(tmp_path), (Stage.TRAIN, 3), terminate))
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_in_evaluate_ends_it(tmp_path):
+    brain = fit(make(str(tmp_path)))
+    brain.count[Stage.TEST] = 0
+    brain.ends_at, brain.end_by = (Stage.TEST, 2), terminate
+    with pytest.raises(RunInterrupted) as ended:
+        brain.evaluate(Noisy(), test_loader_kwargs={"batch_size": BATCH})
+    assert ended.value.code == 143 and brain.count[Stage.TEST] == 2
+    again = make(str(tmp_path))
+    again.count[Stage.TEST] = 0
+    assert again.evaluate(Noisy(), test_loader_kwargs={"batch_size": BATCH}) > 0
+
+
+def test_a_signal_without_an_output_folder_ends_the_run_and_says_that_nothing_is_saved(caplog):
+    with pytest.raises(RunInterrupted):
+        fit(make(None, (Stage.TRAIN, 3), terminate))
+    assert "no output_folder" in caplog.text
+
+
+def test_an_overflow_before_and_after_the_resume_gives_the_same_scales(tmp_path):
+    def scales(folder):
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        records = [record for record in map(json.loads, lines) if record["kind"] == "step"]
+        return {(record["epoch"], record["step"]): (record["scale"], record["skipped_steps"]) for record in records}
+
+    options = {"precision": "fp16", "init_scale": 2.0**17, "growth_interval": 2, "log_interval_steps": 1}
+    whole = fit(make(str(tmp_path / "whole"), **options))
+    resumed, _ = interrupted(tmp_path / "run", (Stage.TRAIN, 9), **options)
+    assert whole.skipped_steps > 0, "the scale has to be too high at first for this to show anything"
+    assert scales(tmp_path / "run") == scales(tmp_path / "whole")
+    assert resumed.end == whole.end
+
+
+def test_resume_never_sets_the_old_checkpoints_aside(tmp_path):
+    fit(make(str(tmp_path)))
+    old = sorted(path.name for path in (tmp_path / "save").glob("CKPT*"))
+    afresh = fit(make(str(tmp_path), resume="never"))
+    assert afresh.count[Stage.TRAIN] == EPOCHS * 6
+    assert sorted(path.name for path in (tmp_path / "save.1").glob("CKPT*")) == old
+    assert list((tmp_path / "save").glob("CKPT*"))
+
+
+def test_resume_must_refuses_a_folder_without_checkpoints(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        fit(make(str(tmp_path), resume="must"))
+    with pytest.raises(CheckpointError, match="no output_folder"):
+        fit(make(resume="must"))
+
+
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}], ids=["plain", "ema"])
+def test_init_from_begins_with_the_weights_that_another_run_evaluates(tmp_path, options):
+    other = fit(make(str(tmp_path / "one"), **options))
+    expected = dict(other.modules.state_dict())
+    if options:
+        expected.update(other._ema.state_dict())
+    newest = max((tmp_path / "one" / "save").glob("CKPT*"))
+    begins = make(str(tmp_path / "two"), (Stage.TRAIN, 1), die, init_from=str(newest), **options)
+    with pytest.raises(Died):
+        fit(begins)
+    live = begins.modules.state_dict()
+    # The statistics have moved with the first forward; parameters have not.
+    assert all(torch.equal(live[name], expected[name]) for name, _ in begins.modules.named_parameters())
+    assert begins.optimizer_step == 0
+
+
+def test_init_from_a_folder_without_a_run_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere"):
+        fit(make(str(tmp_path / "two"), init_from=str(tmp_path / "nowhere")))
+
+
+def test_init_from_another_model_lists_what_differs_and_loads_nothing(tmp_path):
+    fit(make(str(tmp_path / "one")))
+    brain = make(init_from=str(tmp_path / "one"))
+    brain.modules["model"][0] = nn.Linear(3, 9)
+    before = {name: value.clone() for name, value in brain.modules.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"model\.0\.weight"):
+        fit(brain)
+    assert all(torch.equal(before[name], value) for name, value in brain.modules.state_dict().items())
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_parameter_that_is_nan_does_not_replace_a_good_checkpoint(tmp_path, background):
+    class Breaks(Recipe):
+        def on_stage_end(self, stage, stage_loss, epoch=None):
+            if stage is Stage.VALID and epoch == 2:
+                with torch.no_grad():
+                    self.modules.model[0].weight[0, 0] = torch.nan
+
+    brain = make(str(tmp_path), ckpt_background=background)
+    brain.__class__ = Breaks
+    # In the background it is told at the next save, which the nonfinite updates may forestall.
+    with pytest.raises((CheckpointError, NonfiniteError) if background else CheckpointError) as raised:
+        fit(brain)
+    assert background or "model.0.weight" in str(raised.value)
+    newest = make(str(tmp_path))
+    newest._resume()
+    assert all(p.isfinite().all() for p in newest.modules.parameters())
+
+
+@pytest.mark.parametrize("ends_at", [(Stage.TRAIN, 9), (Stage.VALID, 5)], ids=str)
+@pytest.mark.parametrize("interval", [0, 1])
+def test_a_loaders_own_generator_goes_on_from_epoch_to_epoch(tmp_path, ends_at, interval):
+    def own_generator():
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(Noisy(), batch_size=BATCH, shuffle=True, generator=generator), {}
+
+    whole = fit(make(), own_generator)
+    resumed, _ = interrupted(tmp_path, ends_at, own_generator, ckpt_interval_steps=interval)
+    assert resumed.end == whole.end
+    epochs = [ids for stage, ids in whole.journal.lines if stage == "TRAIN"]
+    assert epochs[:6] != epochs[6:12], "the order has to change with the epoch for this to show anything"

@@ -1,0 +1,149 @@
+"""The `amp-recipes` command: one entry of COMMANDS for each of its subcommands."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from amp_recipes import __version__
+from amp_recipes.errors import AmpRecipesError
+from amp_recipes.export import export_run
+from amp_recipes.resume_check.verify import verify_resume
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand.
+
+    add_arguments: enters what it takes into its parser; run: does it, and returns the exit status; passes_options:
+    whether options that it does not know are for a recipe (they come as `recipe_options`).
+    """
+
+    name: str
+    summary: str
+    example: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    passes_options: bool = False
+
+
+# ---------------------------------------------------------------------- export
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_folder", metavar="RUN", type=Path, help="output folder of a run, or one of its CKPT+ folders"
+    )
+    parser.add_argument(
+        "--to", metavar="FOLDER", type=Path, help="where to write (default: the folder `export` in the run's)"
+    )
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    print(export_run(arguments.run_folder, arguments.to).report())
+    return 0
+
+
+# ---------------------------------------------------------------------- verify-resume
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="the recipe's script")
+    parser.add_argument("hparams_file", metavar="YAML", type=Path, help="its YAML file")
+    parser.add_argument("--steps", type=int, default=12, metavar="N", help="updates of each run (default: 12)")
+    parser.add_argument(
+        "--save_at", type=int, default=5, metavar="N", help="updates between checkpoints in an epoch (default: 5)"
+    )
+    parser.add_argument(
+        "--kill_at", type=int, default=8, metavar="N", help="updates after which one run is killed (default: 8)"
+    )
+    parser.add_argument(
+        "--keep", metavar="FOLDER", type=Path, help="keep the runs here (default: a temporary folder, removed)"
+    )
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    return verify_resume(
+        arguments.script,
+        arguments.hparams_file,
+        arguments.recipe_options,
+        arguments.steps,
+        arguments.save_at,
+        arguments.kill_at,
+        arguments.keep,
+        say=lambda line: print(line, flush=True),
+    )
+
+
+COMMANDS = (
+    Command(
+        "export",
+        "Write the weights of a run's best checkpoint as safetensors, with its resolved settings.",
+        "amp-recipes export results/image_classification/bf16/seed_1234",
+        _export_arguments,
+        _export,
+    ),
+    Command(
+        "verify-resume",
+        "Prove that a recipe which is killed and started again does the same as without, bit for bit; or name the "
+        "first thing that differs, and why. Runs the recipe four times for a few updates. Exit status: 0 equal, 1 "
+        "different, 2 a run failed.",
+        "amp-recipes verify-resume recipes/image_classification/train.py configs/image_classification.yaml "
+        "--precision bf16",
+        _verify_arguments,
+        _verify,
+        passes_options=True,
+    ),
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="amp-recipes",
+        description="Tools around recipes and what their runs leave behind.",
+        epilog="amp-recipes COMMAND --help tells what a command takes.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"amp-recipes {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
+    for command in COMMANDS:
+        passes = " Options of the recipe may follow; after a lone -- all of them are." if command.passes_options else ""
+        sub = commands.add_parser(
+            command.name,
+            help=command.summary.partition(".")[0].partition(";")[0],
+            description=command.summary,
+            epilog=f"Example: {command.example}.{passes}",
+            allow_abbrev=False,
+        )
+        command.add_arguments(sub)
+        sub.set_defaults(chosen=command, parser=sub)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says; the exit status.
+
+    An error of the framework's is one message on stderr and status 1; a command line that does not parse ends with
+    status 2, as argparse does.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = words.index("--") if "--" in words else len(words)
+    arguments, unknown = make_parser().parse_known_args(words[:at])
+    arguments.recipe_options = [*unknown, *words[at + 1 :]]
+    if arguments.recipe_options and not arguments.chosen.passes_options:
+        arguments.parser.error(f"unrecognized arguments: {' '.join(arguments.recipe_options)}")
+    try:
+        return arguments.chosen.run(arguments)
+    except AmpRecipesError as error:
+        print(f"amp-recipes: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

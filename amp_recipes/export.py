@@ -1,0 +1,152 @@
+"""Writes the model of a finished run as files that need nothing of this package to be read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from amp_recipes import __version__
+from amp_recipes.checkpoint import best_checkpoint, model_weights
+from amp_recipes.checkpoint.keeper import BEST_BY
+from amp_recipes.config.experiment import RESOLVED_FILE
+from amp_recipes.errors import CheckpointError
+
+WEIGHTS_FILE = "model.safetensors"
+ABOUT_FILE = "export.json"
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: folder, names of the files in it, and what `export.json` says.
+
+    left_out: entries of the model's state that are no tensors, which safetensors does not hold.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    about: dict[str, Any]
+    left_out: tuple[str, ...]
+
+    def report(self) -> str:
+        """What was written and how to load it, for people."""
+        lines = [f"{self.about['checkpoint']}: {self._which()}"]
+        for name in self.files:
+            lines.append(f"  wrote {self.folder / name} ({(self.folder / name).stat().st_size / 1e6:.2f} MB)")
+        if RESOLVED_FILE not in self.files:
+            lines.append(f"  no {RESOLVED_FILE}: the run has none (create_experiment_directory writes it)")
+        if self.left_out:
+            lines.append(f"  left out, as they are no tensors: {', '.join(self.left_out)}")
+        strict = ", strict=False" if self.left_out else ""
+        lines += [
+            "To load it, where `modules` is the dict of modules that the recipe gives to its Brain:",
+            "  from safetensors.torch import load_file",
+            f"  torch.nn.ModuleDict(modules).load_state_dict(load_file({str(self.folder / WEIGHTS_FILE)!r}){strict})",
+        ]
+        return "\n".join(lines)
+
+    def _which(self) -> str:
+        which = f"best {self.about['metric']}, {self.about['value']}" if self.about["metric"] else "the newest"
+        epoch = "" if self.about["epoch"] is None else f", epoch {self.about['epoch']}"
+        return f"{which}{epoch}" + (", averaged weights" if self.about["averaged"] else "")
+
+
+def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
+    """Write the weights of the run's best checkpoint, its resolved settings, and where they come from.
+
+    run: an output folder, or one `CKPT+` folder. to: default, the folder `export` in the run's.
+    `model.safetensors` holds every tensor under its name in `modules` (tied ones under each of their names);
+    `hyperparams.yaml` is a copy of the run's; `export.json` has source, metric, epoch, versions and sha256.
+    Each file is written whole or not at all, `export.json` last.
+    Raises CheckpointError if there is no checkpoint, it is damaged, or the folder cannot be written.
+    """
+    checkpoint = best_checkpoint(run)
+    home = _home(Path(run), checkpoint.path)
+    weights = model_weights(checkpoint)
+    tensors = _storable({name: value for name, value in weights.items() if isinstance(value, Tensor)}, checkpoint.path)
+    metric = checkpoint.meta.get(BEST_BY, {}).get("metric")
+    about = {
+        "run": str(home.resolve()),
+        "checkpoint": str(checkpoint.path.resolve()),
+        "metric": metric,
+        "value": checkpoint.meta.get(metric),
+        "epoch": checkpoint.meta.get("epoch"),
+        "averaged": (checkpoint.path / "ema.safetensors").is_file(),
+        "amp_recipes": __version__,
+        "torch": torch.__version__,
+    }
+    folder = home / "export" if to is None else Path(to)
+    files = [WEIGHTS_FILE, ABOUT_FILE]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # safetensors takes strings only.
+        words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
+        _write(folder / WEIGHTS_FILE, lambda file: save_file(tensors, file, metadata={"format": "pt", **words}))
+        if (home / RESOLVED_FILE).is_file():
+            _write(folder / RESOLVED_FILE, lambda file: shutil.copyfile(home / RESOLVED_FILE, file))
+            files.insert(1, RESOLVED_FILE)
+        about["sha256"] = _sha256(folder / WEIGHTS_FILE)
+        _write(folder / ABOUT_FILE, lambda file: file.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8"))
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that it does not know
+        raise CheckpointError(f"{checkpoint.path}: safetensors does not hold its weights: {error}") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"The export to {str(folder)!r} was not written: {error.strerror or error}. Give another folder with --to."
+        ) from error
+    left_out = tuple(name for name in weights if name not in tensors)
+    return Exported(folder, tuple(files), about, left_out)
+
+
+def _home(run: Path, checkpoint: Path) -> Path:
+    """The output folder: the one above the checkpoint that has the run's settings, else the one that was given."""
+    folder = next((it for it in list(checkpoint.parents)[:3] if (it / RESOLVED_FILE).is_file()), None)
+    if folder is not None:
+        return folder
+    beside = checkpoint.parent.parent if checkpoint.parent.name == "save" else checkpoint.parent
+    return beside if run.name.startswith("CKPT+") or run.name == "save" else run
+
+
+def _storable(weights: Mapping[str, Any], source: Path) -> dict[str, Tensor]:
+    """The tensors on the host, each with memory of its own: safetensors refuses two that share it."""
+    if not weights:
+        raise CheckpointError(f"{source} holds no tensor of the model: there is nothing to export.")
+    found: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, value in weights.items():
+        tensor = value.detach().cpu().contiguous()
+        if tensor.untyped_storage().data_ptr() in taken:
+            tensor = tensor.clone()
+        taken.add(tensor.untyped_storage().data_ptr())
+        found[name] = tensor
+    return found
+
+
+def _write(file: Path, write: Callable[[Path], object]) -> None:
+    """Write `file` under another name, and rename it once it is whole on the disk."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb+") as stream:
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sha256(file: Path) -> str:
+    made = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            made.update(block)
+    return made.hexdigest()

@@ -1,0 +1,101 @@
+"""The amp-recipes command: its help, its errors, its exit status."""
+
+import subprocess
+import sys
+
+import pytest
+
+from amp_recipes import __version__, cli
+from amp_recipes.errors import CheckpointError
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What `verify_resume` is called with."""
+    found = []
+    monkeypatch.setattr(cli, "verify_resume", lambda *arguments, say: found.append(arguments) or 1)
+    return found
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
+def test_help_of_each_command_shows_an_example_that_parses(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command.name, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    assert f"Example: {command.example}." in shown
+    program, *words = command.example.split()
+    arguments, unknown = cli.make_parser().parse_known_args(words)
+    assert program == "amp-recipes" and arguments.chosen is command
+    assert command.passes_options or not unknown
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"    {command.name}" in shown for command in cli.COMMANDS)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"amp-recipes {__version__}\n"
+
+
+@pytest.mark.parametrize("words", [[], ["exprot", "x"], ["export"], ["export", "x", "--precision", "bf16"]], ids=str)
+def test_a_command_line_that_does_not_parse_ends_with_status_2(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2 and "usage: amp-recipes" in capsys.readouterr().err
+
+
+def test_an_error_of_the_framework_is_one_message_without_traceback(tmp_path, capsys):
+    assert cli.main(["export", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("amp-recipes: There is no checkpoint in ")
+    assert "Traceback" not in said.err
+
+
+def test_another_error_is_a_bug_and_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(cli, "export_run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["export", "x"])
+
+
+def test_an_error_that_names_several_things_comes_whole(monkeypatch, capsys):
+    def fail(*_):
+        raise CheckpointError("one\n  two")
+
+    monkeypatch.setattr(cli, "export_run", fail)
+    assert cli.main(["export", "x"]) == 1
+    assert capsys.readouterr().err == "amp-recipes: one\n  two\n"
+
+
+def test_the_commands_status_is_the_programs(calls):
+    assert cli.main(["verify-resume", "train.py", "x.yaml"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("train.py x.yaml", []),
+        ("train.py x.yaml --steps 20 --precision bf16 --model.width=3", ["--precision", "bf16", "--model.width=3"]),
+        ("train.py x.yaml --precision bf16 --steps=20", ["--precision", "bf16"]),
+        ("--steps 20 train.py x.yaml --debug -- --steps 3 --keep 1", ["--debug", "--steps", "3", "--keep", "1"]),
+        ("train.py x.yaml --step 3", ["--step", "3"]),  # no abbreviation: it is a key of the YAML
+        ("train.py x.yaml --lr -1", ["--lr", "-1"]),
+    ],
+)
+def test_options_of_the_recipe_pass_through_in_order(calls, words, options):
+    cli.main(["verify-resume", *words.split()])
+    [[script, yaml, passed, steps, save_at, kill_at, keep]] = calls
+    assert (str(script), str(yaml), passed) == ("train.py", "x.yaml", options)
+    assert (steps, save_at, kill_at, keep) == (20 if "steps" in words.partition(" -- ")[0] else 12, 5, 8, None)
+
+
+def test_the_module_runs_as_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "amp_recipes.cli", "export", "/nowhere"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith("amp-recipes: There is no checkpoint")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 
 from amp_recipes.errors import AmpRecipesError, DataError
@@ -101,7 +102,7 @@ def test_reported_accuracy_is_that_of_the_best_weights(recipe, tmp_path):
     metas = [json.loads((path / "meta.json").read_text())["meta"] for path in checkpoints]
     best = max(range(len(metas)), key=lambda index: (metas[index]["accuracy"], index))
     model = recipe.model.SmallResNet(1, 10, [4, 8])
-    states = torch.load(checkpoints[best] / "modules.pt", weights_only=True)
+    states = load_file(checkpoints[best] / "modules.safetensors")
     model.load_state_dict({name.removeprefix("model."): value for name, value in states.items()})
     model.eval()
     images = recipe.data.load_images()
@@ -116,7 +117,7 @@ def test_reported_accuracy_is_that_of_the_best_weights(recipe, tmp_path):
 
 def test_run_that_is_started_again_goes_on_after_its_last_epoch(recipe, tmp_path):
     run(recipe, tmp_path, "--number_of_epochs=2", "--lr_scheduler.T_max=3")
-    run(recipe, tmp_path, "--number_of_epochs=3")
+    run(recipe, tmp_path, "--number_of_epochs=3", "--lr_scheduler.T_max=3", "--accept_changes")
     trained = [record for record in stage_records(tmp_path) if record["stage"] == "train"]
     assert [record["epoch"] for record in trained] == [1, 2, 3]
     assert trained[2]["loss"] < trained[1]["loss"] < trained[0]["loss"]

@@ -7,11 +7,11 @@ ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-# A name that opens with an underscore is a helper of the benchmarks, not a benchmark.
-BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+# A name that opens with an underscore is a helper of the benchmarks, not a benchmark; the faults take minutes.
+BENCHMARKS := $(filter-out benchmarks/_% benchmarks/faults.py,$(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint bench clean
+.PHONY: help setup train test lint bench faults clean
 
 help:
 	@echo "make setup   install into $(VENV), at the versions of constraints.txt"
@@ -19,6 +19,7 @@ help:
 	@echo "make test    run the tests (ARGS=...)"
 	@echo "make lint    check style and format"
 	@echo "make bench   run every benchmark, each writes to benchmarks/results/"
+	@echo "make faults  kill and damage hundreds of runs, writes benchmarks/results/faults.md (ARGS=...)"
 	@echo "make clean   remove builds and caches"
 
 setup: $(INSTALLED)
@@ -41,6 +42,9 @@ lint: setup
 
 bench: setup
 	@set -e; for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(RUN) $$benchmark; done
+
+faults: setup
+	$(RUN) benchmarks/faults.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

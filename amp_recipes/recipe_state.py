@@ -57,6 +57,8 @@ class RecipeState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give the recipe back what `state_dict` returned; what it no longer has an object for is logged."""
         for name, saved in state["values"].items():
+            if name in self.not_the_recipes:  # it was the recipe's in the version that saved it
+                continue
             value = _to(saved["value"], self._recipe.device) if saved["on_device"] else saved["value"]
             setattr(self._recipe, name, _like(value, getattr(self._recipe, name, None)))
         holders = self._holders()

@@ -474,3 +474,27 @@ def test_a_signal_while_waiting_is_handled_and_the_write_goes_on(tmp_path, gate)
         signal.signal(signal.SIGUSR1, before)
     assert seen == [signal.SIGUSR1]
     assert finished(tmp_path) == ["CKPT+000001"]
+
+
+def test_a_handler_that_raises_while_a_thread_starts_neither_doubles_nor_loses_the_save(tmp_path, monkeypatch):
+    """As torch's does for a loader worker that died."""
+
+    def died(*_):
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+
+    start = threading.Thread.start
+
+    def start_while_a_worker_dies(thread):
+        start(thread)
+        os.kill(os.getpid(), signal.SIGCHLD)
+
+    earlier = signal.signal(signal.SIGCHLD, died)
+    try:
+        checkpointer = Checkpointer(tmp_path, {"model": torch.nn.Linear(2, 2)})
+        monkeypatch.setattr(threading.Thread, "start", start_while_a_worker_dies)
+        with pytest.raises(RuntimeError, match="DataLoader worker"):
+            checkpointer.start_saving({"epoch": 1})
+        monkeypatch.undo()
+        assert [it.meta for it in checkpointer.list_checkpoints()] == [{"epoch": 1}]
+    finally:
+        signal.signal(signal.SIGCHLD, earlier)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +29,15 @@ class Background:
         """Begin `job`; waits for the one before, and raises its error instead if it failed."""
         self.wait()
         thread = threading.Thread(target=self._run, args=(job,), name="checkpoint")
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter is ending, or has as many threads as it may have
-            job()
-        else:
+        # torch's handler for dead loader workers raises wherever it runs: not here, with a thread half made.
+        with _held_back(signal.SIGCHLD):
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is ending, or has as many threads as it may have
+                thread = None
             self._thread = thread
+        if thread is None:
+            job()
 
     def wait(self) -> None:
         """Return when nothing is under way; raises the error of the last job, once. Inside the job: returns at once."""
@@ -52,6 +57,16 @@ class Background:
             # Told now, since the next save may be an hour away, or the run may end without one.
             logger.error("%s", error)
             self._error = error
+
+
+@contextmanager
+def _held_back(signum: int) -> Iterator[None]:
+    """Within it, that signal waits."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signum])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 _of_folder: weakref.WeakValueDictionary[str, Background] = weakref.WeakValueDictionary()

@@ -180,10 +180,10 @@ class Checkpointer:
         self, states: dict[str, PackedState], trainable: dict[str, frozenset[str]], meta_text: str
     ) -> Checkpoint:
         self.check_writable()
-        remove_leftovers(self.checkpoints_dir)
-        number = self._next_number()
-        target = self.checkpoints_dir / folder_name(number)
         try:
+            remove_leftovers(self.checkpoints_dir)
+            number = self._next_number()
+            target = self.checkpoints_dir / folder_name(number)
             refuse_nonfinite(states, trainable)
             write_folder(target, states, meta_text)
         except CheckpointError as error:
@@ -198,9 +198,14 @@ class Checkpointer:
         return 1 + max([self._last_number, *numbered_folders(self.checkpoints_dir)])
 
     def _not_written(self, meta_text: str, why: str) -> CheckpointError:
-        found, _ = self._scan()
-        left = f"{describe(found[0].number, found[0].meta)} is intact." if found else "There is no other one."
-        name = describe(self._next_number(), json.loads(meta_text)["meta"])
+        meta = json.loads(meta_text)["meta"]
+        try:
+            found, _ = self._scan()
+            left = f"{describe(found[0].number, found[0].meta)} is intact." if found else "There is no other one."
+            name = describe(self._next_number(), meta)
+        except (OSError, CheckpointError) as error:
+            left = f"What else is there cannot be read now ({error})."
+            name = describe(self._last_number + 1, meta)
         return CheckpointError(f"Checkpoint {name} not written: {why} {left} Folder: {str(self.checkpoints_dir)!r}.")
 
     # ------------------------------------------------------------------ which ones stay
@@ -235,7 +240,7 @@ class Checkpointer:
         signs = [(key, -1) for key in _as_list(min_keys)] + [(key, +1) for key in _as_list(max_keys)]
         checkpoints = self.list_checkpoints()
         for key, _ in signs:
-            if not any(key in checkpoint.meta for checkpoint in checkpoints):
+            if not any(key in checkpoint.meta for checkpoint in [saved, *checkpoints]):
                 raise ConfigError(f"No checkpoint has {key!r}; {_known_keys(checkpoints, key)}")
         rankings = [_best_first(checkpoints, key, sign) for key, sign in signs]
         keep = {saved.number}
@@ -277,7 +282,13 @@ class Checkpointer:
     def _scan(self) -> tuple[list[Checkpoint], dict[Path, str]]:
         """Finished checkpoints, newest first, and those that do not say what they are with what is wrong."""
         found, damaged = [], {}
-        for number, path in sorted(numbered_folders(self.checkpoints_dir).items(), reverse=True):
+        try:
+            folders = numbered_folders(self.checkpoints_dir)
+        except OSError as error:
+            raise CheckpointError(
+                f"Checkpoint folder {str(self.checkpoints_dir)!r} cannot be read ({error.strerror or error})."
+            ) from error
+        for number, path in sorted(folders.items(), reverse=True):
             try:
                 contents = read_contents(path)
             except Damaged as error:

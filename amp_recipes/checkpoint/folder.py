@@ -183,8 +183,8 @@ def read_contents(path: Path) -> Contents:
         content = json.loads((path / META_FILE).read_text(encoding="utf-8"))
         contents = Contents(content["format_version"], content["recoverables"], content["meta"])
         kinds = tuple(map(type, (contents.version, contents.names, contents.meta)))
-        if kinds != (int, list, dict):
-            raise TypeError("format_version, recoverables and meta are a number, a list and an object")
+        if kinds != (int, list, dict) or not all(type(name) is str for name in contents.names):
+            raise TypeError("format_version, recoverables and meta are a number, a list of names and an object")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{META_FILE} cannot be read ({type(error).__name__}: {error})") from error
     # Also before a version is believed, since a bit of it may have flipped. (The first format had no manifest.)

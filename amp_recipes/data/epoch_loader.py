@@ -114,7 +114,8 @@ class EpochLoader(DataLoader):
             # torch takes the seed of its workers from it, before the sampler takes the order. Taken here, in every
             # epoch, so that the order is torch's and yet the same with workers, without, and with persistent ones.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        iteration = Iteration(self.name, self.dataset, workers)
+        # Kept: an error that a signal's handler raises takes the iterator away before anybody asks what it was reading.
+        iteration = self._last = Iteration(self.name, self.dataset, workers)
         done: dict[int, int] = {}
         tasks.iterator = self._order().tasks(start.samples, iteration.in_flight, done)
         return _EpochIterator(self, engine, self._position, iteration, done)

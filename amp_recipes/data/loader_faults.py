@@ -14,7 +14,7 @@ from weakref import WeakSet
 from amp_recipes.data.order import Task
 from amp_recipes.data.reading import Failure, describe_sample, samples_of
 from amp_recipes.data.workers import Reading, Workers, deaths_unreported
-from amp_recipes.errors import AmpRecipesError, DataError
+from amp_recipes.errors import DataError
 
 _ALL: WeakSet[Iteration] = WeakSet()
 # The texts of torch/csrc/DataLoader.cpp and of torch/utils/data/dataloader.py: torch has no class for these errors.
@@ -101,7 +101,7 @@ def worker_fault(error: BaseException, name: str, iteration: Iteration | None = 
 
     iteration: the one whose next batch raised it, where that is known.
     """
-    if isinstance(error, AmpRecipesError):
+    if isinstance(error, DataError):
         return None  # told already
     texts = [str(it) for it in _causes(error) if type(it) is RuntimeError]
     for text in texts:

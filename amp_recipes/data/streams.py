@@ -261,7 +261,7 @@ class _StreamIterator:
     def __init__(self, loader: StreamLoader, engine: DataLoader, workers: Workers | None) -> None:
         self._loader, self._workers, self._engine = loader, workers, engine
         self._persistent = loader.persistent_workers
-        self._iteration = Iteration(loader.name, loader.dataset, workers)
+        self._iteration = loader._last = Iteration(loader.name, loader.dataset, workers)  # kept as in EpochLoader
         self._fault: DataError | None = None
         self._batches: Iterator[Any] | None = None
         with self._quietly(), workers.starting() if workers is not None else nullcontext():

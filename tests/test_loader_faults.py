@@ -242,7 +242,8 @@ def test_a_worker_killed_while_the_step_runs_is_named_too():
 
 def test_a_killed_worker_of_a_loader_that_is_not_ours_is_told_as_well():
     batches = DataLoader(Bad(killed), num_workers=1)
-    expected = r"Data set: a loader worker \(pid \d+\) was killed by SIGKILL"
+    # How it ended is known to torch's signal handler alone, whose error is lost where it comes in a finalizer.
+    expected = r"Data set: a loader worker \(pid \d+\) (was killed by SIGKILL|ended unexpectedly)"
     with pytest.raises(DataError, match=expected), loader_faults(batches):
         list(batches)
 

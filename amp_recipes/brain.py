@@ -75,6 +75,10 @@ class Brain(ResumableRun):
         self._epoch_counter, self._loaders = epoch_counter, {"train": train_loader, "valid": valid_loader}
         self._start_afresh()
         self.on_fit_start()
+        if self._is_over():
+            logger.warning("this fit was over already: a later one saved the newest checkpoint")
+            self._fits += 1
+            return
         with self._fitting(), self._logging(progressbar):
             self._take_up(self._position.take_moment())
             for epoch in self._epochs(epoch_counter):
@@ -88,20 +92,13 @@ class Brain(ResumableRun):
 
     def _epochs(self, epoch_counter: Iterable[int]) -> Iterator[int]:
         """The epochs that are left to train; asks for the next one only if there is to be one."""
-        if self._finished():
+        if self._finished() and not self._position.only_validation:
             return
         left = (epoch for epoch in epoch_counter if not self._position.is_done(epoch))
         for epoch in islice(left, self.debug_epochs if self.debug else None):
             yield epoch
             if self._finished():
                 return
-
-    def _note_end(self) -> None:
-        """Say what a user may not expect of a fit that ended without an error."""
-        if not self._trained:
-            logger.warning("nothing was trained: the run was over already, or the epoch counter is used up")
-        elif self.skipped_steps and not self.optimizer_step:
-            logger.warning("all %d updates were skipped: nothing was learned", self.skipped_steps)
 
     def fit_epoch(self, train_loader: Iterable[Any], epoch: int) -> None:
         """Train once over the loader, window by window."""
@@ -312,7 +309,8 @@ class Brain(ResumableRun):
             self._save_and_leave(epoch)
         if self._interrupts.requested and not self._in_fit:
             self._interrupts.leave(f"{self._where(self.step)}: ends here; an evaluation changes nothing")
-        self._position.validation_ends()
+        if stage is Stage.VALID:
+            self._position.validation_ends()
         for ticket, weight in posted:
             self._average.add(ticket.read()[0], weight, self.update_average)
         if self.step == 0:
@@ -464,14 +462,11 @@ class Brain(ResumableRun):
         self._position.epoch_loss_due = None
         self._watch.observe(self._metrics, epoch)
         self._note_best()
-        meta = {"epoch": epoch, "optimizer_step": self._optimizer_step, **self._metrics}
+        meta = {"epoch": epoch, "optimizer_step": self._optimizer_step, "fit": self._fits, **self._metrics}
+        self._log.flush()
         mode = self.early_stop_mode if self.early_stop_metric else "min"
         self._checkpoints.save_epoch(meta, self._watch.metric, mode)
         distributed.wait_for_all()
-
-    def _note_best(self) -> None:
-        if self._watch.best is not None:
-            self.summary.best = {self._watch.metric: self._watch.best, "epoch": self._watch.best_epoch}
 
     def _finished(self) -> bool:
         if self.early_stop_metric and self._watch.exhausted:

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from amp_recipes import __version__
-from amp_recipes.checkpoint import best_checkpoint, model_weights
+from amp_recipes.checkpoint import Checkpoint, best_checkpoint, model_weights
+from amp_recipes.checkpoint.folder import Damaged, numbered_folders, read_contents
 from amp_recipes.checkpoint.keeper import BEST_BY
 from amp_recipes.config.experiment import RESOLVED_FILE
 from amp_recipes.errors import CheckpointError
@@ -45,7 +46,7 @@ class Exported:
         for name in self.files:
             lines.append(f"  wrote {self.folder / name} ({(self.folder / name).stat().st_size / 1e6:.2f} MB)")
         if RESOLVED_FILE not in self.files:
-            lines.append(f"  no {RESOLVED_FILE}: the run has none (create_experiment_directory writes it)")
+            lines.append(f"  no {RESOLVED_FILE}: the run has none (a Brain keeps what load_hparams returned)")
         if self.left_out:
             lines.append(f"  left out, as they are no tensors: {', '.join(self.left_out)}")
         strict = ", strict=False" if self.left_out else ""
@@ -71,7 +72,7 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
     Each file is written whole or not at all, `export.json` last.
     Raises CheckpointError if there is no checkpoint, it is damaged, or the folder cannot be written.
     """
-    checkpoint = best_checkpoint(run)
+    checkpoint = _best_checkpoint(Path(run))
     home = _home(Path(run), checkpoint.path)
     weights = model_weights(checkpoint)
     tensors = _storable({name: value for name, value in weights.items() if isinstance(value, Tensor)}, checkpoint.path)
@@ -106,6 +107,24 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
         ) from error
     left_out = tuple(name for name in weights if name not in tensors)
     return Exported(folder, tuple(files), about, left_out)
+
+
+def _best_checkpoint(run: Path) -> Checkpoint:
+    """As `best_checkpoint`, with an error that tells damaged checkpoints from none."""
+    try:
+        return best_checkpoint(run)
+    except CheckpointError as error:
+        folders = numbered_folders(run / "save" if (run / "save").is_dir() else run)
+        damaged = []
+        for path in folders.values():
+            try:
+                read_contents(path)
+            except Damaged as found:
+                damaged.append(f"{path}: {found}")
+        if not folders or len(damaged) < len(folders):
+            raise
+        listed = "\n  ".join(damaged)
+        raise CheckpointError(f"Every checkpoint in {str(run)!r} is damaged:\n  {listed}") from error
 
 
 def _home(run: Path, checkpoint: Path) -> Path:

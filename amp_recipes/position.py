@@ -28,7 +28,8 @@ class Position:
     """The place in the run: as a recoverable of the checkpoint, and what a resumed `fit` asks.
 
     read: returns the loop's own numbers as they are now (a dict of plain values, with `step` and `data`); write: takes
-    them back; moment: returns the present `Moment`.
+    them back; moment: returns the present `Moment`, of what is drawn alone if its argument is false.
+    fit: which of the process's calls of `fit` this is, from 1.
     epoch_loss_due: loss of an epoch whose end has not followed yet (its schedulers have not moved); None otherwise.
     """
 
@@ -36,7 +37,7 @@ class Position:
         self,
         read: Callable[[], dict[str, Any]],
         write: Callable[[Mapping[str, Any]], None],
-        moment: Callable[[], Moment],
+        moment: Callable[[bool], Moment],
     ) -> None:
         self._read = read
         self._write = write
@@ -59,7 +60,7 @@ class Position:
 
     def training_begins(self, resumed: Place | None = None) -> None:
         """The epoch's batches are about to be asked for, for the first time or, resumed, after those that are done."""
-        self._stage_start = self._moment() if resumed is None else resumed.stage_start
+        self._stage_start = self._moment(False) if resumed is None else resumed.stage_start
 
     def epoch_done(self, epoch: int) -> None:
         """An epoch was trained whole."""
@@ -68,7 +69,7 @@ class Position:
     def validation_begins(self) -> None:
         """The epoch's validation begins; a save inside it goes back to here."""
         self._validating = True
-        self._stage_start = self._moment()
+        self._stage_start = self._moment(True)
 
     def validation_ends(self) -> None:
         """The last batch of the epoch's validation is done."""
@@ -100,8 +101,13 @@ class Position:
         place, self._place = self._place, None
         return place
 
+    @property
+    def only_validation(self) -> bool:
+        """Whether the epoch that comes first is trained already and wants its validation only."""
+        return self._only_validation
+
     def take_only_validation(self) -> bool:
-        """Whether the epoch that begins is trained already and wants its validation only; once."""
+        """`only_validation`, once."""
         only, self._only_validation = self._only_validation, False
         return only
 
@@ -109,7 +115,7 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """The loop's numbers and the place in the run."""
-        now = self._stage_start if self._validating else self._moment()
+        now = self._stage_start if self._validating else self._moment(True)
         return {
             **self._read(),
             "done": self._one_before_done if self._validating else self.done,

@@ -3,65 +3,92 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from amp_recipes.randomness import GENERATORS, generator_state, set_generator_state
 
 logger = logging.getLogger(__name__)
 
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
-_SEQUENCES = (list, tuple, set, frozenset, deque)
-_MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
+# Statistics are small and always kept; weights and tables are kept once they differ from what they were at first.
+_SMALL_BYTES = 64 * 1024
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+_CHUNK = 2**20
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 divided by the golden ratio, as a signed number: spreads neighbours far apart
 
 
 class RecipeState:
-    """The attributes that a recipe sets or changes on its Brain while it trains, and stateful objects among them.
+    """The attributes that a recipe sets or changes on its Brain while it trains, and what has a state among them.
 
-    Kept are plain values (numbers, strings, tensors, arrays, and containers of them), random generators, and objects
-    with `state_dict` and `load_state_dict`, on the Brain or in its hparams. Left alone is what did not change since
-    `begin` (a setting, which a new process sets itself), what `saved_elsewhere` names, modules and data loaders.
-    own: names of attributes that are the framework's (`not_the_recipes`).
+    Kept are plain values (numbers, strings, tensors, arrays, and containers of them), random generators, modules that
+    `modules` does not hold, and objects with `state_dict` and `load_state_dict`, on the Brain and in its hparams. Left
+    alone are settings (what never changed since `begin`; a new process sets them itself) and what others save.
+
+    own: names of attributes that are the framework's (`not_the_recipes`); saved_elsewhere: objects that have a place
+    of their own in checkpoints; problem: says why a value cannot be in a checkpoint, or None.
     """
 
-    def __init__(self, recipe: Any, own: Iterable[str], saved_elsewhere: Callable[[], Iterable[Any]]) -> None:
+    def __init__(
+        self,
+        recipe: Any,
+        own: Iterable[str],
+        saved_elsewhere: Callable[[], Iterable[Any]],
+        problem: Callable[[Any], str | None],
+    ) -> None:
         self._recipe = recipe
         self.not_the_recipes = frozenset(own)
         self._saved_elsewhere = saved_elsewhere
-        self._at_begin: dict[str, Any] = {}
+        self._problem = problem
+        self._at_begin: dict[str, Any] | None = None
+        self._moved: set[str] = set()
+        self._told = False
 
     def begin(self) -> None:
-        """Training begins: attributes that stay as they are now are settings."""
-        self._at_begin = {name: _copy(value) for name, value in self._attributes().items() if _is_plain(value)}
+        """Training begins, for the first time in this process: what stays as it is now is a setting."""
+        if self._at_begin is None:
+            values = {name: _mark(value) for name, value in self._plain_values().items()}
+            parts = {f"{name}:{key}": _mark(part) for name, key, part in self._module_parts()}
+            self._at_begin = {**values, **parts}
 
     def state_dict(self) -> dict[str, Any]:
-        """`values`: plain attributes that changed; `generators` and `objects`: the states of such attributes."""
-        known = {id(it) for it in self._saved_elsewhere()}
-        values, generators, objects = {}, {}, {}
-        for name, value in self._holders().items():
-            if isinstance(value, GENERATORS):
-                generators[name] = generator_state(value)
-            elif id(value) not in known and _is_stateful(value):
-                objects[name] = value.state_dict()
-        for name, value in self._attributes().items():
-            if _is_plain(value) and not (name in self._at_begin and _same(value, self._at_begin[name])):
-                values[name] = {"value": _copy(value), "on_device": _on_device(value)}
-        return {"values": values, "generators": generators, "objects": objects}
+        """By name: `values` that changed, and the states of `generators`, `objects` and `modules`."""
+        generators, objects, left_out = {}, {}, {}
+        for name, value in self._holders():
+            state = generator_state(value) if isinstance(value, GENERATORS) else value.state_dict()
+            problem = self._problem(state)
+            if problem is not None:
+                left_out[name] = problem
+            elif isinstance(value, GENERATORS):
+                generators[name] = state
+            else:
+                objects[name] = state
+        plain = self._plain_values(left_out)
+        values = {
+            name: {"value": _copy(value), "on_device": _on_device(value)}
+            for name, value in plain.items()
+            if self._has_moved(name, value)
+        }
+        modules: dict[str, dict[str, Tensor]] = {}
+        for name, key, part in self._module_parts():
+            if part.nbytes <= _SMALL_BYTES or self._has_moved(f"{name}:{key}", part):
+                modules.setdefault(name, {})[key] = part.detach().clone()
+        self._tell(left_out)
+        return {"values": values, "generators": generators, "objects": objects, "modules": modules}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give the recipe back what `state_dict` returned; what it no longer has an object for is logged."""
         for name, saved in state["values"].items():
-            if name in self.not_the_recipes:  # it was the recipe's in the version that saved it
-                continue
-            value = _to(saved["value"], self._recipe.device) if saved["on_device"] else saved["value"]
-            setattr(self._recipe, name, _like(value, getattr(self._recipe, name, None)))
-        holders = self._holders()
+            if name not in self.not_the_recipes:  # else it was the recipe's in the version that saved it
+                self._set(name, saved["value"], saved["on_device"])
+                self._moved.add(name)
+        holders = dict(self._holders())
         for name, saved in {**state["generators"], **state["objects"]}.items():
             if name not in holders:
                 logger.warning("the checkpoint has a state of '%s', which this run does not have: left out", name)
@@ -69,64 +96,129 @@ class RecipeState:
                 set_generator_state(holders[name], saved)
             else:
                 holders[name].load_state_dict(saved)
+        for name, key, part in self._module_parts():
+            saved = state["modules"].get(name, {}).get(key)
+            if saved is not None and saved.shape == part.shape:
+                _fill(part, saved)
+                self._moved.add(f"{name}:{key}")
+
+    # ------------------------------------------------------------------ what there is
 
     def _attributes(self) -> dict[str, Any]:
-        return {name: it for name, it in vars(self._recipe).items() if name not in self.not_the_recipes}
+        """Everything that may hold something, under one name each: the Brain's own, and hparams as `hparams.name`."""
+        own = {name: it for name, it in vars(self._recipe).items() if name not in self.not_the_recipes}
+        return {**own, **{f"hparams.{name}": it for name, it in vars(self._recipe.hparams).items()}}
 
-    def _holders(self) -> dict[str, Any]:
-        """What may hold a state, each under one name: attributes, and hparams as `hparams.name`."""
-        found = {**self._attributes(), **{f"hparams.{name}": it for name, it in vars(self._recipe.hparams).items()}}
-        first = {id(it): name for name, it in reversed(found.items())}
-        return {name: it for name, it in found.items() if first[id(it)] == name}
+    def _plain_values(self, left_out: dict[str, str] | None = None) -> dict[str, Any]:
+        """The attributes that a checkpoint can hold; left_out: takes those that it cannot, with the reason."""
+        found = {}
+        for name, value in self._attributes().items():
+            if isinstance(value, (type, nn.Module, Optimizer, DataLoader, *GENERATORS)) or _has_state(value):
+                continue
+            problem = self._problem(value)
+            if problem is None:
+                found[name] = value
+            elif left_out is not None and not callable(value):
+                left_out[name] = problem
+        return found
+
+    def _holders(self) -> Iterator[tuple[str, Any]]:
+        """Generators and objects that have a state, each once."""
+        seen = {id(it) for it in self._saved_elsewhere()}
+        for name, value in self._attributes().items():
+            leave = isinstance(value, (type, nn.Module, Optimizer, DataLoader))
+            if id(value) not in seen and not leave and (isinstance(value, GENERATORS) or _has_state(value)):
+                seen.add(id(value))
+                yield name, value
+
+    def _module_parts(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Parameters and buffers, each once, of the recipe's modules that are not in `modules`."""
+        seen = {id(part) for _, part in _parts(self._recipe.modules)}
+        for name, value in self._attributes().items():
+            if isinstance(value, nn.Module):
+                for key, part in _parts(value):
+                    if id(part) not in seen and self._problem(part.detach()) is None:
+                        seen.add(id(part))
+                        yield name, key, part
+
+    def _has_moved(self, name: str, value: Any) -> bool:
+        if name not in self._moved:
+            begin = self._at_begin or {}
+            if name in begin and begin[name] == _mark(value):
+                return False
+            self._moved.add(name)
+        return True
+
+    def _set(self, name: str, value: Any, on_device: bool) -> None:
+        holder, leaf = self._recipe, name
+        if name.startswith("hparams."):
+            holder, leaf = self._recipe.hparams, name.removeprefix("hparams.")
+        value = _to(_copy(value), self._recipe.device) if on_device else _copy(value)
+        setattr(holder, leaf, _like(value, getattr(holder, leaf, None)))
+
+    def _tell(self, left_out: Mapping[str, str]) -> None:
+        if left_out and not self._told:
+            self._told = True
+            listed = "; ".join(f"{name} ({problem})" for name, problem in left_out.items())
+            logger.info("not in checkpoints, so a resumed run has them as the recipe makes them: %s", listed)
 
 
-def _is_stateful(value: Any) -> bool:
-    if isinstance(value, (type, nn.Module, DataLoader)):
-        return False
+def _has_state(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    if isinstance(value, _SCALARS) or kind in (Tensor, nn.Parameter):
-        return True
+def _parts(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _mark(value: Any) -> Any:
+    """What tells, later, whether `value` has changed, at little cost in memory."""
+    if isinstance(value, Tensor):
+        # By content: a write through `.data`, and those of torch's own kernels, leave the version counter alone.
+        return id(value), value.dtype, value.shape, _content(value.detach())
     if isinstance(value, np.ndarray):
-        return value.dtype.kind in "biufc"
-    if kind in _SEQUENCES:
-        return all(map(_is_plain, value))
-    return kind in _MAPPINGS and all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+        return value.dtype.str, value.shape, hash(value.tobytes())
+    if isinstance(value, Mapping):
+        return type(value), [(key, _mark(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return type(value), [_mark(item) for item in value]
+    return type(value), value
+
+
+def _content(tensor: Tensor) -> int:
+    """A hash of the bits, made where the tensor lies: each element times an odd number of its own, modulo 2**64."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.contiguous().flatten().view(_INTEGERS[tensor.itemsize])
+    chunk = min(bits.numel(), _CHUNK)
+    factors = torch.arange(chunk, device=bits.device) * _ODD * 2 + 1
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in bits.split(chunk) if chunk else ():
+        total = total * _ODD + (part.long() * factors[: part.numel()]).sum()
+    return total.item()
 
 
 def _copy(value: Any) -> Any:
-    """`value` as a checkpoint holds it, apart from the live one: deques are lists, dicts are plain."""
+    """`value` apart from the live one."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
-    if type(value) in _SEQUENCES:
-        kind = {deque: list, frozenset: set}.get(type(value), type(value))
-        return kind(map(_copy, value))
-    return {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, (Tensor, np.ndarray)):
-        alike = isinstance(other, type(one)) or isinstance(one, nn.Parameter)
-        return bool(alike and one.shape == other.shape and one.dtype == other.dtype and (one == other).all())
-    if isinstance(one, (list, tuple, deque)):
-        both = isinstance(other, (list, tuple)) and len(one) == len(other)
-        return both and all(map(_same, one, other))
-    if isinstance(one, dict):
-        both = isinstance(other, dict) and list(one) == list(other)
-        return both and all(_same(item, other[key]) for key, item in one.items())
-    return bool(one == other)
+    if isinstance(value, defaultdict):
+        return defaultdict(value.default_factory, {key: _copy(item) for key, item in value.items()})
+    if isinstance(value, dict):
+        return type(value)({key: _copy(item) for key, item in value.items()})
+    if isinstance(value, deque):
+        return deque(map(_copy, value), value.maxlen)
+    return type(value)(map(_copy, value)) if isinstance(value, (list, tuple, set)) else value
 
 
 def _on_device(value: Any) -> bool:
     """Whether a tensor in `value` lies on an accelerator."""
     if isinstance(value, Tensor):
         return value.device.type != "cpu"
-    inside = value.values() if isinstance(value, dict) else value if type(value) in _SEQUENCES else ()
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else ()
     return any(map(_on_device, inside))
 
 
@@ -134,18 +226,40 @@ def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
-        return {key: _to(item, device) for key, item in value.items()}
-    return type(value)(_to(item, device) for item in value) if type(value) in _SEQUENCES else value
+        for key, item in value.items():
+            value[key] = _to(item, device)
+        return value
+    if isinstance(value, deque):
+        return deque((_to(item, device) for item in value), value.maxlen)
+    return type(value)(_to(item, device) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def _like(value: Any, live: Any) -> Any:
-    """`value` in the live container where there is one of its kind, so that other names for it see it too."""
-    if isinstance(live, (list, deque)) and isinstance(value, list):
+    """`value` in the live tensor or container where there is one of its kind, so that other names for it see it too."""
+    if isinstance(live, Tensor) and isinstance(value, Tensor) and live.shape == value.shape:
+        if live.dtype == value.dtype and not live.is_inference():
+            return _fill(live, value)
+    elif isinstance(live, list) and isinstance(value, list):
+        kept = [_like(new, old) for new, old in zip(value, live, strict=False)]
+        live[:] = kept + value[len(kept) :]
+        return live
+    elif isinstance(live, deque) and isinstance(value, (deque, list)):
         live.clear()
         live.extend(value)
         return live
-    if any(isinstance(live, kind) and isinstance(value, kind) for kind in (dict, set)):
+    elif isinstance(live, dict) and isinstance(value, dict):
+        merged = {key: _like(item, live.get(key)) for key, item in value.items()}
+        live.clear()
+        live.update(merged)
+        return live
+    elif isinstance(live, set) and isinstance(value, set):
         live.clear()
         live.update(value)
         return live
     return value
+
+
+def _fill(live: Tensor, value: Tensor) -> Tensor:
+    with torch.no_grad():
+        live.copy_(value)
+    return live

@@ -5,12 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from amp_recipes.checkpoint import best_checkpoint, load_weights, model_weights
-from amp_recipes.data import batches_from, generator_states, loader_state, replay_reason, set_generator_states
+from amp_recipes.data import (
+    batches_from,
+    close_loader,
+    generator_states,
+    loader_state,
+    replay_reason,
+    set_generator_states,
+)
 from amp_recipes.errors import CheckpointError
 from amp_recipes.hooks import Stage
 from amp_recipes.position import Moment
@@ -29,17 +37,24 @@ class ResumableRun(RunSetup):
     # ------------------------------------------------------------------ going on
 
     def _resume(self) -> None:
-        """Register what else training adds to a checkpoint, and go on from the newest one, once."""
+        """Register what else training adds to a checkpoint, and go on from the newest one, once.
+
+        One that a later `fit` of this process's course saved waits for that `fit`.
+        """
         if self.scaler.is_enabled():
             self._checkpoints.register("scaler", self.scaler)
         if hasattr(self._epoch_counter, "state_dict"):
             self._checkpoints.register("epoch_counter", self._epoch_counter, replace=True)
         self._recipe_state.begin()
+        if self._is_over():
+            return
         if self._checkpoints.resume(self.resume) is None:
+            self._set_records_aside()
             if self.init_from is not None and not self._trained:
                 self._init_from_run()
             return
         self._note_best()
+        self._warn_of_rates_at_zero()
         self._plan.updates.forget_state()
         if self._position.inside_epoch and hasattr(self._epoch_counter, "current"):
             self._epoch_counter.current -= 1
@@ -49,6 +64,29 @@ class ResumableRun(RunSetup):
             if self._watch.metric == "loss":
                 self._watch.observe({"loss": self._position.epoch_loss_due}, self._position.done)
             self._position.epoch_loss_due = None
+
+    def _is_over(self) -> bool:
+        """Whether the newest checkpoint is of a later `fit` than this one, which is then over."""
+        if self.resume == "never" or not self._checkpoints.resumes:
+            return False
+        newest = self._checkpoints.checkpointer.find_checkpoint()
+        return newest is not None and newest.meta.get("fit", 1) > self._fits + 1
+
+    def _warn_of_rates_at_zero(self) -> None:
+        groups = [group for optimizer in self.optimizers_dict.values() for group in optimizer.param_groups]
+        if groups and all(float(group["lr"]) == 0 for group in groups):
+            logger.warning(
+                "every learning rate is 0, as the schedule left it: nothing more will be learned. To train on with a "
+                "new schedule, start a run in another output_folder with --init_from %s",
+                self.output_folder,
+            )
+
+    def _set_records_aside(self) -> None:
+        """Give the metrics of the run whose checkpoints were set aside the same number."""
+        number, self._checkpoints.set_aside_number = self._checkpoints.set_aside_number, None
+        records = Path(self.output_folder or "") / "metrics.jsonl"
+        if number is not None and self.output_folder is not None and records.is_file():
+            records.rename(records.with_name(f"metrics.{number}.jsonl"))
 
     def _init_from_run(self) -> None:
         """Begin with the weights of the run that `init_from` names."""
@@ -84,11 +122,11 @@ class ResumableRun(RunSetup):
 
     # ------------------------------------------------------------------ what a checkpoint keeps
 
-    def _moment(self) -> Moment:
+    def _moment(self, with_recipe: bool) -> Moment:
         return {
             "random": random_state(self.device),
             "loaders": {name: generator_states(loader) for name, loader in self._loaders.items()},
-            "recipe": self._recipe_state.state_dict(),
+            "recipe": self._recipe_state.state_dict() if with_recipe else None,
         }
 
     def _numbers(self) -> dict[str, Any]:
@@ -104,7 +142,7 @@ class ResumableRun(RunSetup):
         return {
             "epoch": self._epoch,
             "step": self.step if in_training else 0,
-            "data": loader_state(self._loaders["train"]) if in_training else None,
+            "data": loader_state(self._loaders.get("train")) if in_training else None,
             "stage_so_far": self._log.so_far if in_training else {},
             "optimizer_step": self._optimizer_step,
             "skipped_steps": self._skipped_steps,
@@ -124,7 +162,9 @@ class ResumableRun(RunSetup):
         self._plan.patience.load_state_dict(state["patience"])
 
     def _save_inside_epoch(self, epoch: int | None) -> None:
-        meta = {"epoch": epoch, "step": self.step, "optimizer_step": self.optimizer_step}
+        meta = {"epoch": epoch, "stage": self._stage.name.lower(), "step": self.step, "fit": self._fits}
+        meta["optimizer_step"] = self.optimizer_step  # after the last verdict
+        self._log.flush()
         self._checkpoints.save_inside_epoch(meta)
 
     # ------------------------------------------------------------------ ends before the end
@@ -142,8 +182,11 @@ class ResumableRun(RunSetup):
         if not self._checkpoints.saves:
             self._interrupts.leave(f"{self._where(self.step)}: ends here; there is no output_folder to save in")
         with self._interrupts.saving():
-            self._save_inside_epoch(epoch)
-            self._checkpoints.wait()
+            try:
+                self._save_inside_epoch(epoch)
+                self._checkpoints.wait()
+            except CheckpointError as error:
+                self._interrupts.leave(f"{self._where(self.step)}: NOT saved: {error}")
         self._interrupts.leave(f"{self._where(self.step)}: saved; the same command goes on from here")
 
     def _start_afresh(self) -> None:
@@ -158,19 +201,37 @@ class ResumableRun(RunSetup):
     def _fitting(self) -> Iterator[None]:
         """A fit is under way: signals are waited out, and what it saves is on the disk when it ends."""
         self._in_fit = True
+        self._fits += 1
         try:
             with self._interrupts:
                 yield
                 with self._interrupts.saving():
-                    self._checkpoints.wait()
+                    self._checkpoints.finish()
                 if self._interrupts.requested:  # it came after the last step: all is saved
                     self._interrupts.leave("training is over and saved")
         except BaseException:
             with suppress(CheckpointError):  # the first exception is the one to raise
                 self._checkpoints.wait()
+            # Whoever catches it and calls `fit` again goes on with this one.
+            self._fits -= 1
+            self._checkpoints.resume_again()
             raise
         finally:
             self._in_fit = False
+            for loader in self._loaders.values():
+                close_loader(loader)
+            self._loaders = {}
+
+    def _note_best(self) -> None:
+        if self._watch.best is not None:
+            self.summary.best = {self._watch.metric: self._watch.best, "epoch": self._watch.best_epoch}
+
+    def _note_end(self) -> None:
+        """Say what a user may not expect of a fit that ended without an error."""
+        if not self._trained:
+            logger.warning("nothing was trained: the run was over already, or the epoch counter is used up")
+        elif self.skipped_steps and not self.optimizer_step:
+            logger.warning("all %d updates were skipped: nothing was learned", self.skipped_steps)
 
     @property
     def _saved_modules(self) -> nn.Module:

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_recipes import distributed
-from amp_recipes.checkpoint import Checkpointer, CheckpointKeeper, clean_name
-from amp_recipes.config import RunOptions, near_misses
+from amp_recipes.checkpoint import Checkpointer, CheckpointKeeper, clean_name, plain_problem
+from amp_recipes.config import RunOptions, ensure_experiment_directory, near_misses
 from amp_recipes.early_stopping import MetricWatch
 from amp_recipes.ema import WeightAverage
 from amp_recipes.errors import ConfigError
@@ -29,6 +29,7 @@ from amp_recipes.interrupts import Interrupts
 from amp_recipes.ledger import Ledger
 from amp_recipes.loggers import RunLog, make_loggers, show_notices
 from amp_recipes.loss_average import LossAverage
+from amp_recipes.outstanding_gradients import OutstandingGradients
 from amp_recipes.position import Position
 from amp_recipes.precision import PrecisionPlan, check_optimizers
 from amp_recipes.recipe_state import RecipeState
@@ -55,7 +56,7 @@ class RunSetup(Hooks):
         checkpointer: Checkpointer | None = None,
     ) -> None:
         before = set(vars(self))
-        hparams = dict(hparams or {})
+        loaded, hparams = hparams, dict(hparams or {})
         options = run_opts if isinstance(run_opts, RunOptions) else RunOptions.from_mapping(run_opts or {})
         self.run_opts = options.with_defaults_from(hparams)
         for name, value in self.run_opts.items():
@@ -72,9 +73,11 @@ class RunSetup(Hooks):
         self.modules = nn.ModuleDict(dict(modules or {})).to(self.device)
         self._set_up_precision()
         self._set_up_counters()
+        self._set_up_folder(loaded, options)
         self._set_up_checkpoints(checkpointer)
         own = {*vars(self), "_recipe_state"} - before
-        self._recipe_state = RecipeState(self, own, lambda: [self._epoch_counter, *self._checkpoints.recoverables])
+        elsewhere = lambda: [self._epoch_counter, *self._checkpoints.recoverables]  # noqa: E731
+        self._recipe_state = RecipeState(self, own, elsewhere, plain_problem)
 
     def _set_up_precision(self) -> None:
         agree = distributed.agree if distributed.initialized() else None
@@ -107,12 +110,14 @@ class RunSetup(Hooks):
         self._stage_so_far: Mapping[str, float] = {}
         self._interrupts = Interrupts()
         self._in_fit = False
+        self._fits = 0
         self._stepped_by_hand = False
         self._own_batch_weight = self._overrides("batch_weight")
         self._own_fit_batch = self._overrides("fit_batch")
         self._plain_losses = not (self._own_fit_batch or self._overrides("backward"))
         saved_name = functools.partial(clean_name, self.modules)
         self._transient_buffers = TransientBuffers(self.modules, saved_name)
+        self._gradients = OutstandingGradients(self.modules, lambda: self.optimizers_dict, saved_name)
         self._ema = WeightAverage(self.modules, self.ema_decay, saved_name) if self.ema_decay else None
         self._watch = MetricWatch(self.early_stop_metric or "loss", self.early_stop_mode, self.early_stop_patience)
         self.summary = RunSummary(
@@ -124,11 +129,19 @@ class RunSetup(Hooks):
         )
         self._log = self._idle_log = RunLog([], self.summary, self.device, self.log_interval_steps)
 
+    def _set_up_folder(self, hparams: Mapping[str, Any] | None, options: RunOptions) -> None:
+        """Make the output folder this run's, and write down its settings if `hparams` came from a YAML."""
+        folder = self.output_folder
+        if folder is None or not distributed.is_main_process():
+            return
+        if self.test_only and os.path.isdir(folder) and not os.access(folder, os.W_OK):
+            return  # somebody else's run, to evaluate
+        lock_folder(folder)
+        if not self.debug:
+            ensure_experiment_directory(folder, hparams, options)
+
     def _set_up_checkpoints(self, checkpointer: Checkpointer | None) -> None:
         writes = distributed.is_main_process()
-        reads_only = self.test_only and self.output_folder and not os.access(self.output_folder, os.W_OK)
-        if self.output_folder is not None and writes and not reads_only:
-            lock_folder(self.output_folder)
         folder = None if self.output_folder is None or self.debug else Path(self.output_folder) / "save"
         self._checkpoints = CheckpointKeeper(checkpointer, folder, writes, background=self.ckpt_background)
         self.checkpointer = self._checkpoints.checkpointer
@@ -136,6 +149,7 @@ class RunSetup(Hooks):
             # As they are before a wrapper for several processes adds its prefix to every name.
             self._checkpoints.register("modules", nn.ModuleDict(dict(self.modules)))
         self._checkpoints.register("transient_buffers", self._transient_buffers)
+        self._checkpoints.register("gradients", self._gradients)
         self._position = Position(self._numbers, self._take_numbers, self._moment)
         self._checkpoints.register("brain", self._position)
         if self._ema is not None:

@@ -24,6 +24,7 @@ LAYERS = {
     "position": 0,
     "recipe_state": 0,
     "transient_buffers": 0,
+    "outstanding_gradients": 0,
     "randomness": 0,
     "config": 1,
     "checkpoint": 1,

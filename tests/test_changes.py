@@ -205,7 +205,12 @@ def test_a_changed_yaml_is_refused_and_taken_with_the_flag(start, change, line, 
         start(text=text)
     assert line in str(refused.value)
     start("--accept_changes")
-    assert line in caplog.text and line in (start.folder / "log.txt").read_text()
+    log = (start.folder / "log.txt").read_text()
+    assert all(words in text for words in (line, "was -> given") for text in (caplog.text, log))
+    assert (
+        f"stays as it was saved; to train on with another schedule, start a new run with --init_from {start.folder}."
+        in log
+    )
     assert (start.folder / "hyperparams_original.yaml").read_text() == text
     caplog.clear()
     start()  # these are the settings of the run now, and the flag was for one start

@@ -105,6 +105,60 @@ def test_the_state_of_every_usual_optimizer_comes_back(tmp_path, name):
     assert_equal(other.state_dict(), optimizer.state_dict())
 
 
+class ExactSGD(torch.optim.Optimizer):
+    """Keeps weights and moments in float32, whatever the parameters have."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    exact = parameter.detach().float()
+                    state.update(master=exact.clone(), moments=[exact / 3, (exact / 7,)], low=parameter.detach() / 3)
+
+
+def test_an_optimizers_state_that_is_more_exact_than_its_parameters_is_not_rounded(tmp_path):
+    def make(seed, dtype=torch.bfloat16):
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 4).to(dtype)
+        optimizer = ExactSGD([{"params": [model.weight]}, {"params": [model.bias]}])
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    saved = make(0)
+    assert saved["optimizer"].state[saved["model"].weight]["master"].dtype == torch.float32
+    Checkpointer(tmp_path, saved).save_checkpoint()
+    live = make(1)
+    Checkpointer(tmp_path, live).recover_if_possible()
+    assert_equal(live["optimizer"].state_dict(), saved["optimizer"].state_dict())
+    assert live["optimizer"].state[live["model"].bias]["low"].dtype == torch.bfloat16
+
+    other = make(1, torch.float64)  # parameters of another precision than was saved: torch's casts stay
+    Checkpointer(tmp_path, other).recover_if_possible()
+    assert other["optimizer"].state[other["model"].weight]["master"].dtype == torch.float64
+
+
+def test_an_optimizers_exact_state_is_put_back_exactly_when_a_load_fails(tmp_path):
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 4).to(torch.bfloat16)
+        optimizer = ExactSGD(model.parameters())
+        optimizer.step()
+        for state in optimizer.state.values():
+            state["master"] = torch.randn_like(state["master"])
+        return optimizer
+
+    Checkpointer(tmp_path, {"optimizer": make(0), "last": Holder(1)}).save_checkpoint()
+    live = make(1)
+    before = copy.deepcopy(live.state_dict())
+    with pytest.raises(CheckpointError, match="All is as it was"):
+        Checkpointer(tmp_path, {"optimizer": live, "last": Stubborn(takes=["mine"])}).recover_if_possible()
+    assert_equal(live.state_dict(), before)
+
+
 SCHEDULERS = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
@@ -351,6 +405,56 @@ def test_keep_only_with_a_mistyped_key_deletes_nothing(tmp_path):
     assert numbers(checkpointer) == [2, 1]
     with pytest.raises(ConfigError, match="num_to_keep is 0"):
         checkpointer.save_and_keep_only({"loss": 2.0}, num_to_keep=0)
+
+
+def saved_with(checkpointer, key, *values, **kwargs):
+    """Save with each value in turn, and delete what prune deletes."""
+    for value in values:
+        checkpointer.prune(checkpointer.save_checkpoint({key: value}), **kwargs)
+
+
+def test_more_of_the_newest_may_stay_beside_the_best(tmp_path):
+    checkpointer = Checkpointer(tmp_path, {"a": Holder(1)})
+    saved_with(checkpointer, "loss", 1.0, 2.0, 3.0, 4.0, 5.0, min_keys=["loss"], newest=2)
+    assert numbers(checkpointer) == [5, 4, 1]
+    saved_with(checkpointer, "loss", 0.5, min_keys=["loss"], newest=3)
+    assert numbers(checkpointer) == [6, 5, 4]
+    saved_with(checkpointer, "loss", 9.0, newest=2)
+    assert numbers(checkpointer) == [7, 6]
+    with pytest.raises(ConfigError, match="newest is 0"):
+        checkpointer.prune(checkpointer.find_checkpoint(), newest=0)
+
+
+def test_a_good_one_is_not_deleted_for_a_better_one_that_is_damaged(tmp_path):
+    checkpointer = Checkpointer(tmp_path, {"a": Holder(torch.ones(9)), "b": Holder(1)})
+    for loss in (3.0, 2.0, 1.0):
+        checkpointer.save_checkpoint({"loss": loss})
+    path = tmp_path / "CKPT+000003" / "b.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.warns(UserWarning, match=r"CKPT\+000003 is damaged, the next best stays too: b\.safetensors"):
+        saved_with(checkpointer, "loss", 9.0, min_keys=["loss"])
+    assert numbers(checkpointer) == [4, 3, 2]
+    with pytest.warns(UserWarning, match="damaged and left out"):
+        assert checkpointer.recover_if_possible(min_key="loss").number == 2
+    path.write_bytes(content)  # it was only the reading that failed
+    saved_with(checkpointer, "loss", 9.0, min_keys=["loss"])
+    assert numbers(checkpointer) == [5, 3]
+
+
+def test_files_are_read_again_only_where_something_good_is_to_go(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(checkpointer_module, "verify_all", lambda path: read.append(path.name))
+    checkpointer = Checkpointer(tmp_path, {"a": Holder(1)})
+    saved_with(checkpointer, "loss", 3.0, 4.0, 2.0, min_keys=["loss"], newest=2)
+    assert read == []  # nothing to delete yet, then the best is the one just written
+    assert numbers(checkpointer) == [3, 2]
+    saved_with(checkpointer, "loss", 5.0, min_keys=["loss"], newest=2)
+    assert read == ["CKPT+000003"]  # 2 went for it
+    assert numbers(checkpointer) == [4, 3]
+    saved_with(checkpointer, "loss", 6.0, min_keys=["loss"], newest=2)
+    assert numbers(checkpointer) == [5, 4, 3]
+    assert read == ["CKPT+000003"]
 
 
 # --- loaded all or not at all

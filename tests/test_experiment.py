@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_recipes.config import create_experiment_directory, load_hparams, parse_arguments
+from amp_recipes.config import (
+    RunOptions,
+    create_experiment_directory,
+    ensure_experiment_directory,
+    experiment,
+    load_hparams,
+    parse_arguments,
+)
 from amp_recipes.config.experiment import describe_environment, log_to
 from amp_recipes.errors import ConfigError
 from amp_recipes.folder_lock import unlock_folder
@@ -213,3 +220,99 @@ def test_a_second_run_in_the_folder_is_refused_before_it_writes_anything(tmp_pat
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"} == before
     unlock_folder(folder)
     assert refused_elsewhere(folder, second) == "no error"
+
+
+# ---------------------------------------------------------------------- what a Brain asks for
+
+
+@pytest.fixture
+def another_process(monkeypatch):
+    """Makes this process forget what it prepared, as if the next start were in a new one."""
+    return lambda: monkeypatch.setattr(experiment, "_prepared", {})
+
+
+@pytest.fixture
+def yaml(tmp_path):
+    file = tmp_path / "p.yaml"
+    file.write_text("lr: 0.1\nmomentum: 0.9\n")
+    return file
+
+
+def test_hparams_alone_prepare_the_folder_as_the_recipe_would(yaml, tmp_path):
+    overrides = parse_arguments([str(yaml), "--lr=0.2", "--precision=bf16"])[2]
+    ensure_experiment_directory(tmp_path / "a", load_hparams(yaml, overrides))
+    create_experiment_directory(tmp_path / "b", yaml, overrides)
+    names = {file.name for file in (tmp_path / "b").iterdir()}
+    assert {file.name for file in (tmp_path / "a").iterdir()} == names
+    for name in ("hyperparams.yaml", "hyperparams_original.yaml", "overrides.yaml"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_changed_hparams_are_refused_and_accepted_without_a_line_of_the_recipe(yaml, tmp_path, another_process):
+    run = tmp_path / "run"
+    ensure_experiment_directory(run, load_hparams(yaml))
+    (run / "save" / "CKPT+000001").mkdir(parents=True)
+    another_process()
+    ensure_experiment_directory(run, load_hparams(yaml))
+    # A notebook changes its settings without a new process.
+    with pytest.raises(ConfigError, match=r"lr: 0\.1 -> 0\.2"):
+        ensure_experiment_directory(run, load_hparams(yaml, {"lr": 0.2}))
+    another_process()
+    with pytest.raises(ConfigError, match=r"lr: 0\.1 -> 0\.2"):
+        ensure_experiment_directory(run, load_hparams(yaml, {"lr": 0.2}))
+    ensure_experiment_directory(run, load_hparams(yaml, {"lr": 0.2, "accept_changes": True}))
+    assert load_hparams(run / "hyperparams.yaml")["lr"] == 0.2
+
+
+def test_options_given_in_code_count(yaml, tmp_path, another_process):
+    run = tmp_path / "run"
+    ensure_experiment_directory(run, load_hparams(yaml), RunOptions(precision="bf16"))
+    assert load_hparams(run / "hyperparams.yaml")["precision"] == "bf16"
+    (run / "save" / "CKPT+000001").mkdir(parents=True)
+    another_process()
+    with pytest.raises(ConfigError, match=r"precision: bf16 -> fp32"):
+        ensure_experiment_directory(run, load_hparams(yaml))
+    overrides = parse_arguments([str(yaml), "--precision=fp16", "--lr=0.1"])[2]
+    with pytest.raises(ConfigError, match=r"precision: bf16 -> fp16"):
+        ensure_experiment_directory(run, load_hparams(yaml, overrides))
+    ensure_experiment_directory(run, load_hparams(yaml, overrides), RunOptions(precision="bf16"))
+    changed = load_hparams(yaml, {"momentum": 0.5})
+    ensure_experiment_directory(run, changed, RunOptions(precision="bf16", accept_changes=True))
+    assert load_hparams(run / "hyperparams.yaml")["momentum"] == 0.5
+
+
+def test_what_the_recipe_prepared_is_left_alone(yaml, tmp_path):
+    run = create_experiment_directory(tmp_path / "run", yaml, {"lr": 0.3})
+    before = {file.name: file.read_bytes() for file in run.iterdir() if file.is_file() and file.name != ".lock"}
+    (tmp_path / "link").symlink_to(run)
+    ensure_experiment_directory(tmp_path / "link", load_hparams(yaml))
+    after = {file.name: file.read_bytes() for file in run.iterdir() if file.is_file() and file.name != ".lock"}
+    assert after == before
+
+
+def test_a_second_brain_with_the_same_settings_writes_nothing_again(yaml, tmp_path):
+    ensure_experiment_directory(tmp_path / "run", load_hparams(yaml))
+    (tmp_path / "run" / "hyperparams.yaml").unlink()
+    ensure_experiment_directory(tmp_path / "run", load_hparams(yaml))
+    assert not (tmp_path / "run" / "hyperparams.yaml").exists()
+    ensure_experiment_directory(tmp_path / "other", load_hparams(yaml))
+    assert (tmp_path / "other" / "hyperparams.yaml").exists()
+
+
+@pytest.mark.parametrize("hparams", [None, {}, {"lr": 1}])
+def test_other_hparams_prepare_nothing(hparams, tmp_path):
+    ensure_experiment_directory(tmp_path / "run", hparams)
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_ranks_prepare_nothing(yaml, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    ensure_experiment_directory(tmp_path / "run", load_hparams(yaml))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_yaml_that_is_gone_is_said_and_does_not_end_the_run(yaml, tmp_path, caplog):
+    hparams = load_hparams(yaml)
+    yaml.unlink()
+    ensure_experiment_directory(tmp_path / "run", hparams)
+    assert "p.yaml is gone" in caplog.text and not (tmp_path / "run").exists()

@@ -198,6 +198,16 @@ def test_no_checkpoint_no_modules_and_damage_are_told(tmp_path):
     assert not (tmp_path / "bad" / "export").exists()
 
 
+def test_when_all_checkpoints_are_damaged_it_says_so(tmp_path):
+    save_run(tmp_path, nn.Linear(1, 1), losses=(2.0, 1.0))
+    folders = list((tmp_path / "save").glob("CKPT+*"))
+    for folder in folders:
+        (folder / "meta.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"Every checkpoint in .* is damaged") as told:
+        export_run(tmp_path)
+    assert all(f"{folder}: meta.json" in str(told.value) for folder in folders)
+
+
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     save_run(tmp_path, nn.Linear(1, 1), losses=(1.0,))
     (tmp_path / "file").touch()

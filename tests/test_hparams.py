@@ -1,6 +1,8 @@
 """From a YAML and overrides to hyperparameters, and every mistake on the way."""
 
 import collections
+import copy
+import pickle
 import random
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from hyperpyyaml import load_hyperpyyaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from amp_recipes.config import load_hparams, parse_arguments, seed_everything
+from amp_recipes.config import Hparams, load_hparams, parse_arguments, seed_everything
+from amp_recipes.config.hparams import resolved_text
 from amp_recipes.errors import ConfigError
 
 MODEL = """\
@@ -300,3 +303,33 @@ def test_counter_and_reference_share_one_object(write):
     found = load_hparams(write("a: !new:collections.Counter {x: 1}\nb: !ref <a>\nc: !copy <a>\n"))
     assert found["b"] is found["a"] == collections.Counter(x=1)
     assert found["c"] == found["a"] and found["c"] is not found["a"]
+
+
+def test_what_is_loaded_is_a_dict_that_remembers_its_file_and_overrides(write, tmp_path, monkeypatch):
+    file = write("lr: 1\nnested: {a: 2}\n")
+    overrides = parse_arguments([file, "--nested.a=3", "--precision=bf16"])[2]
+    monkeypatch.chdir(tmp_path)
+    found = load_hparams(Path(file).name, overrides)
+    assert found == {"lr": 1, "nested": {"a": 3}} and isinstance(found, dict)
+    overrides["lr"] = 9  # what comes later is not what was loaded
+    monkeypatch.chdir("/")
+    for twin in (found, copy.copy(found), copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert type(twin) is Hparams and twin == found
+        assert twin.path == file and twin.overrides == {"nested": {"a": 3}}
+        assert twin.overrides.run_options.explicit == {"precision"}
+        assert load_hparams(twin.path, twin.overrides) == found
+
+
+@pytest.mark.parametrize("seed", ["", "seed: 5\n"])
+def test_writing_settings_down_draws_what_the_run_drew_and_leaves_the_generators(write, seed):
+    calls = ["random.random", "numpy.random.randint [1000000]"]
+    file = write(seed + "".join(f"x{at}: !applyref:{call}\n" for at, call in enumerate(calls)))
+    seed_everything(5)
+    run = load_hparams(file)
+    seed_everything(8)
+    expected = draws()
+    seed_everything(8)
+    text = resolved_text(file, None)
+    assert draws() == expected
+    if seed:
+        assert load_hparams(write(text, "again.yaml")) == run

@@ -1,12 +1,13 @@
 """When a run saves, what stays on the disk, and what it goes on from."""
 
 import logging
+import time
 import warnings
 from types import SimpleNamespace
 
 import pytest
 
-from amp_recipes.checkpoint import Checkpointer, CheckpointKeeper, keeper
+from amp_recipes.checkpoint import Checkpointer, CheckpointKeeper, folder, keeper
 from amp_recipes.errors import CheckpointError
 
 
@@ -88,15 +89,18 @@ def test_a_recipes_checkpointer_wins_over_the_folder_and_is_not_saved_to_at_epoc
 @pytest.mark.parametrize(
     ("mode", "losses", "expected"),
     [
-        ("min", [3.0, 1.0, 2.0, 5.0], [2, 4]),
-        ("max", [3.0, 1.0, 2.0, 5.0], [4]),
-        ("max", [3.0, 1.0, 2.0], [1, 3]),
-        ("min", [1.0, 1.0, 2.0], [2, 3]),  # of equals the newest
-        ("min", [2.0, float("nan")], [1, 2]),
+        ("min", [3.0, 1.0, 2.0, 5.0], [2, 3, 4]),
+        ("max", [3.0, 1.0, 2.0, 5.0], [3, 4]),
+        ("max", [3.0, 1.0, 2.0, 1.0], [1, 3, 4]),
+        ("min", [1.0, 1.0, 2.0, 3.0], [2, 3, 4]),  # of equals the newest
+        ("min", [2.0, float("nan"), float("nan"), float("nan")], [1, 3, 4]),
     ],
 )
-def test_the_best_and_the_newest_epoch_stay(tmp_path, mode, losses, expected):
-    save_epochs(owned(tmp_path, model=Holder()), losses, mode=mode)
+@pytest.mark.parametrize("background", [False, True])
+def test_the_best_and_the_two_newest_epochs_stay(tmp_path, mode, losses, expected, background):
+    made = CheckpointKeeper(None, tmp_path, writes=True, background=background)
+    made.register("model", Holder())
+    save_epochs(made, losses, mode=mode)
     assert kept(tmp_path) == expected
 
 
@@ -107,21 +111,37 @@ def test_a_process_that_does_not_write_leaves_no_trace_of_epochs(tmp_path):
     assert kept(tmp_path) == []
 
 
-def test_of_the_checkpoints_inside_an_epoch_only_the_newest_stays_beside_best_and_newest(tmp_path):
+def test_of_the_checkpoints_inside_an_epoch_the_two_newest_stay_beside_best_and_newest(tmp_path):
     made = owned(tmp_path, model=Holder())
     save_epochs(made, [1.0, 2.0])
-    for step in (10, 20, 30):
+    for step, inside in ((10, [(3, 10)]), (20, [(3, 10), (3, 20)]), (30, [(3, 20), (3, 30)])):
         made.save_inside_epoch({"epoch": 3, "step": step})
-        assert kept(tmp_path) == [1, 2, (3, step)]
+        assert kept(tmp_path) == [1, 2, *inside]
+    save_epochs(made, [3.0], first=3)
+    assert kept(tmp_path) == [1, (3, 30), 3]
 
 
 def test_the_end_of_an_epoch_takes_the_place_of_what_was_saved_inside_it(tmp_path):
     made = owned(tmp_path, model=Holder())
     made.save_inside_epoch({"epoch": 1, "step": 10})
     save_epochs(made, [1.0])
-    assert kept(tmp_path) == [1]
+    assert kept(tmp_path) == [(1, 10), 1]
     made.save_inside_epoch({"epoch": 2, "step": 10})
     assert kept(tmp_path) == [1, (2, 10)]
+
+
+def test_if_the_newest_is_damaged_the_one_before_is_there_to_go_on_from(tmp_path):
+    model = Holder()
+    made = owned(tmp_path, model=model)
+    for epoch in (1, 2, 3):
+        model.value = epoch
+        save_epochs(made, [float(epoch)], first=epoch)
+    made.wait()
+    (tmp_path / "CKPT+000003" / "model.safetensors").write_bytes(b"")
+    fresh = owned(tmp_path, model=model)
+    with pytest.warns(UserWarning, match=r"CKPT\+000003 is damaged"):
+        assert fresh.resume().meta["epoch"] == 2
+    assert model.value == 2
 
 
 def test_a_new_checkpoint_is_whole_before_the_old_one_goes(tmp_path):
@@ -143,7 +163,7 @@ def test_inside_a_recipes_checkpointer_the_recipes_own_checkpoints_stay(tmp_path
         made.checkpointer.save_checkpoint({"epoch": epoch})
         for step in (10, 20):
             made.save_inside_epoch({"epoch": epoch + 1, "step": step})
-    assert kept(tmp_path) == [1, 2, (3, 20)]
+    assert kept(tmp_path) == [1, 2, (3, 10), (3, 20)]
 
 
 # -------------------------------------------------------------- when
@@ -231,7 +251,142 @@ def test_resume_loads_the_newest_whatever_its_metric_and_says_from_where(tmp_pat
     assert (fresh.value, found.meta["step"]) == ("epoch 2, batch 10", 10)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage() == f"going on from {found.path} (epoch 2); another output_folder starts afresh"
+    assert record.getMessage() == f"going on from {found.path} (epoch 2, batch 10); another output_folder starts afresh"
+
+
+@pytest.mark.parametrize(
+    ("meta", "where"),
+    [
+        ({"epoch": 1}, "(epoch 1)"),
+        ({"epoch": 1, "step": 0}, "(epoch 1)"),
+        ({"epoch": 1, "step": 38}, "(epoch 1, batch 38)"),
+        ({"epoch": 1, "step": 38, "stage": "train"}, "(epoch 1, batch 38)"),
+        ({"epoch": 1, "step": 4, "stage": "valid"}, "(in the validation of epoch 1)"),
+    ],
+)
+def test_the_moment_that_a_run_goes_on_from_is_said(tmp_path, caplog, meta, where):
+    owned(tmp_path, model=Holder()).save_inside_epoch(meta)
+    found = owned(tmp_path, model=Holder()).resume()
+    (record,) = caplog.records
+    assert f"going on from {found.path} {where}; " in record.getMessage()
+
+
+def test_after_a_fit_that_failed_the_newest_can_be_loaded_again(tmp_path):
+    model = Holder("epoch 1")
+    made = owned(tmp_path, model=model)
+    assert made.resume("never") is None
+    save_epochs(made, [1.0])
+    model.value = "half an epoch further"
+    made.resume_again()
+    assert made.resume("never").meta["epoch"] == 1  # they are its own: not set aside
+    assert (model.value, made.set_aside_number) == ("epoch 1", None)
+    assert made.resume() is None
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_resume_never_says_where_the_old_checkpoints_are(tmp_path, whole):
+    save = tmp_path / "save"
+    (tmp_path / "save.1").mkdir()
+    earlier = owned(save, model=Holder(1))
+    save_epochs(earlier, [1.0])
+    earlier.wait()
+    if not whole:
+        (save / "CKPT+000001" / "meta.json").write_bytes(b"")
+    made = owned(save, model=Holder(2))
+    assert made.resume("never") is None
+    assert made.set_aside_number == 2
+    assert [it.name for it in (tmp_path / "save.2").iterdir()] == ["CKPT+000001"]
+    assert list(save.iterdir()) == []
+    assert owned(save, model=Holder()).set_aside_number is None
+
+
+# -------------------------------------------------------------- a save that fails
+
+
+class Disk:
+    """Has no room while it is `full`; counts the saves that were tried."""
+
+    def __init__(self, monkeypatch):
+        self.full, self.tried = False, 0
+        monkeypatch.setattr(folder.shutil, "disk_usage", self._usage)
+
+    def _usage(self, path):
+        self.tried += 1
+        return SimpleNamespace(free=0 if self.full else 10**12)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    return Disk(monkeypatch)
+
+
+def test_a_save_that_failed_does_not_keep_the_next_from_being_made(tmp_path, disk):
+    made = owned(tmp_path, model=Holder())
+    save_epochs(made, [3.0, 2.0])
+    made.wait()
+    disk.full = True
+    made.save_inside_epoch({"epoch": 3, "step": 10})
+    eventually(lambda: not made.checkpointer._background.busy)
+    disk.full = False
+    made.save_inside_epoch({"epoch": 3, "step": 20})
+    assert kept(tmp_path) == [1, 2, (3, 20)]
+
+
+def eventually(condition):
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_last_epochs_save_is_tried_once_more_at_the_end(tmp_path, disk, caplog):
+    model = Holder("last")
+    made = owned(tmp_path, model=model)
+    save_epochs(made, [1.0, 2.0, 3.0])
+    made.wait()
+    disk.full = True
+    save_epochs(made, [4.0], first=4)
+    eventually(lambda: not made.checkpointer._background.busy)
+    disk.full = False
+    made.finish()
+    assert kept(tmp_path) == [1, 3, 4]  # what was to go has gone
+    assert "tried once more" in caplog.text and "disk full" in caplog.text
+    assert made.checkpointer.find_checkpoint().meta["loss"] == 4.0
+    made.finish()
+    assert kept(tmp_path) == [1, 3, 4]
+
+
+def test_it_is_tried_only_once(tmp_path, disk):
+    made = owned(tmp_path, model=Holder())
+    save_epochs(made, [1.0])
+    made.wait()
+    disk.full, before = True, disk.tried
+    save_epochs(made, [2.0], first=2)
+    with pytest.raises(CheckpointError, match="disk full"):
+        made.finish()
+    assert disk.tried - before == 2
+    made.finish()
+    assert kept(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("how", ["finish", "wait"])
+def test_a_save_whose_moment_has_passed_is_not_tried_again(tmp_path, disk, how):
+    made = owned(tmp_path, model=Holder())
+    save_epochs(made, [1.0])
+    made.wait()
+    disk.full, before = True, disk.tried
+    if how == "finish":
+        made.save_inside_epoch({"epoch": 2, "step": 10})
+    else:
+        save_epochs(made, [2.0], first=2)
+    with pytest.raises(CheckpointError, match="disk full"):
+        getattr(made, how)()
+    assert disk.tried - before == 1
+    made.wait()
+
+
+def test_without_a_folder_there_is_nothing_to_finish():
+    assert CheckpointKeeper(None, None, writes=True).finish() is None
 
 
 def test_a_second_fit_of_the_same_process_does_not_go_back(tmp_path):
@@ -244,14 +399,16 @@ def test_a_second_fit_of_the_same_process_does_not_go_back(tmp_path):
     assert model.value == "trained on"
 
 
-def test_a_resumed_run_replaces_the_checkpoint_inside_the_epoch_that_it_came_from(tmp_path):
+def test_a_resumed_run_replaces_the_checkpoints_inside_the_epoch_that_it_came_from(tmp_path):
     earlier = owned(tmp_path, model=Holder())
     save_epochs(earlier, [1.0])
     earlier.save_inside_epoch({"epoch": 2, "step": 10})
     made = owned(tmp_path, model=Holder())
     made.resume()
     made.save_inside_epoch({"epoch": 2, "step": 20})
-    assert kept(tmp_path) == [1, (2, 20)]
+    assert kept(tmp_path) == [1, (2, 10), (2, 20)]
+    made.save_inside_epoch({"epoch": 2, "step": 30})
+    assert kept(tmp_path) == [1, (2, 20), (2, 30)]
 
 
 def test_a_recipe_that_deleted_the_checkpoint_inside_the_epoch_hears_nothing_of_it(tmp_path):
@@ -327,6 +484,31 @@ def test_a_key_that_no_checkpoint_has_is_refused_with_the_keys_there_are(tmp_pat
     with pytest.raises(CheckpointError, match="loss"):
         made.load_for_evaluation(None, "lss", names=("modules",))
     assert model.value == "as it is"
+
+
+@pytest.mark.parametrize("whose", [owned, recipes])
+def test_where_only_checkpoints_inside_an_epoch_exist_no_best_is_found(tmp_path, whose):
+    model = Holder(1)
+    made = whose(tmp_path, modules=model)
+    made.save_inside_epoch({"epoch": 1, "step": 10})
+    model.value = "as it is"
+    assert made.load_for_evaluation("accuracy", None, names=("modules",), newest=("modules",)) is None
+    assert model.value == "as it is"
+    assert made.load_for_evaluation(None, None, names=("modules",)).meta["step"] == 10
+    assert model.value == 1
+    made.checkpointer.save_checkpoint({"epoch": 1, "loss": 1.0})
+    with pytest.raises(CheckpointError, match="loss"):
+        made.load_for_evaluation("accuracy", None, names=("modules",))
+
+
+def test_a_damaged_checkpoint_is_not_as_if_there_were_none(tmp_path):
+    made = owned(tmp_path, modules=Holder(1))
+    save_epochs(made, [1.0])
+    made.save_inside_epoch({"epoch": 2, "step": 10})
+    made.wait()
+    (tmp_path / "CKPT+000001" / "meta.json").write_bytes(b"")
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(CheckpointError, match=r"CKPT\+000001"):
+        made.load_for_evaluation(None, "loss", names=("modules",))
 
 
 @pytest.mark.parametrize("has_folder", [True, False])

@@ -1,5 +1,6 @@
 """A worker that dies, hangs or raises is named, with the sample it was reading; the run ends in time."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -12,10 +13,17 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
-from amp_recipes.data import loader_faults, make_loader, set_epoch
+from amp_recipes.data import close_loader, loader_faults, make_loader, set_epoch, streams
 from amp_recipes.errors import DataError
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def left_loaders_go():
+    """What a test leaves in cycles, its workers with it, must not slow the next one down."""
+    yield
+    gc.collect()
 
 
 class Bad(Dataset):
@@ -276,11 +284,11 @@ def test_a_loader_can_be_iterated_again_after_a_worker_died(tmp_path):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_hanging_worker_is_named_and_killed(persistent):
-    batches = loader(Listed(hang, files=ENTRIES), num_workers=2, timeout=3, persistent_workers=persistent)
+    batches = loader(Listed(hang, files=ENTRIES), num_workers=2, timeout=10, persistent_workers=persistent)
     with pytest.raises(DataError) as caught:
         list(batches)
     message = str(caught.value)
-    assert "no batch came for 3 seconds: loader worker 0 (pid " in message
+    assert "no batch came for 10 seconds: loader worker 0 (pid " in message
     assert "was reading sample 5 (clips/5.wav)" in message
     assert "timeout=<seconds>" in message
     pid = int(message.partition("(pid ")[2].partition(")")[0])
@@ -403,6 +411,88 @@ def test_the_loader_lets_go_of_its_workers_when_it_is_left(persistent):
     assert all(map(alive, workers))
     del iterator, batches
     wait_until(lambda: not any(map(alive, workers)))
+
+
+class PidStream(IterableDataset):
+    def __iter__(self):
+        return iter([os.getpid()] * 64)
+
+
+@pytest.fixture
+def no_collector():
+    """Whatever ends has to end without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("data", [Pids, PidStream])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_end_with_the_last_reference_to_the_loader(data, persistent, no_collector):
+    batches = loader(data(), num_workers=2, persistent_workers=persistent)
+    workers = {int(pid) for batch in batches for pid in batch}  # a whole pass, then one that is left
+    iterator = iter(batches)
+    workers |= {int(next(iterator)[0]), int(next(iterator)[0])}
+    assert any(map(alive, workers))
+    del iterator, batches
+    wait_until(lambda: not any(map(alive, workers)))
+
+
+@pytest.mark.parametrize("data", [Pids, PidStream])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("torchdata", [False, True])
+def test_a_loader_is_closed_although_its_pass_is_held_and_can_be_iterated_again(
+    data, persistent, torchdata, no_collector, monkeypatch
+):
+    monkeypatch.setattr(streams, "has_torchdata", lambda: torchdata)
+    batches = loader(data(), num_workers=2, persistent_workers=persistent)
+    for _ in range(2):
+        iterator = iter(batches)
+        workers = {int(next(iterator)[0]), int(next(iterator)[0])}
+        assert all(map(alive, workers))
+        close_loader(batches)
+        wait_until(lambda: not any(map(alive, workers)))  # noqa: B023
+        assert list(iterator) == []
+        close_loader(batches)
+    assert len(torch.cat(list(batches))) == (64 if data is Pids else 128)
+    close_loader(batches)
+
+
+def test_loaders_of_others_and_of_no_workers_are_left_as_they_are_when_closed():
+    for other in ([1, 2], DataLoader(range(4)), loader(range(4)), iter([1, 2])):
+        close_loader(other)
+    assert torch.cat(list(loader(range(4)))).tolist() == [0, 1, 2, 3]
+    batches = loader(range(4))
+    iterator = iter(batches)
+    next(iterator)
+    close_loader(batches)
+    assert next(iterator).tolist() == [2, 3]
+
+
+class SlowAfter(Pids):
+    """Only the first sample of each worker comes at once."""
+
+    def __getitem__(self, index):
+        if index >= 4:
+            hang()
+        return os.getpid()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_in_the_middle_of_a_sample_end_before_torch_would_kill_them(persistent, monkeypatch, no_collector):
+    """After an error in the loop, whose traceback holds the pass."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 10_000.0)  # torch waits that long for one
+    batches = loader(SlowAfter(), num_workers=2, persistent_workers=persistent)
+    workers = set()
+    with pytest.raises(KeyError) as caught:
+        for batch in batches:
+            workers.add(int(batch[0]))
+            if len(workers) == 2:
+                raise KeyError("a step")
+    close_loader(batches)
+    wait_until(lambda: not any(map(alive, workers)))
+    assert caught.value.args == ("a step",)
 
 
 def test_the_users_worker_init_fn_runs_and_meets_the_users_data_set(tmp_path):

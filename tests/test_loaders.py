@@ -1,5 +1,6 @@
 """Loaders repeat by (seed, epoch), leave the global generators alone, and refuse what cannot train."""
 
+import gc
 import json
 import random
 
@@ -19,6 +20,13 @@ from torch.utils.data import (
 
 from amp_recipes.data import EpochShuffle, make_loader, set_epoch
 from amp_recipes.errors import ConfigError, DataError
+
+
+@pytest.fixture(autouse=True)
+def left_loaders_go():
+    """What a test leaves in cycles, its workers with it, must not slow the next one down."""
+    yield
+    gc.collect()
 
 
 def dataset(n=12):

@@ -1,5 +1,6 @@
 """Any iterable of batches goes on where it was, without reading what came before where that is possible."""
 
+import gc
 import random
 
 import numpy as np
@@ -7,10 +8,13 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
+    StackDataset,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -18,8 +22,24 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from amp_recipes.data import batches_from, loader_state, make_loader, replay_reason, set_epoch, streams
+from amp_recipes.data import (
+    batches_from,
+    generator_states,
+    loader_state,
+    make_loader,
+    replay_reason,
+    set_epoch,
+    set_generator_states,
+    streams,
+)
 from amp_recipes.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def left_loaders_go():
+    """What a test leaves in cycles, its workers with it, must not slow the next one down."""
+    yield
+    gc.collect()
 
 
 class Reads(Dataset):
@@ -267,6 +287,7 @@ def test_workers_that_may_draw_are_replayed():
     torch.manual_seed(7)
     assert [batch.tolist() for batch in batches_from(make(), 3, None)] == expected[3:]
     assert "give the Dataset itself" in replay_reason(make())
+    assert "the batches already done are read again" in replay_reason(make())
 
 
 def test_a_stream_in_a_dataloader_of_torch():
@@ -299,8 +320,9 @@ def test_torchdatas_loader_tells_its_place(num_workers):
 
 def test_batches_in_no_order_are_told():
     kwargs = {"num_workers": 1, "in_order": False}
-    assert "in_order=False" in replay_reason(DataLoader(Reads(), **kwargs))
-    assert "in_order=False" in replay_reason(make_loader(Reads(), shuffle=True, seed=0, device="cpu", **kwargs))
+    for loader in (DataLoader(Reads(), **kwargs), make_loader(Reads(), shuffle=True, seed=0, device="cpu", **kwargs)):
+        assert "in_order=False" in replay_reason(loader)
+        assert "the batches already done are read again" not in replay_reason(loader)
 
 
 def test_a_subclass_of_dataloader_is_replayed():
@@ -310,6 +332,72 @@ def test_a_subclass_of_dataloader_is_replayed():
 
     assert list(batches_from(Own([1]), 1, None)) == ["b", "c"]
     assert "a Own may order its batches as it likes" in replay_reason(Own([1]))
+
+
+# ---------------------------------------------------------------------- generators of the data set
+
+
+class Own(Dataset):
+    """Draws from a generator that it keeps."""
+
+    def __init__(self, seed=1):
+        self.rng = np.random.default_rng(seed)
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.tensor([index, self.rng.random()])
+
+
+class OwnStream(IterableDataset):
+    def __init__(self):
+        self.rng = random.Random(1)
+
+    def __iter__(self):
+        return (torch.tensor([index, self.rng.random()]) for index in range(10))
+
+
+def joined():
+    return ConcatDataset([Own(1), Subset(Own(2), range(5)), ConcatDataset([Own(3)])])
+
+
+@pytest.mark.parametrize("make", [lambda data: make_loader(data, shuffle=False, seed=0, device="cpu", batch_size=2),
+                                  lambda data: DataLoader(data, batch_size=2)], ids=["ours", "torch"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        (Own, {"dataset.rng"}),
+        (OwnStream, {"dataset.rng"}),
+        (lambda: Subset(Own(), range(10)), {"dataset.dataset.rng"}),
+        (joined, {"dataset.0.rng", "dataset.1.dataset.rng", "dataset.2.0.rng"}),
+        (lambda: StackDataset(Own(1), Own(2)), {"dataset.0.rng", "dataset.1.rng"}),
+        (lambda: StackDataset(a=Own(1)), {"dataset.a.rng"}),
+    ],
+    ids=["own", "stream", "subset", "concat", "stack", "stack by name"],
+)
+def test_without_workers_the_data_sets_own_generators_go_on(make, data, names):
+    whole = [str(batch) for batch in batches_from(make(data()), 0, None)]
+    first = make(data())
+    iterator = batches_from(first, 0, None)
+    seen = [str(next(iterator)) for _ in range(3)]
+    states, state = generator_states(first), loader_state(first)
+    assert {name for name in states if name.startswith("dataset.")} == names
+    second = make(data())
+    batches = batches_from(second, 3, state)
+    set_generator_states(second, states)
+    assert seen + [str(batch) for batch in batches] == whole
+
+
+def test_with_workers_a_data_sets_own_generators_are_not_taken_for_those_that_draw():
+    assert not generator_states(make_loader(Own(), shuffle=False, seed=0, device="cpu", num_workers=1))
+    assert not generator_states([1, 2])
+
+
+def test_a_data_set_that_holds_itself_is_no_endless_walk():
+    data = Own()
+    data.dataset = data
+    assert set(generator_states(DataLoader(data))) == {"dataset.rng"}
 
 
 # ---------------------------------------------------------------------- other iterables
@@ -350,7 +438,7 @@ def test_an_iterator_is_replayed_before_the_call_returns():
     assert list(batches) == [3, 4]
     assert loader_state(generate()) is None
     reason = replay_reason(generate())
-    assert "a generator cannot tell its place" in reason
+    assert "the batches already done are read again" in reason and "a generator cannot tell its place" in reason
     assert "give a torch Dataset" in reason
 
 

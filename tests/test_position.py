@@ -15,9 +15,9 @@ class Loop:
         self.taken = None
         self.moments = 0
 
-    def moment(self):
+    def moment(self, with_recipe):
         self.moments += 1
-        return {"random": self.moments, "recipe": {}}
+        return {"random": self.moments, "recipe": {} if with_recipe else None}
 
     def position(self):
         return Position(lambda: self.numbers, lambda state: setattr(self, "taken", dict(state)), self.moment)

@@ -1,7 +1,8 @@
 """What a recipe keeps on its Brain comes back; what it only set, or what others save, is left alone."""
 
 import random
-from collections import Counter, deque
+import tempfile
+from collections import Counter, defaultdict, deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from amp_recipes import Checkpointer
+from amp_recipes.checkpoint import plain_problem
 from amp_recipes.recipe_state import RecipeState
 
 
@@ -27,12 +30,13 @@ class Meter:
 
 def recipe(**attributes):
     made = SimpleNamespace(device=torch.device("cpu"), hparams=SimpleNamespace(meter=Meter(), lr=0.1), step=3)
+    made.modules = nn.ModuleDict()
     vars(made).update(attributes)
     return made
 
 
-def state_of(made, own=("device", "hparams", "step"), elsewhere=()):
-    return RecipeState(made, own, lambda: elsewhere)
+def state_of(made, own=("device", "hparams", "modules", "step"), elsewhere=()):
+    return RecipeState(made, own, lambda: elsewhere, plain_problem)
 
 
 def moved(made, change, into=None):
@@ -113,7 +117,9 @@ def test_objects_with_a_state_come_back_on_the_brain_and_in_its_hparams():
 
 def test_what_is_saved_elsewhere_modules_and_other_objects_are_left_alone():
     made = recipe(scheduler=Meter(), net=nn.Linear(1, 1), log=print, thing=object())
-    saved = state_of(made, elsewhere=[made.scheduler]).state_dict()
+    state = state_of(made, elsewhere=[made.scheduler])
+    state.begin()
+    saved = state.state_dict()
     assert set(saved["objects"]) == {"hparams.meter"} and not saved["values"] and not saved["generators"]
 
 
@@ -126,3 +132,139 @@ def test_an_object_that_is_gone_is_said(caplog):
 def test_a_nan_is_kept():
     other = moved(recipe(best=0.0), lambda it: setattr(it, "best", float("nan")))
     assert other.best != other.best
+
+
+def test_a_parameter_and_a_buffer_that_others_hold_too_are_filled_not_replaced():
+    optimized = nn.Parameter(torch.zeros(2))
+    into = recipe(temperature=optimized, parts=[torch.zeros(3)])
+    inside = into.parts[0]
+
+    def change(made):
+        with torch.no_grad():
+            made.temperature += 4
+        made.parts[0] += 5
+
+    moved(recipe(temperature=nn.Parameter(torch.zeros(2)), parts=[torch.zeros(3)]), change, into)
+    assert into.temperature is optimized and torch.equal(optimized.detach(), torch.full((2,), 4.0))
+    assert into.parts[0] is inside and torch.equal(inside, torch.full((3,), 5.0))
+
+
+def test_taking_the_same_state_twice_gives_the_same_twice():
+    made = recipe()
+    made.lens, made.seen, made.by_name = [1, 2], {3}, {"a": [4]}
+    state = state_of(made).state_dict()
+    other = recipe()
+    for _ in range(2):
+        state_of(other).load_state_dict(state)
+        assert (other.lens, other.seen, other.by_name) == ([1, 2], {3}, {"a": [4]})
+
+
+def test_kinds_of_containers_stay_what_they_are():
+    made = recipe()
+    state = state_of(made)
+    state.begin()
+    made.recent, made.counts, made.lists = deque([1], maxlen=2), Counter("aab"), defaultdict(list, {1: [2]})
+    saved = pack_and_read(state.state_dict())
+    other = recipe()
+    state_of(other).load_state_dict(saved)
+    assert other.recent == made.recent and other.recent.maxlen == 2
+    assert other.counts == made.counts and other.counts["z"] == 0
+    other.lists[9].append(1)
+    assert other.lists == {1: [2], 9: [1]}
+
+
+def test_a_value_that_went_back_to_what_it_was_is_restored_too():
+    made, other = recipe(first=False), recipe(first=False)
+    state = state_of(made)
+    state.begin()
+    made.first = True
+    state.state_dict()
+    made.first = False
+    saved = state.state_dict()
+    other.first = True
+    state_of(other).load_state_dict(saved)
+    assert other.first is False
+
+
+def test_modules_that_are_not_trained_as_modules_come_back():
+    def with_teacher():
+        made = recipe(teacher=nn.Sequential(nn.Linear(200, 200), nn.BatchNorm1d(200)))
+        made.hparams.normalize = nn.BatchNorm1d(3)
+        return made
+
+    def change(made):
+        made.teacher[0].weight.data.mul_(2)  # which the version counter does not tell
+        made.teacher[1].running_mean += 1
+        made.hparams.normalize.running_var += 3
+
+    made, other = with_teacher(), with_teacher()
+    moved(made, change, other)
+    for name in ("teacher", "normalize"):
+        one, two = ((it.teacher if name == "teacher" else it.hparams.normalize) for it in (made, other))
+        assert torch.equal(one.state_dict()["0.weight" if name == "teacher" else "running_var"],
+                           two.state_dict()["0.weight" if name == "teacher" else "running_var"])  # fmt: skip
+
+
+def test_large_weights_that_never_changed_and_those_of_the_brain_are_not_saved_again():
+    made = recipe(frozen=nn.Linear(400, 400, bias=False))
+    made.modules["model"] = nn.Linear(400, 400)
+    made.alias = made.modules["model"]
+    state = state_of(made)
+    state.begin()
+    assert state.state_dict()["modules"] == {}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(3, device="meta"),
+        torch.eye(3).to_sparse(),
+        object(),
+        iter([1]),
+        {torch.zeros(1): 1},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_checkpoint_cannot_hold_is_left_out_and_named_in_the_log(value, caplog):
+    caplog.set_level("INFO")
+    made = recipe(odd=value, fine=1)
+    state = state_of(made)
+    state.begin()
+    made.fine = 2
+    assert list(state.state_dict()["values"]) == ["fine"]
+    assert "odd" in caplog.text
+
+
+def test_a_list_that_holds_itself_is_left_out():
+    made = recipe(odd=[])
+    made.odd.append(made.odd)
+    state = state_of(made)
+    state.begin()
+    assert not state.state_dict()["values"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float64])
+def test_any_change_of_a_tensor_is_seen(dtype):
+    made = recipe(kept=torch.zeros(3000, dtype=dtype))
+    state = state_of(made)
+    state.begin()
+    assert not state.state_dict()["values"]
+    made.kept[[5, 2999]] = torch.ones(2, dtype=dtype)  # a sum of changes that could cancel
+    assert list(state.state_dict()["values"]) == ["kept"]
+
+
+def pack_and_read(state):
+    """As it comes back from a checkpoint."""
+
+    class Holder:
+        def state_dict(self):
+            return state
+
+        def load_state_dict(self, saved):
+            self.saved = saved
+
+    with tempfile.TemporaryDirectory() as folder:
+        checkpointer = Checkpointer(folder, {"it": Holder()})
+        checkpointer.save_checkpoint()
+        checkpointer.recover_if_possible()
+        return checkpointer.recoverables["it"].saved

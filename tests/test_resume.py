@@ -1,5 +1,6 @@
 """A run that ends at any place goes on as if it had not: the same samples, draws, weights and metrics, bit for bit."""
 
+import copy
 import json
 import os
 import random
@@ -351,3 +352,158 @@ def test_a_loaders_own_generator_goes_on_from_epoch_to_epoch(tmp_path, ends_at, 
     assert resumed.end == whole.end
     epochs = [ids for stage, ids in whole.journal.lines if stage == "TRAIN"]
     assert epochs[:6] != epochs[6:12], "the order has to change with the epoch for this to show anything"
+
+
+class Gan(Recipe):
+    """The generator's loss leaves gradients on the critic, which its next step adds to; a teacher follows."""
+
+    def init_optimizers(self):
+        model = self.modules.model
+        self.optimizers_dict = {
+            "critic": torch.optim.Adam(model[4].parameters(), 0.01),
+            "generator": torch.optim.Adam(model[0].parameters(), 0.01),
+        }
+        self.optimizer = self.optimizers_dict["critic"]
+        self.teacher = copy.deepcopy(model)
+
+    def fit_batch(self, batch):
+        for name in ("critic", "generator"):
+            with self.training_ctx:
+                predictions = self.compute_forward(batch, Stage.TRAIN)
+                loss = self.compute_objectives(predictions, batch, Stage.TRAIN)
+                loss = loss + (self.teacher[0](batch[1]) - self.modules.model[0](batch[1])).square().mean()
+            self.backward(loss)
+            self.optimizers_step(name)
+        with torch.no_grad():
+            for mine, its in zip(self.teacher.parameters(), self.modules.model.parameters(), strict=True):
+                mine.data.lerp_(its, 0.1)
+        self.lens = [*getattr(self, "lens", []), len(batch[0])]
+        return loss.detach()
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        metrics = super().on_stage_end(stage, stage_loss, epoch)
+        return {**metrics, "teacher": self.teacher[0].weight.sum().item(), "lens": len(self.lens)}
+
+
+@pytest.mark.parametrize("ends_at", [(Stage.TRAIN, 4), (Stage.TRAIN, 7), (Stage.TRAIN, 17), (Stage.VALID, 5)], ids=str)
+@pytest.mark.parametrize("by", [die, terminate], ids=lambda by: by.__name__)
+def test_gradients_that_wait_and_modules_of_the_recipe_are_kept(tmp_path, monkeypatch, ends_at, by):
+    monkeypatch.setitem(globals(), "Recipe", Gan)
+    whole = fit(make())
+    resumed, _ = interrupted(tmp_path, ends_at, by=by)
+    assert resumed.end == whole.end and resumed.lens == whole.lens
+
+
+@pytest.mark.parametrize("ends_at", [4, 18, 19, 22, 36])
+def test_of_two_fits_in_one_script_the_one_that_died_goes_on(tmp_path, ends_at):
+    def script(folder, ends_at=(), by=None):
+        brain = make(folder, ends_at, by, ckpt_interval_steps=1)
+        fit(brain)
+        fit(brain)
+        return brain
+
+    whole = script(str(tmp_path / "whole"))
+    with pytest.raises(Died):
+        script(str(tmp_path / "run"), (Stage.TRAIN, ends_at), die)
+    assert script(str(tmp_path / "run")).end == whole.end
+
+
+@pytest.mark.parametrize("by", [die, terminate], ids=lambda by: by.__name__)
+def test_the_same_brain_may_fit_again_after_its_run_ended(tmp_path, by):
+    """As in a notebook, or a loop that tries again."""
+    whole = fit(make())
+    brain = make(str(tmp_path), (Stage.TRAIN, 9), by, ckpt_interval_steps=1)
+    epochs, (train, kwargs) = EpochCounter(EPOCHS), dataset()
+    for _ in range(2):
+        try:
+            brain.fit(epochs, train, Noisy(), train_loader_kwargs=kwargs, valid_loader_kwargs={"batch_size": 8})
+        except (Died, RunInterrupted):
+            continue
+    assert everything(brain) == whole.end
+
+
+@pytest.mark.parametrize("ends_at", [5, 6, 7])
+def test_a_signal_at_the_last_update_still_gets_its_validation(tmp_path, ends_at):
+    whole = fit(make(str(tmp_path / "whole"), optimizer_step_limit=7))
+    options = {"optimizer_step_limit": 7, "ckpt_interval_steps": 0}
+    resumed, _ = interrupted(tmp_path / "run", (Stage.TRAIN, ends_at), by=terminate, **options)
+    assert resumed.end == whole.end
+
+
+def test_an_evaluation_when_a_validation_starts_does_not_end_it(tmp_path, monkeypatch):
+    class Evaluates(Recipe):
+        def on_stage_start(self, stage, epoch=None):
+            super().on_stage_start(stage, epoch)
+            if stage is Stage.VALID:
+                self.count[Stage.TEST] = 0
+                self.evaluate([(torch.arange(4), torch.ones(4, 3), torch.ones(4))])
+
+    monkeypatch.setitem(globals(), "Recipe", Evaluates)
+    whole = fit(make())
+    resumed, _ = interrupted(tmp_path, (Stage.VALID, 4), by=terminate, ckpt_interval_steps=0)
+    assert resumed.end == whole.end
+
+
+def test_a_signal_whose_save_fails_still_ends_the_run_with_its_code_and_says_so(tmp_path, monkeypatch, caplog):
+    brain = make(str(tmp_path), (Stage.TRAIN, 3), terminate)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(RunInterrupted) as ended:
+        fit(brain)
+    assert ended.value.code == 143 and "NOT saved" in caplog.text and "disk full" in caplog.text
+
+
+def test_the_records_know_every_update_that_a_checkpoint_knows(tmp_path):
+    with pytest.raises(Died):
+        fit(make(str(tmp_path), (Stage.TRAIN, 6), on_the_spot(tmp_path), ckpt_interval_steps=2))
+
+
+def on_the_spot(folder):
+    """What a kill would leave: looked at before anything is closed."""
+
+    def look():
+        steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [record["optimizer_step"] for record in steps if record["kind"] == "step"] == [1, 2, 3, 4]
+        raise Died
+
+    return look
+
+
+def test_resume_never_sets_the_records_aside_too(tmp_path):
+    fit(make(str(tmp_path)))
+    old = (tmp_path / "metrics.jsonl").read_text()
+    fit(make(str(tmp_path), resume="never"))
+    assert (tmp_path / "metrics.1.jsonl").read_text() == old
+    new = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in new if record["kind"] == "stage"] == [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("ends_at", [4, 9])
+def test_a_seeded_generator_of_the_data_set_goes_on_where_there_are_no_workers(tmp_path, ends_at):
+    class Own(Noisy):
+        def __init__(self):
+            super().__init__()
+            self.rng = np.random.default_rng(5)
+
+        def __getitem__(self, index):
+            return index, self.x[index] + float(self.rng.random()), self.x[index].sum()
+
+    def own():
+        return Own(), {"batch_size": BATCH, "shuffle": True}
+
+    whole = fit(make(), own)
+    resumed, _ = interrupted(tmp_path, (Stage.TRAIN, ends_at), own)
+    assert resumed.end == whole.end
+
+
+def test_a_schedule_that_is_over_is_said(tmp_path, caplog):
+    brain = make(str(tmp_path))
+    brain.hparams.lr_scheduler = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.0)
+    fit(brain)
+    again = make(str(tmp_path))
+    again.hparams.lr_scheduler = brain.hparams.lr_scheduler
+    fit(again)
+    assert "every learning rate is 0" in caplog.text and "--init_from" in caplog.text

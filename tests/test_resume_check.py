@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from amp_recipes.brain import Brain
 from amp_recipes.errors import ConfigError
 from amp_recipes.resume_check import remembered
 from amp_recipes.resume_check.causes import (
@@ -298,6 +299,7 @@ def test_data_that_differ_between_whole_runs_are_the_data_sets_fault():
     assert "PYTHONHASHSEED" in text(why_not_reproducible(difference("data"), []))
     told = text(why_not_reproducible(difference("data"), ["numpy.random.default_rng() without a seed at data.py:7"]))
     assert "data.py:7" in told and "PYTHONHASHSEED" not in told
+    assert "np.random.default_rng([seed, index])" in told and "give the generator a seed" not in told
     told = text(why_not_reproducible(difference("data", random={"torch": "x"}), []))
     assert "global generators" in told
 
@@ -337,6 +339,17 @@ def test_a_resume_with_other_state_was_not_restored_or_depends_on_what_was_not()
     )
     assert "make it persistent" in text(why_not_resumed(aside, True, {}, ""))
     assert "after the resume" in text(why_not_resumed(difference("random"), True, {}, ""))
+
+
+def test_what_a_data_set_remembers_has_advice_of_its_own():
+    per_sample, attribute = "np.random.default_rng([seed, index])", "an attribute of the Brain"
+    told = text(why_not_resumed(difference("data"), True, {"train_set.rng": ("generator 1", "generator 2")}, ""))
+    assert "train_set.rng: generator 1 | generator 2" in told and per_sample in told and attribute not in told
+    told = text(why_not_resumed(difference("loss"), True, {"train.py: calls": ("6", "0")}, ""))
+    assert attribute in told and per_sample not in told
+    both = {"train_set.reads": ("6", "0"), "train.py: calls": ("6", "0")}
+    told = text(why_metrics_differ({"train acc": (0.5, 0.25)}, both))
+    assert attribute in told and per_sample in told
 
 
 def test_metrics_name_the_counter():
@@ -424,6 +437,22 @@ def test_a_generators_draw_shows():
     }
 
 
+class Found(Brain):
+    steps_seen = 8
+
+
+def test_a_brain_among_the_globals_is_not_walked_into(monkeypatch):
+    brain = Found({"model": nn.Linear(1, 1)}, torch.optim.SGD)
+    monkeypatch.setattr(sys.modules[__name__], "BRAIN", brain, raising=False)
+    monkeypatch.setattr(sys.modules[__name__], "STEP", brain.fit_batch, raising=False)
+    monkeypatch.setattr(sys.modules[__name__], "KIND", Found, raising=False)
+    found = remembered_values(Recipe(), Path(__file__).parent)
+    assert not [name for name in found if "BRAIN" in name or "STEP" in name]
+    assert found["test_resume_check.py: CALLS"] == "3" and "8" in [
+        found[name] for name in found if "steps_seen" in name
+    ]
+
+
 def test_other_peoples_modules_are_left_alone():
     walk = remembered._Walk(Path(np.__file__).parents[1])
     assert not walk.is_in_folder(np) and not walk.is_in_folder(sys)  # site-packages; no file
@@ -441,6 +470,20 @@ def test_places_that_seed_from_entropy_are_noted(tmp_path):
     assert np.random.default_rng is original
     lines = notes.read_text().splitlines()
     assert len(lines) == 2 and all(f"{__file__}:" in line and "default_rng() without a seed" in line for line in lines)
+
+
+def test_what_libraries_seed_from_entropy_is_not_noted(tmp_path):
+    """Neither a package, nor the standard library, nor code without a file; but the recipe's, imported or not."""
+    code = "import numpy as np\nrng = np.random.default_rng()\n"
+    places = {name: tmp_path / name / "module.py" for name in ("recipe", "lib/site-packages/scipy", "dist-packages/x")}
+    names = [*map(str, places.values()), str(Path(os.__file__).parent / "x.py"), "<string>", "<frozen importlib._boot>"]
+    names.append(str(REPOSITORY / "amp_recipes" / "x.py"))
+    notes = tmp_path / "notes"
+    with noting_unseeded(notes):
+        for name in names:
+            exec(compile(code, name, "exec"), {})
+    recipes = places["recipe"]
+    assert notes.read_text() == f"numpy.random.default_rng() without a seed at {recipes}:2\n"
 
 
 def test_digest_of_a_tree_depends_on_paths():
@@ -533,6 +576,48 @@ def test_a_recipe_with_dropout_shuffling_and_augmentation_is_proved_equal(tmp_pa
     assert {name for name, found in resumed.windows[0].sections.items() if found} == {
         "data", "random", "modules", "optimizers",
     }  # fmt: skip
+
+
+GAN = """
+        def init_optimizers(self):
+            self.optimizers_dict = {{
+                name: torch.optim.Adam(self.modules[name].parameters()) for name in ("model", "critic")
+            }}
+
+        def fit_batch(self, batch):
+            loss = (self.modules.model(batch) - batch).square().mean()
+            self.backward(loss)
+            self.optimizers_step("model")
+            loss = (self.modules.critic(batch) - batch).square().mean()
+            self.backward(loss)
+            self.optimizers_step("critic")
+            return loss
+
+        def compute_forward(self, batch, stage):
+"""
+
+
+@pytest.mark.slow
+def test_two_optimizers_that_step_in_turn_are_counted_as_one_update(tmp_path):
+    """With the command's defaults: 12 updates of 2 optimizer steps each."""
+    recipe = write_recipe(tmp_path)
+    script = Path(recipe[0])
+    text = script.read_text().replace("        def compute_forward(self, batch, stage):\n", GAN.format()[1:], 1)
+    text = text.replace(
+        '{"model": make_model()}, torch.optim.Adam', '{"model": make_model(), "critic": make_model()}, None'
+    )
+    script.write_text(text)
+    status, output = run(*recipe, "--keep", tmp_path / "kept")
+    assert status == 0, output
+    assert (
+        "EQUAL bit for bit: the run that was killed after update 8 went on from update 7." in output
+    )  # an epoch's end
+    assert "12 updates of 12 batches, 5 after the resume" in output
+    whole, killed, resumed = (
+        read_trace(tmp_path / "kept" / f"{name}.jsonl") for name in ("whole", "killed", "resumed")
+    )
+    assert [len(it.windows) for it in (whole, killed, resumed)] == [12, 8, 5]
+    assert {name.partition(".")[0] for name in whole.end.sections["optimizers"]} == {"model", "critic"}
 
 
 @pytest.mark.slow

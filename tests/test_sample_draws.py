@@ -1,5 +1,6 @@
 """What a data set draws is a function of (seed, epoch, index): not of workers, batches, or what came before."""
 
+import gc
 import random
 
 import numpy as np
@@ -16,6 +17,13 @@ from amp_recipes.data.sample_draws import (
     held_generators,
 )
 from amp_recipes.randomness import generator_state, set_generator_state
+
+
+@pytest.fixture(autouse=True)
+def left_loaders_go():
+    """What a test leaves in cycles, its workers with it, must not slow the next one down."""
+    yield
+    gc.collect()
 
 
 class Draws(Dataset):

@@ -194,6 +194,26 @@ def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["CKPT+000001"]
 
 
+@pytest.mark.parametrize(
+    ("values", "free", "told"),
+    [
+        (28_000, 96_000, r"needs 11\d kB, free 96 kB"),
+        (28_000, 0, r"needs 11\d kB, free 0 bytes"),
+        (28_000, 999, r"needs 11\d kB, free 999 bytes"),
+        (28_000, 9_940, r"needs 11\d kB, free 9\.9 kB"),
+        (28_000, 9_960, r"needs 11\d kB, free 10 kB"),
+        (300_000, 999_700, r"needs 1\.2 MB, free 1\.0 MB"),
+        (300_000_000, 999_960_000, r"needs 1\.2 GB, free 1\.0 GB"),
+        (300_000_000, 123_000_000, r"needs 1\.2 GB, free 123\.0 MB"),
+    ],
+)
+def test_room_is_told_in_units_that_fit(tmp_path, monkeypatch, values, free, told):
+    checkpointer = Checkpointer(tmp_path, {"a": Holder(torch.empty(values))})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(CheckpointError, match=rf"disk full \({told}\)"):
+        checkpointer.save_checkpoint()
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_disk_that_fills_meanwhile_is_told_in_the_same_words(tmp_path, monkeypatch, code):
     checkpointer = run_of(tmp_path, 1)
@@ -206,7 +226,9 @@ def test_a_disk_that_fills_meanwhile_is_told_in_the_same_words(tmp_path, monkeyp
         return write(descriptor, content)
 
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(CheckpointError, match=r"disk full \(needs 0\.0 MB, free .* MB\)\. CKPT\+000001 is intact"):
+    with pytest.raises(
+        CheckpointError, match=r"disk full \(needs 7\d\d bytes, free [\d.]+ [MG]B\)\. CKPT\+000001 is intact"
+    ):
         checkpointer.save_checkpoint()
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["CKPT+000001"]
@@ -312,6 +334,7 @@ def test_if_all_are_damaged_it_refuses_and_lists_each(tmp_path):
         assert "CKPT+000001: a.safetensors (1 bytes) has sha256" in str(error.value)
         assert "CKPT+000002: meta.json cannot be read" in str(error.value)
         assert "CKPT+000003: MANIFEST.sha256" in str(error.value)
+        assert "`--resume never` sets them aside and starts afresh" in str(error.value)
     assert live.recoverables["b"].state == {"value": 7}
 
 

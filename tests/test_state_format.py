@@ -3,8 +3,9 @@
 import hashlib
 import json
 import pickle
+import re
 import warnings
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import Enum, IntEnum
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from amp_recipes.checkpoint.state_format import file_sha256, pack_state, read_state, write_state
+from amp_recipes.checkpoint.state_format import file_sha256, pack_state, plain_problem, read_state, write_state
 from amp_recipes.errors import CheckpointError
 
 
@@ -74,6 +75,7 @@ TREES = st.recursive(
         st.dictionaries(KEYS, inner, max_size=4),
         st.dictionaries(st.sampled_from(["a", "$tensor", "$dict", "__metadata__", "a/b"]), inner, max_size=4),
         st.dictionaries(KEYS, inner, max_size=4).map(OrderedDict),
+        st.dictionaries(KEYS, inner, max_size=4).map(lambda entries: defaultdict(list, entries)),
         st.sets(st.integers() | st.text(), max_size=4),
     ),
     max_leaves=12,
@@ -138,11 +140,27 @@ def test_what_comes_back_as_a_simpler_kind(tmp_path):
     class Version(str):
         pass
 
-    state = [defaultdict(list, a=[1]), nn.Parameter(torch.ones(2)), Version("2.1"), np.str_("x")]
+    state = [defaultdict(lambda: 0, a=[1]), nn.Parameter(torch.ones(2)), Version("2.1"), np.str_("x")]
     dict_, tensor, version, text = there_and_back(tmp_path, state)
     assert (dict_, type(dict_)) == ({"a": [1]}, dict)
     assert (type(tensor), tensor.requires_grad) == (torch.Tensor, False)
     assert [(it, type(it)) for it in (version, text)] == [("2.1", str), ("x", str)]
+
+
+@pytest.mark.parametrize("factory", [int, float, list, set, dict, None], ids=str)
+def test_a_defaultdict_goes_on_making_what_it_made(tmp_path, factory):
+    back = there_and_back(tmp_path, {"x": defaultdict(factory, {"a": 1, 2: [torch.ones(1)], "$dict": 3})})["x"]
+    assert (type(back), back.default_factory) == (defaultdict, factory)
+    assert (back["a"], back["$dict"], torch.equal(back[2][0], torch.ones(1))) == (1, 3, True)
+    if factory is not None:
+        assert back["new"] == factory()
+
+
+def test_numpy_numbers_as_keys_come_back_as_the_python_numbers_that_find_the_same(tmp_path):
+    keys = [np.int64(3), np.uint8(7), np.float32(0.1), np.float64(0.5), np.bool_(False)]
+    back = there_and_back(tmp_path, {key: index for index, key in enumerate(keys)})
+    assert [type(key) for key in back] == [int, int, float, float, bool]
+    assert [back[key] for key in keys] == list(range(5))
 
 
 def test_layouts_come_back_and_views_do_not_bring_what_they_are_a_view_of(tmp_path):
@@ -262,6 +280,7 @@ def of_a_kind_in_beta():
 
 
 CSR, QUANTIZED = of_a_kind_in_beta()
+Point = namedtuple("Point", ["x", "y"])
 LOOP = []
 LOOP.append(LOOP)
 
@@ -279,7 +298,10 @@ LOOP.append(LOOP)
         (slice(3), "slice"),
         (type("Point", (tuple,), {})((1, 2)), "Point"),
         (type("State", (dict,), {})(), "State"),
-        ({Colour.RED: 1, frozenset(): 2}, "frozenset as a key"),
+        ({frozenset(): 2}, "frozenset as a key"),
+        ({Colour.RED: 1}, "Colour as a key"),
+        ({np.datetime64("2020-01-01"): 1}, "datetime64 as a key"),
+        (Point(1, 2), "Point"),
         (np.array(["x"], dtype=object), "ndarray of object"),
         (np.datetime64("2020-01-01"), "datetime64"),
         (np.ma.masked_array([1]), "MaskedArray"),
@@ -296,6 +318,73 @@ LOOP.append(LOOP)
 def test_what_a_file_cannot_hold_is_named_with_its_place_and_kind(value, what):
     with pytest.raises(CheckpointError, match=rf"of recoverable sched: state_dict\(\)\['a'\]\[1\].* is .*{what}"):
         pack_state({"a": [1, value]}, "sched")
+    assert re.search(rf"{what}.* at \['a'\]\[1\]", plain_problem({"a": [1, value]}))
+    assert re.search(what, plain_problem(value))
+
+
+def nested():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = [torch.ones(2), torch.ones(3)]
+        return [torch.nested.nested_tensor(parts, layout=it) for it in (torch.strided, torch.jagged)]
+
+
+class Hostile:
+    """Fails at being looked at."""
+
+    @property
+    def __class__(self):
+        raise ValueError("do not ask")
+
+
+class Sparse(dict):
+    """A kind of dict."""
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (defaultdict(lambda: 0), r"a defaultdict whose factory is the function .*<lambda>"),
+        ([1, {"a": defaultdict(Counter)}], r"a defaultdict whose factory is the class Counter at \[1\]\['a'\]"),
+        (Sparse(), "Sparse"),
+        (Hostile(), "do not ask"),
+        *[(it, ".") for it in nested()],
+    ],
+    ids=lambda it: "",
+)
+def test_why_a_value_would_not_come_back_as_it_is_is_told_and_never_raised(value, what):
+    assert re.search(what, plain_problem(value))
+
+
+def test_what_holds_itself_by_way_of_a_dict_is_told(tmp_path):
+    loop = {}
+    loop["x"] = (1, [loop])
+    assert "holds itself" in plain_problem(loop)
+
+
+@settings(max_examples=50, deadline=None)
+@given(TREES)
+def test_nothing_is_the_matter_with_plain_values(state):
+    assert plain_problem(state) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2).cfloat().conj(),
+        torch.ones(2, requires_grad=True) * 2,
+        nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
+        frozenset([1]),
+        deque([torch.ones(1)], maxlen=2),
+        Counter("ab"),
+        defaultdict(dict, {np.int64(3): {"x": 1}}),
+        np.float32(3),
+        np.zeros(3),
+    ],
+    ids=lambda it: type(it).__name__,
+)
+def test_nothing_is_the_matter_with_what_comes_back(value):
+    assert plain_problem({"x": [value]}) is None
 
 
 def test_a_deep_tree_comes_back_up_to_the_limit(tmp_path):

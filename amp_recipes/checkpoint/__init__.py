@@ -6,6 +6,7 @@ from amp_recipes.checkpoint.epoch_counter import EpochCounter
 from amp_recipes.checkpoint.folder import Checkpoint
 from amp_recipes.checkpoint.keeper import CheckpointKeeper
 from amp_recipes.checkpoint.names import clean_name, clean_names
+from amp_recipes.checkpoint.state_format import plain_problem
 
 __all__ = [
     "Checkpoint",
@@ -17,4 +18,5 @@ __all__ = [
     "clean_names",
     "load_weights",
     "model_weights",
+    "plain_problem",
 ]

@@ -41,14 +41,19 @@ class Background:
 
     def wait(self) -> None:
         """Return when nothing is under way; raises the error of the last job, once. Inside the job: returns at once."""
+        error = self.take_error()
+        if error is not None:
+            raise error
+
+    def take_error(self) -> BaseException | None:
+        """As `wait`, but the error is returned, for whoever goes on in spite of it."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
-            return
+            return None
         thread.join()
         self._thread = None
         error, self._error = self._error, None
-        if error is not None:
-            raise error
+        return error
 
     def _run(self, job: Callable[[], object]) -> None:
         try:

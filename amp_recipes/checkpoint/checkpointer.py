@@ -6,6 +6,7 @@ How one gets to the disk whole is in folder.py, what its files hold in state_for
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -32,12 +33,15 @@ from amp_recipes.checkpoint.folder import (
     read_contents,
     remove_leftovers,
     verify,
+    verify_all,
     write_folder,
 )
 from amp_recipes.checkpoint.loading import load_all, mismatches, pack_recoverable, refuse_nonfinite, trainable_names
 from amp_recipes.checkpoint.snapshot import Snapshot
 from amp_recipes.checkpoint.state_format import PackedState, read_state
 from amp_recipes.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
 """Version of the folder's layout and of the states in it; raised when a reader of the previous one would misread it.
@@ -56,8 +60,8 @@ class Checkpointer:
     checkpoints_dir: the folder; made where it is missing.
     recoverables: name -> anything with `state_dict` and `load_state_dict`. Their states may hold tensors, NumPy
         arrays and plain Python values: files are read back without running any code from them.
-    Every method that reads or writes checkpoints first waits for one that is being written in the background, and
-    raises its error if it failed.
+    Every method that reads or writes checkpoints first waits for one that is being written in the background. If that
+    one failed, a save logs its error and goes on; every other method raises it.
     Raises ConfigError for a recoverable that is none, CheckpointError if the folder cannot be written. (A
     folder that already holds checkpoints may be a read-only one to evaluate; there `check_writable` or the
     first save says so.)
@@ -127,7 +131,7 @@ class Checkpointer:
         Raises CheckpointError if it could not be written, or if a parameter that training changes is NaN or
         infinite; the checkpoints before it are then as they were.
         """
-        self.wait()
+        self._go_on_after_failure()
         return self._commit(*self._collect(meta))
 
     def start_saving(
@@ -137,13 +141,13 @@ class Checkpointer:
 
         meta: as for `save_checkpoint`. then: called in the background with the finished checkpoint, to delete older
             ones for instance.
-        Errors of writing, and of `then`, are logged when they happen and raised by the next call that waits. Where
-        the host has not clearly enough free memory for the copy, this writes before it returns. Python's exit waits
-        for what is under way.
+        Errors of writing, and of `then`, are logged when they happen and raised by the next call that waits. But a
+        save goes on: it writes before it returns, and raises only if that fails too. It also writes before it returns
+        where the host has not clearly enough free memory for the copy. Python's exit waits for what is under way.
         """
-        self.wait()
+        failed = self._go_on_after_failure()
         states, trainable, meta_text = self._collect(meta)
-        taken = self._snapshot.take(states)
+        taken = None if failed else self._snapshot.take(states)
         if taken is None:
             self._finish(states, trainable, meta_text, then)
         else:
@@ -153,6 +157,16 @@ class Checkpointer:
     def wait(self) -> None:
         """Return when nothing is being written in the background; raises the error of what was, once."""
         self._background.wait()
+
+    def _go_on_after_failure(self) -> bool:
+        """Wait; whether the save before failed, for a reason that may have passed."""
+        error = self._background.take_error()
+        if error is None:
+            return False
+        if not isinstance(error, Exception):
+            raise error
+        logger.warning("the save before this one failed; the present state is written now (it was: %s)", error)
+        return True
 
     def _finish(
         self,
@@ -229,23 +243,31 @@ class Checkpointer:
         min_keys: Iterable[str] | None = None,
         max_keys: Iterable[str] | None = None,
         num_to_keep: int = 1,
+        newest: int = 1,
     ) -> None:
         """Delete all but `saved` and, for each key, the `num_to_keep` best.
 
         saved: a finished checkpoint; what `start_saving` gives to `then`.
         min_keys, max_keys: keys of meta of which lower (higher) is better. With neither: the `num_to_keep` newest
-        stay. Raises ConfigError, and deletes nothing, for a key that no checkpoint has.
+        stay. newest: how many stay for being new, `saved` being the first of them. Before one that was good is deleted
+        for a better, the better one's files are compared with their sha256: if it is damaged, that is warned about,
+        and the next best stays too. Raises ConfigError, and deletes nothing, for a key that no checkpoint has.
         """
         _check_num_to_keep(num_to_keep)
+        if newest < 1:
+            raise ConfigError(f"newest is {newest}; expected 1 or more.")
         signs = [(key, -1) for key in _as_list(min_keys)] + [(key, +1) for key in _as_list(max_keys)]
         checkpoints = self.list_checkpoints()
         for key, _ in signs:
             if not any(key in checkpoint.meta for checkpoint in [saved, *checkpoints]):
                 raise ConfigError(f"No checkpoint has {key!r}; {_known_keys(checkpoints, key)}")
         rankings = [_best_first(checkpoints, key, sign) for key, sign in signs]
-        keep = {saved.number}
-        for ranking in rankings or [checkpoints]:
-            keep.update(checkpoint.number for checkpoint in ranking[:num_to_keep])
+        others = [checkpoint.number for checkpoint in checkpoints if checkpoint.number != saved.number]
+        keep = {saved.number, *others[: newest - 1]}
+        if not rankings:
+            keep.update(checkpoint.number for checkpoint in checkpoints[:num_to_keep])
+        for ranking in rankings:
+            keep.update(_best_and_spare(ranking, num_to_keep, keep, saved.number))
         for checkpoint in checkpoints:
             if checkpoint.number not in keep:
                 self.delete_checkpoint(checkpoint)
@@ -345,7 +367,7 @@ class Checkpointer:
             text += f" None has a number (NaN is none) as {key!r}; {_known_keys(lacking, key)}"
         if damaged:
             listed = "".join(f"\n  {path.name}: {what}" for path, what in damaged.items())
-            text += f" Damaged, move them away to start afresh:{listed}"
+            text += f" Damaged; `--resume never` sets them aside and starts afresh:{listed}"
         raise CheckpointError(text)
 
     def read(self, checkpoint: Checkpoint, names: Iterable[str] | None = None) -> dict[str, Any]:
@@ -425,6 +447,28 @@ def _best_first(checkpoints: list[Checkpoint], key: str, sign: int) -> list[Chec
     """Those with a number as `key`; best first, of equals the newest (the order they come in)."""
     usable = [checkpoint for checkpoint in checkpoints if _is_number(checkpoint.meta.get(key))]
     return sorted(usable, key=lambda checkpoint: -sign * checkpoint.meta[key])
+
+
+def _best_and_spare(ranking: list[Checkpoint], count: int, kept: set[int], saved: int) -> list[int]:
+    """The numbers of the `count` best that are as they were written, and of damaged ones among them.
+
+    kept: those that stay anyway; saved: the one that was just written, whose files need no look. A damaged one stays:
+    it may be the reading that failed.
+    """
+    if all(checkpoint.number in kept for checkpoint in ranking[count:]):
+        return [checkpoint.number for checkpoint in ranking]  # none would go
+    chosen, intact = [], 0
+    for checkpoint in ranking:
+        if intact == count:
+            break
+        chosen.append(checkpoint.number)
+        try:
+            if checkpoint.number != saved:
+                verify_all(checkpoint.path)
+            intact += 1
+        except Damaged as error:
+            warnings.warn(f"Checkpoint {checkpoint.path} is damaged, the next best stays too: {error}.", stacklevel=4)
+    return chosen
 
 
 def _known_keys(checkpoints: list[Checkpoint], key: str | None) -> str:

@@ -112,7 +112,16 @@ def write_folder(target: Path, states: Mapping[str, PackedState], meta_text: str
 
 
 def _disk_full(needed: int, free: int) -> DiskFull:
-    return DiskFull(errno.ENOSPC, f"disk full (needs {needed / 1e6:.1f} MB, free {free / 1e6:.1f} MB)")
+    return DiskFull(errno.ENOSPC, f"disk full (needs {_size(needed)}, free {_size(free)})")
+
+
+def _size(count: int) -> str:
+    """Bytes as people read them: 512 bytes, 4.2 kB, 112 kB, 12.0 MB."""
+    if count < 1000:
+        return f"{count} bytes"
+    if count < 999_500:
+        return f"{count / 1e3:.{0 if count >= 9950 else 1}f} kB"
+    return f"{count / 1e6:.1f} MB" if count < 999_950_000 else f"{count / 1e9:.1f} GB"
 
 
 def _withdraw(temporary: Path, target: Path | None) -> None:
@@ -203,6 +212,11 @@ def read_manifest(path: Path) -> dict[str, str]:
     if not all(matches):
         raise Damaged(f"{MANIFEST_FILE}: line {matches.index(None) + 1} is not '<sha256>  <file>'")
     return {match[2]: match[1] for match in matches}
+
+
+def verify_all(path: Path) -> None:
+    """Compare all files of a checkpoint with the sha256 in its manifest. Raises Damaged."""
+    verify(path, [f"{name}{STATE_SUFFIX}" for name in read_contents(path).names])
 
 
 def verify(path: Path, files: Iterable[str]) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from amp_recipes.checkpoint.checkpointer import Checkpointer
-from amp_recipes.checkpoint.folder import Checkpoint
+from amp_recipes.checkpoint.folder import Checkpoint, numbered_folders
 from amp_recipes.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+_NEWEST = 2  # so many stay beside the best: one to fall back to if the newest is damaged
 _INSIDE_EPOCH = "inside_epoch"  # marks, in meta, what only stands in until the epoch's end
 BEST_BY = "best_by"  # in meta: the metric that decides which checkpoint of the run is the best, and its mode
 
@@ -26,7 +28,10 @@ class CheckpointKeeper:
     A recipe that brings a checkpointer saves at the end of epochs itself, as it did with the original Brain; what the
     framework adds (optimizers, scaler, counters) goes into those checkpoints too. Its own saves after every epoch.
     writes: whether this process is the one that writes; background: whether training goes on while it does.
+    set_aside_number: N, once `resume("never")` has renamed the folder of the old checkpoints to `save.N`.
     """
+
+    set_aside_number: int | None = None
 
     def __init__(
         self, checkpointer: Checkpointer | None, folder: Path | None, writes: bool, background: bool = True
@@ -35,9 +40,9 @@ class CheckpointKeeper:
         self.checkpointer = Checkpointer(folder) if self.owned else checkpointer
         self._writes = writes
         self._background = background
-        self._resumed = False
+        self._resumed = self._may_resume_again = False
         self._registered: set[str] = set()
-        self._inside: Checkpoint | None = None  # the newest that was saved inside an epoch
+        self._save_again: Callable[[], object] | None = None  # what saved last, if that was at an epoch's end
         self._best_key: str | None = None
         self._note_save()
 
@@ -45,6 +50,11 @@ class CheckpointKeeper:
     def saves(self) -> bool:
         """Whether this process can save."""
         return self.checkpointer is not None and self._writes
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the next `resume` looks for a checkpoint."""
+        return self.checkpointer is not None and not self._resumed
 
     @property
     def recoverables(self) -> list[Any]:
@@ -66,16 +76,20 @@ class CheckpointKeeper:
             self._registered.add(name)
 
     def save_epoch(self, meta: Mapping[str, Any], metric: str, mode: str) -> None:
-        """An epoch is over: keep the best by `metric` and the newest. Only for a checkpointer of its own."""
+        """An epoch is over: keep the best by `metric` and the two newest. Only for a checkpointer of its own."""
         if not (self.owned and self._writes):
             return
         best = {"max_keys": [metric]} if mode == "max" else {"min_keys": [metric]}
         meta = {**meta, BEST_BY: {"metric": metric, "mode": mode}}
+        self._best_key = metric
+        self._save(meta, partial(self.checkpointer.prune, **best, newest=_NEWEST), at_end=True)
+
+    def _save(self, meta: Mapping[str, Any], then: Callable[[Checkpoint], object], at_end: bool) -> None:
+        self._save_again = (lambda: then(self.checkpointer.save_checkpoint(meta))) if at_end else None
         if self._background:
-            self.checkpointer.start_saving(meta, then=lambda saved: self.checkpointer.prune(saved, **best))
+            self.checkpointer.start_saving(meta, then)
         else:
-            self.checkpointer.save_and_keep_only(meta=meta, **best)
-        self._inside, self._best_key = None, metric
+            then(self.checkpointer.save_checkpoint(meta))
         self._note_save()
 
     def due(self, interval_steps: int, interval_minutes: float) -> bool:
@@ -87,47 +101,55 @@ class CheckpointKeeper:
         return 0 < interval_steps <= self._updates or 0 < interval_minutes <= minutes
 
     def save_inside_epoch(self, meta: Mapping[str, Any]) -> None:
-        """Save, beside whatever is kept; it takes the place of the last one that was saved inside an epoch."""
-        meta = {**meta, _INSIDE_EPOCH: True}
-        if self._background:
-            self.checkpointer.start_saving(meta, then=self._replace_inside)
-        else:
-            self._replace_inside(self.checkpointer.save_checkpoint(meta=meta))
-        self._note_save()
+        """Save, beside whatever is kept; of those saved inside an epoch only what is among the two newest stays."""
+        self._save({**meta, _INSIDE_EPOCH: True}, self._delete_old_inside, at_end=False)
 
-    def _replace_inside(self, saved: Checkpoint) -> None:
-        earlier, self._inside = self._inside, saved
-        if earlier is not None and earlier.path.exists():
-            self.checkpointer.delete_checkpoint(earlier)
+    def _delete_old_inside(self, saved: Checkpoint) -> None:
+        for checkpoint in self.checkpointer.list_checkpoints()[_NEWEST:]:
+            if checkpoint.meta.get(_INSIDE_EPOCH):
+                self.checkpointer.delete_checkpoint(checkpoint)
 
     def wait(self) -> None:
         """Return when everything is on the disk; raises CheckpointError if it could not be written."""
         if self.checkpointer is not None:
             self.checkpointer.wait()
 
+    def finish(self) -> None:
+        """As `wait`, where training is over: the last epoch's checkpoint is tried once more if it failed.
+
+        Not to be called where anything has moved on since that epoch's end: what is saved is the present state.
+        """
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if self._save_again is None:
+                raise
+            logger.warning("the last save failed and is tried once more (it was: %s)", error)
+            self._save_again()
+
     def _note_save(self) -> None:
         self._last_save, self._updates = time.monotonic(), 0
 
     def resume(self, mode: str = "auto") -> Checkpoint | None:
-        """Load the newest checkpoint, at the first call; None where there is none.
+        """Load the newest checkpoint, at the first call or after `resume_again`; None where there is none.
 
-        mode: `must` raises CheckpointError where there is none; `never` sets those that there are aside.
+        mode: `must` raises CheckpointError where there is none; `never` sets those that there are aside. After
+        `resume_again` both are `auto`: what there is then is the run's own.
         """
         if self.checkpointer is None or self._resumed:
             if self.checkpointer is None and mode == "must":
                 raise CheckpointError("resume is 'must', but the run has no output_folder to go on from.")
             return None
         self._resumed = True
+        if self._may_resume_again:
+            mode = "auto"
         if mode == "never":
             self._set_aside()
             return None
         found = self.checkpointer.recover_if_possible()
         if found is not None:
-            self._inside = found if found.meta.get(_INSIDE_EPOCH) else None
             # A warning, so that it is seen: whoever changed a setting may not expect the old run to go on.
-            logger.warning(
-                "going on from %s (epoch %s); another output_folder starts afresh", found.path, found.meta.get("epoch")
-            )
+            logger.warning("going on from %s (%s); another output_folder starts afresh", found.path, _where(found.meta))
         elif mode == "must":
             raise CheckpointError(
                 f"resume is 'must', but there is no checkpoint in {str(self.checkpointer.checkpoints_dir)!r}. Give the "
@@ -135,15 +157,20 @@ class CheckpointKeeper:
             )
         return found
 
+    def resume_again(self) -> None:
+        """Have the next `resume` load the newest checkpoint again: for a fit after one that failed."""
+        self._resumed, self._may_resume_again = False, True
+
     def _set_aside(self) -> None:
         """Rename the folder of the old checkpoints: a run that starts afresh neither takes nor deletes them."""
         folder = self.checkpointer.checkpoints_dir
-        if not self._writes or not self.checkpointer.list_checkpoints():
+        self.wait()
+        if not self._writes or not numbered_folders(folder):  # damaged ones and other formats count too
             return
-        aside = next(
-            path for number in range(1, 10**6) if not (path := folder.with_name(f"{folder.name}.{number}")).exists()
-        )
+        number = next(it for it in range(1, 10**6) if not folder.with_name(f"{folder.name}.{it}").exists())
+        aside = folder.with_name(f"{folder.name}.{number}")
         folder.rename(aside)
+        self.set_aside_number = number
         self.checkpointer.check_writable()
         logger.warning("resume is 'never': the checkpoints that were in %s are in %s now", folder, aside)
 
@@ -155,8 +182,9 @@ class CheckpointKeeper:
         newest: Sequence[str] = (),
         weights_only: bool = False,
     ) -> Checkpoint | None:
-        """Load the best checkpoint by a key, or the newest without one, if there is any.
+        """Load the best checkpoint by a key, or the newest without one; None if there is none.
 
+        Those that were saved inside an epoch have no key; where there are no others, that is as if there were none.
         names: what an evaluation needs of a checkpoint of its own; counters and optimizers stay where training left
         them. newest: what comes from the newest one whatever the key. A recipe's checkpointer restores all that the
         recipe gave it, as with the original Brain; weights_only: of that too only modules (and the EMA).
@@ -164,12 +192,14 @@ class CheckpointKeeper:
         if self.checkpointer is None:
             return None
         self.wait()
+        key = max_key or min_key
+        if key and self._only_inside(key):
+            return None
         if weights_only and not self.owned:
             known = self.checkpointer.recoverables
             names = [name for name, it in known.items() if isinstance(it, nn.Module) or name == "ema"]
         elif not self.owned:
             return self.checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
-        key = max_key or min_key
         if key and self._best_key not in (None, key):
             logger.warning(
                 "the best of '%s' is asked for, but training kept the best of '%s' and the newest: set "
@@ -181,7 +211,22 @@ class CheckpointKeeper:
             self._only(newest).recover_if_possible()
         return self._only(names).recover_if_possible(max_key=max_key, min_key=min_key)
 
+    def _only_inside(self, key: str) -> bool:
+        """Whether there are checkpoints, and none but those made inside an epoch, which lack `key`."""
+        found = self.checkpointer.list_checkpoints()
+        if not found or len(found) < len(numbered_folders(self.checkpointer.checkpoints_dir)):  # some are damaged
+            return False
+        return all(it.meta.get(_INSIDE_EPOCH) and key not in it.meta for it in found)
+
     def _only(self, names: Sequence[str]) -> Checkpointer:
         """A checkpointer of the same folder for some of the recoverables."""
         known = self.checkpointer.recoverables
         return Checkpointer(self.checkpointer.checkpoints_dir, {name: known[name] for name in names if name in known})
+
+
+def _where(meta: Mapping[str, Any]) -> str:
+    """The moment at which a checkpoint was saved."""
+    epoch = f"epoch {meta.get('epoch')}"
+    if meta.get("stage") == "valid":
+        return f"in the validation of {epoch}"
+    return f"{epoch}, batch {meta['step']}" if meta.get("step") else epoch

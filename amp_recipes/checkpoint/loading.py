@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from amp_recipes.checkpoint.names import clean_names, clean_state, live_state
 from amp_recipes.checkpoint.state_format import PackedState, pack_state
@@ -80,7 +81,7 @@ def _extremes(tensor: Tensor) -> Tensor:
 
 def mismatches(name: str, obj: Any, state: Any) -> list[str]:
     """What in `state`, as its file has it, does not fit `obj`, where one can tell without loading it."""
-    if not isinstance(obj, nn.Module | torch.optim.Optimizer):
+    if not isinstance(obj, nn.Module | Optimizer):
         return []
     if not isinstance(state, Mapping):
         return [f"{name}: a {type(state).__name__} in the checkpoint, expected a state dict"]
@@ -116,6 +117,7 @@ def load_all(recoverables: Mapping[str, Any], states: Mapping[str, Any], source:
     states: as their files have them; source: the checkpoint, for errors. Raises CheckpointError if an object does not
     take its state; those before it then have their former one again, as far as they take that.
     """
+    same_precision = not any(_in_other_precision(recoverables[name], state) for name, state in states.items())
     before: dict[str, Any] = {}
     for name, state in states.items():
         obj = recoverables[name]
@@ -124,6 +126,8 @@ def load_all(recoverables: Mapping[str, Any], states: Mapping[str, Any], source:
             live = obj.state_dict()
             before[name] = _copied(live)
             obj.load_state_dict(live_state(obj, live, state) if isinstance(obj, nn.Module) else state)
+            if same_precision:
+                _undo_casts(obj, state)
         except Exception as error:
             lost = [it for it, old in before.items() if not _put_back(recoverables[it], old)]
             end = f"{', '.join(lost)} could not be put back: do not train on." if lost else "All is as it was before."
@@ -135,9 +139,48 @@ def load_all(recoverables: Mapping[str, Any], states: Mapping[str, Any], source:
 def _put_back(obj: Any, state: Any) -> bool:
     try:
         obj.load_state_dict(state)
+        _undo_casts(obj, state)
     except Exception:
         return False
     return True
+
+
+def _in_other_precision(obj: Any, state: Any) -> bool:
+    """Whether a module's parameters have other dtypes than they had when they were saved."""
+    if not isinstance(obj, nn.Module):
+        return False
+    live = clean_state(obj, obj.state_dict())
+    pairs = [(live[key], state[key]) for key in live.keys() & state.keys()]
+    return any(
+        isinstance(here, Tensor) and isinstance(there, Tensor) and not is_lazy(here) and here.dtype != there.dtype
+        for here, there in pairs
+    )
+
+
+def _undo_casts(obj: Any, state: Any) -> None:
+    """Give an optimizer the dtypes of its saved state.
+
+    torch casts it to the parameter's, which rounds what is kept more exactly than that (moments and master weights in
+    float32 of bfloat16 parameters). An optimizer that loads its state in its own way knows what it does.
+    """
+    if not isinstance(obj, Optimizer) or type(obj).load_state_dict is not Optimizer.load_state_dict:
+        return
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in obj.param_groups for parameter in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=True):
+        if parameter in obj.state and index in state["state"]:
+            obj.state[parameter] = _not_cast(obj.state[parameter], state["state"][index])
+
+
+def _not_cast(live: Any, saved: Any) -> Any:
+    """`live`, but where a tensor has another dtype than in `saved`, the saved one on the live one's device."""
+    if isinstance(live, Tensor) and isinstance(saved, Tensor):
+        return live if live.dtype == saved.dtype else saved.to(live.device, copy=True)
+    if isinstance(live, dict) and isinstance(saved, dict):
+        live.update({key: _not_cast(live[key], saved[key]) for key in live.keys() & saved.keys()})
+    elif type(live) in (list, tuple) and type(live) is type(saved):
+        return type(live)(map(_not_cast, live, saved))
+    return live
 
 
 def _copied(state: Any) -> Any:

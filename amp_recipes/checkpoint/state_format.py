@@ -8,7 +8,8 @@ object whose first key starts with `$`:
         as bytes, because safetensors has no such dtype
     {"$array": tensor}, {"$scalar": value, "dtype": name}           NumPy's
     {"$tuple": [..]}, {"$set": [..]}, {"$frozenset": [..]}, {"$deque": [..], "maxlen": n}, {"$Size": [..]}
-    {"$dict": [[key, value], ..]}, {"$Counter": ..}, {"$OrderedDict": .., "_metadata": value}
+    {"$dict": [[key, value], ..]}, {"$Counter": ..}, {"$OrderedDict": .., "_metadata": value},
+    {"$defaultdict": .., "factory": name}
     {"$int": hexadecimal}, {"$float": "nan"}, {"$complex": [re, im]}, {"$bytes": base64}, {"$dtype": name},
     {"$device": name}
 """
@@ -53,6 +54,8 @@ _NUMPY_NAMES = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in
 _SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 _SEQUENCE_TAGS = {kind: tag for tag, kind in _SEQUENCES.items()}
 _KEYS = (type(None), bool, int, float, str, bytes, tuple)
+_FACTORIES = {it.__name__: it for it in (bool, int, float, str, list, tuple, set, dict)} | {"None": None}
+_FACTORY_NAMES = {it: name for name, it in _FACTORIES.items()}
 
 
 @dataclass
@@ -73,15 +76,44 @@ def pack_state(state: Any, name: str) -> PackedState:
     name: what errors call its owner. Raises CheckpointError, with the key's path and the type, for what a file
     cannot hold: functions, objects of other classes, sparse and quantized tensors, more than 100 levels.
     """
-    packer = _Packer(name)
-    document = packer.node(state, ())
+    packer = _Packer()
+    try:
+        document = packer.node(state, ())
+    except _Refused as error:
+        raise CheckpointError(
+            f"State of recoverable {name}: state_dict(){error.where} is {error.what}; a checkpoint holds dense "
+            "tensors, NumPy arrays, numbers, text, bytes and dicts, lists, tuples and sets of them."
+        ) from None
     return PackedState(document, packer.tensors)
 
 
+def plain_problem(value: Any) -> str | None:
+    """Why a file cannot give `value` back as it is, such as "a pathlib.Path at ['a'][1]"; None if it can.
+
+    Stricter than `pack_state` in one point: a defaultdict must have one of the usual factories, since it would come
+    back as a dict. Raises nothing, and copies no tensor that lies in memory as it is.
+    """
+    try:
+        _Packer(strict=True).node(value, ())
+    except _Refused as error:
+        return f"{error.what} at {error.where}" if error.where else error.what
+    except Exception as error:  # an object that fails at being looked at
+        return f"a {_title(type(value))} that cannot be read ({type(error).__name__}: {error})"
+    return None
+
+
+class _Refused(Exception):
+    """A file cannot hold it; where: the path of keys to it, as Python writes it; what: kind and name."""
+
+    def __init__(self, path: tuple, what: str) -> None:
+        self.where, self.what = "".join(f"[{key!r}]" for key in path), what
+        super().__init__(f"{self.where} is {what}")
+
+
 class _Packer:
-    def __init__(self, name: str) -> None:
+    def __init__(self, strict: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._name = name
+        self._strict = strict
         self._packed: dict[tuple, str] = {}
 
     def node(self, value: Any, path: tuple) -> Any:
@@ -96,7 +128,7 @@ class _Packer:
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if len(path) > _MAX_DEPTH:
-            raise self._refusal(path[:3], f"nested more than {_MAX_DEPTH} levels deep, or holds itself")
+            raise _Refused(path[:3], f"nested more than {_MAX_DEPTH} levels deep, or holds itself")
         if isinstance(value, dict):
             return self._mapping(value, path)
         if kind in _SEQUENCE_TAGS:
@@ -116,17 +148,26 @@ class _Packer:
     def _mapping(self, value: dict, path: tuple) -> Any:
         kind = type(value)
         if kind not in (dict, OrderedDict, defaultdict, Counter):
-            raise self._refusal(path, f"a {_title(kind)}")
-        if kind in (dict, defaultdict) and all(type(key) is str and key[:1] != "$" for key in value):
+            raise _Refused(path, f"a {_title(kind)}")
+        usual = kind is not defaultdict or _is_usual(value.default_factory)
+        if self._strict and not usual:
+            raise _Refused(path, f"a defaultdict whose factory is {_named(value.default_factory)}")
+        if (kind is dict or not usual) and all(type(key) is str and key[:1] != "$" for key in value):
             return {key: self.node(item, (*path, key)) for key, item in value.items()}
-        for key in value:
-            if not isinstance(key, _KEYS):
-                raise self._refusal(path, f"a dict with a {_title(type(key))} as a key")
-        pairs = [[self.node(key, (*path, key)), self.node(item, (*path, key))] for key, item in value.items()]
+        pairs = [[self._key(key, path), self.node(item, (*path, key))] for key, item in value.items()]
+        if kind is defaultdict and usual:
+            return {"$defaultdict": pairs, "factory": _FACTORY_NAMES[value.default_factory]}
         if kind is OrderedDict:
             metadata = getattr(value, "_metadata", None)
             return {"$OrderedDict": pairs, "_metadata": self.node(metadata, (*path, "_metadata"))}
         return {"$Counter" if kind is Counter else "$dict": pairs}
+
+    def _key(self, key: Any, path: tuple) -> Any:
+        if isinstance(key, np.generic) and key.dtype.name in _NUMPY_NAMES:
+            key = key.item()  # the Python number that finds the same entry
+        if not isinstance(key, _KEYS) or isinstance(key, Enum):
+            raise _Refused(path, f"a dict with a {_title(type(key))} as a key")
+        return self.node(key, (*path, key))
 
     def _value(self, value: Any, path: tuple) -> Any:
         if isinstance(value, np.ndarray):
@@ -144,13 +185,11 @@ class _Packer:
         for base in (str, int, float):  # a version that torch wraps as text, say
             if isinstance(value, base) and not isinstance(value, Enum):
                 return self.node(base(value), path)
-        kind = "class" if isinstance(value, type) else "function"
-        named = hasattr(value, "__qualname__")
-        raise self._refusal(path, f"the {kind} {value.__qualname__}" if named else f"a {_title(type(value))}")
+        raise _Refused(path, _named(value))
 
     def _array(self, value: np.ndarray, path: tuple) -> Any:
         if type(value) is not np.ndarray or value.dtype.name not in _NUMPY_NAMES:
-            raise self._refusal(path, f"a {_title(type(value))} of {value.dtype}")
+            raise _Refused(path, f"a {_title(type(value))} of {value.dtype}")
         array = value.astype(value.dtype.newbyteorder("="), copy=False)
         if not array.flags.writeable or any(stride < 0 for stride in array.strides):
             array = array.copy()  # torch shares memory with neither
@@ -158,15 +197,15 @@ class _Packer:
 
     def _tensor(self, value: Tensor, path: tuple) -> Any:
         if is_lazy(value):
-            raise self._refusal(path, "a lazy parameter without a shape yet (run a batch before the first save)")
+            raise _Refused(path, "a lazy parameter without a shape yet (run a batch before the first save)")
         tensor = value.detach()
         if type(value) not in (Tensor, nn.Parameter):
             if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                raise self._refusal(path, f"a {_title(type(value))}")
+                raise _Refused(path, f"a {_title(type(value))}")
             tensor = tensor.as_subclass(Tensor)
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
             what = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
-            raise self._refusal(path, f"a tensor that is not plain and dense ({what.removeprefix('torch.')})")
+            raise _Refused(path, f"a tensor that is not plain and dense ({what.removeprefix('torch.')})")
         tensor = tensor.resolve_conj().resolve_neg()
         layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
         place = (tensor.device, tensor.data_ptr(), *layout) if tensor.numel() else (path,)
@@ -191,12 +230,15 @@ class _Packer:
             name = f"{plain}#{count}"
         return name
 
-    def _refusal(self, path: tuple, what: str) -> CheckpointError:
-        where = "".join(f"[{key!r}]" for key in path)
-        return CheckpointError(
-            f"State of recoverable {self._name}: state_dict(){where} is {what}; a checkpoint holds dense tensors, "
-            "NumPy arrays, numbers, text, bytes and dicts, lists, tuples and sets of them."
-        )
+
+def _is_usual(factory: Any) -> bool:
+    return any(factory is it for it in _FACTORIES.values())
+
+
+def _named(value: Any) -> str:
+    kind = "class" if isinstance(value, type) else "function"
+    name = getattr(value, "__qualname__", None)
+    return f"the {kind} {name}" if isinstance(name, str) else f"a {_title(type(value))}"
 
 
 def _title(kind: type) -> str:
@@ -368,6 +410,10 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def _defaultdict(reader: _Reader, node: dict) -> defaultdict:
+    return defaultdict(_FACTORIES[node["factory"]], reader.pairs(node["$defaultdict"]))
+
+
 def _scalar(reader: _Reader, node: dict) -> np.generic:
     if node["dtype"] not in _NUMPY_NAMES:
         raise TypeError(f"{node['dtype']!r} is no NumPy scalar")
@@ -383,6 +429,7 @@ _READERS: dict[str, Callable[[_Reader, dict], Any]] = {
     "$dict": lambda reader, node: dict(reader.pairs(node["$dict"])),
     "$Counter": lambda reader, node: Counter(dict(reader.pairs(node["$Counter"]))),
     "$OrderedDict": _Reader.ordered,
+    "$defaultdict": _defaultdict,
     "$int": lambda reader, node: int(node["$int"], 16),
     "$float": lambda reader, node: float(node["$float"]),
     "$complex": lambda reader, node: complex(*reader.value(node["$complex"])),

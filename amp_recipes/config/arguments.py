@@ -24,6 +24,7 @@ from amp_recipes.config.run_options import (
     did_you_mean,
     display,
     join_mistakes,
+    near_misses,
     option_choices,
     options_by_group,
     validate_options,
@@ -70,7 +71,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
             help_parser().print_help()
             raise SystemExit(0)
         if text is None:
-            mistakes.append(f"--{name} needs a value: --{name}=...")
+            mistakes.append(_without_value(name))
         elif head in OPTION_NAMES and below:
             mistakes.append(f"--{name}: {head} is a run option and has no keys below it.")
         elif head in OPTION_NAMES:
@@ -168,6 +169,14 @@ def _split(argv: list[str], positional: list[str], mistakes: list[str]) -> Itera
         else:
             yield name, waiting
             waiting = next(words, None)
+
+
+def _without_value(name: str) -> str:
+    """What is wrong with an option that has no value: it needs one, or it is a misspelt one that needs none."""
+    if not near_misses([name]):
+        return f"--{name} needs a value: --{name}=..."
+    hint = did_you_mean(name, OPTION_NAMES, prefix="--")
+    return f"there is no run option {name!r}.{hint} A key of the YAML needs a value: --{name}=..."
 
 
 def _option_value(name: str, text: str) -> Any:

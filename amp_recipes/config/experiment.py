@@ -19,7 +19,7 @@ import torch
 from amp_recipes.config.arguments import Overrides
 from amp_recipes.config.changes import accepted_changes, environment_changes, holds_run
 from amp_recipes.config.checking import as_mapping, explicit_options, read_and_check
-from amp_recipes.config.hparams import overrides_text, resolved_text
+from amp_recipes.config.hparams import Hparams, overrides_text, resolved_text
 from amp_recipes.config.run_options import OPTION_NAMES, RunOptions
 from amp_recipes.errors import ConfigError
 from amp_recipes.folder_lock import lock_folder
@@ -48,6 +48,10 @@ _GIT_TIMEOUT_SECONDS = 10
 # They say how one start treats what is in the folder. Written down, they would hold for every later start too.
 _OF_ONE_START = frozenset({"accept_changes", "resume"})
 
+# Process and real path of each folder that was prepared here -> the settings that `ensure_experiment_directory` wrote
+# there, or None if the recipe prepared it itself. With the process: a forked one begins with a copy of this.
+_prepared: dict[tuple[int, str], tuple[str, ...] | None] = {}
+
 
 def create_experiment_directory(
     folder: str | os.PathLike[str],
@@ -56,9 +60,12 @@ def create_experiment_directory(
 ) -> Path:
     """The folder of a run, with what is needed to repeat it.
 
+    A Brain does this itself for hyperparameters that `load_hparams` returned. A recipe calls it to have its log and
+    the comparison with an earlier run before anything else, or for hyperparameters of another kind.
+
     hyperparams_to_save: the YAML of the run. Written as it stands (`hyperparams_original.yaml`) and with
         overrides, references and includes resolved (`hyperparams.yaml`, which gives the same values on its
-        own; functions that `!applyref:` names are called again).
+        own; functions that `!applyref:` names are called again, which leaves no trace in the random generators).
     overrides: as for `load_hparams`; written to `overrides.yaml` with the run options that were set.
 
     `environment.json` holds versions, devices, git state and command line. Log records of the process go
@@ -92,7 +99,47 @@ def create_experiment_directory(
         raise ConfigError(f"output folder {folder} is not writable: {error.strerror} ({error.filename}).") from error
     for text in warnings:
         logger.warning("%s", text)
+    _prepared[_key(folder)] = None
     return folder
+
+
+def ensure_experiment_directory(
+    folder: str | os.PathLike[str], hparams: Any, run_opts: RunOptions | None = None
+) -> None:
+    """Prepare `folder` as `create_experiment_directory` does, unless the recipe did it, or there is nothing to write.
+
+    hparams: what `load_hparams` returned; with anything else this does nothing. run_opts: options that were set beside
+    it, in code. They are written down and compared like those of the command line, over which they win.
+    What this wrote for the same settings in this process is not written again.
+    Raises what `create_experiment_directory` raises.
+    """
+    if not isinstance(hparams, Hparams) or os.environ.get("RANK", "0") != "0":
+        return
+    key = _key(folder)
+    if _prepared.get(key, ()) is None:
+        return
+    if not os.path.isfile(hparams.path):
+        logger.warning("%s is gone: the settings of this run are neither kept nor compared.", hparams.path)
+        return
+    overrides = _with_options(hparams.overrides, run_opts)
+    settings = (hparams.path, Path(hparams.path).read_text(encoding="utf-8"), overrides_text(overrides))
+    if _prepared.get(key) != settings:
+        create_experiment_directory(folder, hparams.path, overrides)
+        _prepared[key] = settings
+
+
+def _key(folder: str | os.PathLike[str]) -> tuple[int, str]:
+    return os.getpid(), os.path.realpath(folder)
+
+
+def _with_options(
+    overrides: Mapping[str, Any] | str | None, run_opts: RunOptions | None
+) -> Mapping[str, Any] | str | None:
+    """The overrides with the run options that were set; as they are if there are none, or if they are YAML text."""
+    if run_opts is None or not run_opts.explicit or isinstance(overrides, str):
+        return overrides
+    explicit = {**explicit_options(overrides), **{name: run_opts[name] for name in run_opts.explicit}}
+    return Overrides(overrides or {}, run_options=RunOptions.from_mapping(explicit))
 
 
 class _Start:
@@ -121,7 +168,11 @@ def _changes(folder: Path, start: _Start, environment: dict[str, Any]) -> list[s
     if start.resolved is not None:
         changes = accepted_changes(folder, folder / RESOLVED_FILE, start.resolved, start.accepts_changes)
         if changes:
-            lines.append("\n  ".join([f"{folder}: going on with other settings (was -> is):", *changes]))
+            lines.append("\n  ".join([f"{folder}: going on with other settings (was -> given):", *changes]))
+            lines.append(
+                "What optimizers and schedulers were made with (lr, T_max, ...) stays as it was saved; to train on "
+                f"with another schedule, start a new run with --init_from {folder}."
+            )
     for change in environment_changes(folder / ENVIRONMENT_FILE, environment):
         lines.append(f"{folder}: going on in another environment than the run began in: {change}")
     return lines

@@ -6,8 +6,10 @@ would run as a program.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import StringIO
@@ -26,12 +28,30 @@ from amp_recipes.config.run_options import MAX_SEED, join_mistakes
 from amp_recipes.errors import AmpRecipesError, ConfigError
 
 
+class Hparams(dict[str, Any]):
+    """A dict of hyperparameters that remembers what they were loaded from.
+
+    path: the YAML file, absolute; overrides: what `load_hparams` was given beside it. A Brain that is given one writes
+    both into its output folder. Copies made with `{**hparams}` or `hparams.copy()` are plain dicts.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        path: str | os.PathLike[str],
+        overrides: Mapping[str, Any] | str | None = None,
+    ) -> None:
+        super().__init__(values)
+        self.path = os.path.abspath(path)  # it holds wherever the process goes
+        self.overrides = overrides
+
+
 def load_hparams(
     path: str | os.PathLike[str],
     overrides: Mapping[str, Any] | str | None = None,
     trust: Iterable[str] = (),
-) -> dict[str, Any]:
-    """The hyperparameters of the YAML at `path`, its objects instantiated.
+) -> Hparams:
+    """The hyperparameters of the YAML at `path`, its objects instantiated: a dict that knows where it is from.
 
     overrides: what `parse_arguments` returned, or a mapping (nested, or with dots in its keys), or YAML text.
         With the first, run options that were set also override the YAML's keys of the same name. A key must
@@ -50,7 +70,7 @@ def load_hparams(
     text = resolve(document)
     if "seed" in document.tree and "seed" not in options:  # it came from an include
         _seed_if_set(_options_of_text(text, document))
-    return instantiate(text, document)
+    return Hparams(instantiate(text, document), path, copy.deepcopy(overrides))
 
 
 def seed_everything(seed: int) -> None:
@@ -60,8 +80,13 @@ def seed_everything(seed: int) -> None:
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
         raise ConfigError(f"seed is {seed!r}, but must be a whole number from 0 to {MAX_SEED}.")
-    random.seed(seed)
     torch.manual_seed(seed)
+    _seed_host(seed)
+
+
+def _seed_host(seed: int) -> None:
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
     try:
         import numpy
     except ImportError:
@@ -109,11 +134,15 @@ def resolved_text(path: str | os.PathLike[str], overrides: Mapping[str, Any] | s
     """YAML text that gives, on its own, what the YAML at `path` gives with `overrides`.
 
     Run options that were set and that the YAML does not have are added, so that the text reproduces the run.
+    Functions that `!applyref:` names are called again, with the seed of the run; the generators are left as they were.
     """
-    document, _ = read_and_check(path, overrides)
+    document, options = read_and_check(path, overrides)
     for name, value in explicit_options(overrides).items():
         document.tree.setdefault(name, value)
-    return resolve(document)
+    with _host_generators_restored():
+        if options.get("seed") is not None:
+            _seed_host(options["seed"])
+        return resolve(document)
 
 
 def overrides_text(overrides: Mapping[str, Any] | str | None) -> str:
@@ -126,6 +155,20 @@ def overrides_text(overrides: Mapping[str, Any] | str | None) -> str:
     text = StringIO()
     YAML().dump(values, text)
     return text.getvalue()
+
+
+@contextmanager
+def _host_generators_restored() -> Iterator[None]:
+    """Put back the global generators of the host: to write down a run's settings must not change its random draws."""
+    numpy = sys.modules.get("numpy")  # if nobody imported it, nobody draws from it
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
 
 
 class _NamedText(StringIO):

@@ -4,7 +4,7 @@ from amp_recipes.data.batches import as_batches, length, windows
 from amp_recipes.data.buckets import DynamicBatches, LengthBuckets
 from amp_recipes.data.epoch_loader import EpochLoader
 from amp_recipes.data.loader_faults import loader_faults
-from amp_recipes.data.loaders import make_loader, set_epoch
+from amp_recipes.data.loaders import close_loader, make_loader, set_epoch
 from amp_recipes.data.moving import batch_length, to_device
 from amp_recipes.data.place import batches_from, generator_states, loader_state, replay_reason, set_generator_states
 from amp_recipes.data.samplers import EpochShuffle
@@ -17,6 +17,7 @@ __all__ = [
     "as_batches",
     "batch_length",
     "batches_from",
+    "close_loader",
     "generator_states",
     "length",
     "loader_faults",

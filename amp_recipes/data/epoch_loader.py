@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader
@@ -43,6 +44,7 @@ class EpochLoader(DataLoader):
         self._position = _Position(0, 0)
         self._resumed: _Position | None = None  # where the next iteration begins; None: at the epoch's first sample
         self._persistent: tuple[DataLoader, _Tasks, Workers] | None = None
+        self._passes: WeakSet[_EpochIterator] = WeakSet()
 
     # ------------------------------------------------------------------ the place
 
@@ -118,11 +120,21 @@ class EpochLoader(DataLoader):
         iteration = self._last = Iteration(self.name, self.dataset, workers)
         done: dict[int, int] = {}
         tasks.iterator = self._order().tasks(start.samples, iteration.in_flight, done)
-        return _EpochIterator(self, engine, self._position, iteration, done)
+        batches = _EpochIterator(self, engine, self._position, iteration, done)
+        self._passes.add(batches)
+        return batches
 
     def drop_workers(self) -> None:
         """The next iteration starts new workers, where the loader kept some."""
         self._persistent = None
+
+    def close(self) -> None:
+        """End all workers now, and the passes that use them; the next iteration starts new ones."""
+        if self._persistent is not None:
+            self._persistent[2].close()
+        self._persistent = None
+        for batches in list(self._passes):
+            batches.close()
 
     def __del__(self) -> None:
         if getattr(self, "_persistent", None) is not None:
@@ -252,6 +264,12 @@ class _EpochIterator:
             raise fault
         self._hand_out(number)
         return batch
+
+    def close(self) -> None:
+        """The pass is over: its workers end, and there are no more batches."""
+        if self._iteration.workers is not None:
+            self._iteration.workers.close()
+            self._batches = iter(())
 
     def __del__(self) -> None:
         if self._iteration.workers is not None and not self._persistent:

@@ -66,6 +66,15 @@ def make_loader(
     return _checked(loader, name)
 
 
+def close_loader(loader: Any) -> None:
+    """End the workers of a loader that `make_loader` made, also of a pass that is not over; nothing for others.
+
+    May be called again. The loader can be iterated again: it then starts new workers.
+    """
+    if isinstance(loader, (EpochLoader, StreamLoader)):
+        loader.close()
+
+
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell `loader` and whatever in it has a `set_epoch` (samplers, data set) which epoch begins.
 

@@ -7,11 +7,11 @@ from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from amp_recipes.data.sample_draws import draws_nothing, held_generators
 from amp_recipes.data.streams import StreamLoader, is_stateful
-from amp_recipes.randomness import generator_state, set_generator_state
+from amp_recipes.randomness import GENERATORS, generator_state, set_generator_state
 
 # Of loaders with generators of their own: the states with which the present epoch began.
 _BEGAN: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -50,23 +50,35 @@ def batches_from(loader: Iterable[Any], step: int, state: Mapping[str, Any] | No
 
 
 def generator_states(loader: Any) -> dict[str, Any]:
-    """Where the generators that a DataLoader and its samplers hold are now, for `set_generator_states`."""
-    held = held_generators(*_parts(loader)) if isinstance(loader, DataLoader) else {}
-    return {name: generator_state(generator) for name, generator in held.items()}
+    """Where the generators that a DataLoader and its samplers hold are now, for `set_generator_states`.
+
+    Without workers also those that the data set holds as attributes, through Subset, ConcatDataset and the like; with
+    workers each has a copy of them, which draws on its own.
+    """
+    return {name: generator_state(generator) for name, generator in _held(loader).items()}
 
 
 def set_generator_states(loader: Any, states: Mapping[str, Any]) -> None:
     """Put the generators of a loader made like the one of `generator_states` there."""
-    held = held_generators(*_parts(loader)) if isinstance(loader, DataLoader) else {}
+    held = _held(loader)
     for name in held.keys() & states.keys():
         set_generator_state(held[name], states[name])
 
 
 def replay_reason(loader: Any) -> str | None:
     """Why a resume inside an epoch does not just go on: it reads batches again; and what to do. None if it goes on."""
-    kind = type(loader).__name__
     if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
-        return "with in_order=False the batches come as the workers finish them, in no order that repeats: leave it out"
+        return (
+            "some batches may be read twice and others not at all: with in_order=False they come as the workers finish "
+            "them, in no order that repeats; leave it out"
+        )
+    reason = _cannot_tell(loader)
+    return f"the batches already done are read again, which takes time: {reason}" if reason is not None else None
+
+
+def _cannot_tell(loader: Any) -> str | None:
+    """Why the batches that are left can only be reached by reading those before them, and what to do."""
+    kind = type(loader).__name__
     if isinstance(loader, StreamLoader):
         if loader.knows_its_place:
             return None
@@ -162,6 +174,32 @@ def _can_skip(loader: DataLoader) -> bool:
 def _tells_by_dataset(loader: DataLoader) -> bool:
     # A worker has a copy of the data set, and only that copy knows.
     return loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset) and is_stateful(loader.dataset)
+
+
+def _held(loader: Any) -> dict[str, Any]:
+    """The generators that a loader, its samplers and, as long as it is read in this process, its data set hold."""
+    if not isinstance(loader, DataLoader):
+        return {}
+    found = held_generators(*_parts(loader))
+    if loader.num_workers == 0:
+        _add_held(loader.dataset, "dataset", found, set())
+    return found
+
+
+def _add_held(dataset: Any, path: str, found: dict[str, Any], seen: set[int]) -> None:
+    """Enter the generators that a data set holds, and those of the data sets that it is made of."""
+    if id(dataset) in seen:
+        return
+    seen.add(id(dataset))
+    attributes = getattr(dataset, "__dict__", {})
+    for name, value in attributes.items():
+        if isinstance(value, GENERATORS) and not any(value is other for other in found.values()):
+            found[f"{path}.{name}"] = value
+    parts = attributes.get("datasets")  # of a ConcatDataset or a StackDataset, as `dataset` is of a Subset
+    named = parts.items() if isinstance(parts, dict) else enumerate(parts if isinstance(parts, (list, tuple)) else ())
+    for name, part in [*named, *([("dataset", attributes["dataset"])] if "dataset" in attributes else [])]:
+        if isinstance(part, Dataset):
+            _add_held(part, f"{path}.{name}", found, seen)
 
 
 def _parts(loader: DataLoader) -> list[Any]:

@@ -104,7 +104,12 @@ def _name(index: Any) -> str:
 
 
 def _states() -> tuple[Any, Any, Any]:
-    return random.getstate(), np.random.get_state(), _TORCH.get_state()
+    numpy_state = np.random.get_state()
+    if isinstance(numpy_state, tuple):  # as long as nobody gave NumPy another kind of generator
+        name, numbers, *rest = numpy_state
+        # NumPy takes its 624 numbers back one by one: 35 us from an array, 11 us with them as a list.
+        numpy_state = (name, numbers.tolist(), *rest)
+    return random.getstate(), numpy_state, _TORCH.get_state()
 
 
 def _restore(states: tuple[Any, Any, Any]) -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
@@ -36,6 +37,7 @@ class StreamLoader(DataLoader):
         self._resumed: Mapping[str, Any] | None = None
         self._running: DataLoader | None = None  # torch's loader of the latest iteration
         self._persistent: tuple[DataLoader, Workers] | None = None
+        self._passes: WeakSet[_StreamIterator] = WeakSet()
 
     @property
     def knows_its_place(self) -> bool:
@@ -96,6 +98,7 @@ class StreamLoader(DataLoader):
             engine.dataset.go_to(resumed["dataset"])
         self._running = engine
         batches = _StreamIterator(self, engine, workers)
+        self._passes.add(batches)
         if resumed is not None:
             again = 0 if "stream" in resumed or "dataset" in resumed else resumed["batches"]
             for _ in range(again):
@@ -106,6 +109,16 @@ class StreamLoader(DataLoader):
     def drop_workers(self) -> None:
         """The next iteration starts new workers."""
         self._persistent = None
+
+    def close(self) -> None:
+        """End all workers now, and the passes that use them; the next iteration starts new ones."""
+        if self._persistent is not None:
+            self._persistent[1].close()
+        self._persistent = None
+        if self.num_workers:
+            self._running = None  # torchdata's loader holds on to its latest pass
+        for batches in list(self._passes):
+            batches.close()
 
     def __del__(self) -> None:
         if getattr(self, "_persistent", None) is not None:
@@ -295,6 +308,12 @@ class _StreamIterator:
         if self._loader._running is self._engine:
             self._loader.batches_done += 1
         return batch
+
+    def close(self) -> None:
+        """The pass is over: its workers end, and there are no more batches."""
+        if self._workers is not None:
+            self._workers.close()
+            self._batches, self._engine = iter(()), None
 
     def __del__(self) -> None:
         if self._workers is not None and not self._persistent:

@@ -17,7 +17,7 @@ from weakref import WeakSet
 from torch.utils.data import get_worker_info
 
 TIMEOUT_SECONDS = 300.0  # for a batch, where the user sets no limit: a hung file system must not hang the run
-_PARENT_CHECK_SECONDS = 1.0
+_END_CHECK_SECONDS = 0.5  # how often a worker looks whether it is to end
 _KILL_SECONDS = 5.0  # even SIGKILL waits for a process that waits for a disk
 _MAIN_PROCESS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CLOSING, _EPOCH, _SHARED = 0, 1, 2
@@ -169,7 +169,7 @@ def start_worker(workers: Workers, worker_init_fn: Callable[[int], None] | None,
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, on_terminate)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _MAIN_PROCESS_SIGNALS)
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+        threading.Thread(target=_end_with, args=(workers, parent), daemon=True).start()
     info = get_worker_info()
     # The documented use of `get_worker_info().dataset` is to reach the user's data set, not our reader around it. The
     # class refuses changes, but there is no other way to say which data set is meant.
@@ -191,13 +191,18 @@ def deaths_unreported() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, handler if handler is not None else signal.SIG_DFL)
 
 
-def _end_with(parent: int) -> None:
+def _end_with(workers: Workers, parent: int) -> None:
     # torch's own loop looks for its parent between two batches only: a hung read would outlive the run for good.
     # Looked at in two ways: the parent may have gone before this worker asked who it is, and a worker that was started
     # later keeps an earlier one's line to its parent open.
     process = multiprocessing.parent_process()
     while os.getppid() == parent and (process is None or process.is_alive()):
-        time.sleep(_PARENT_CHECK_SECONDS)
+        closing = workers.closing
+        time.sleep(_END_CHECK_SECONDS)
+        if closing:
+            # Still here, so in the middle of a sample, for which torch would wait 5 s. What was on its way to the
+            # main process has arrived by now. With status 0, as torch's SIGCHLD handler raises for any other.
+            os._exit(0)
     os._exit(1)
 
 

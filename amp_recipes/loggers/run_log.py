@@ -141,6 +141,13 @@ class RunLog:
         for logger in self.loggers:
             logger.log_summary(self.summary)
 
+    def flush(self) -> None:
+        """Write what waits: a checkpoint must not know of updates that the records do not."""
+        for logger in self.loggers:
+            flush = getattr(logger, "flush", None)
+            if flush is not None:
+                flush()
+
     def close(self) -> None:
         """Close every logger, also where one of them fails."""
         with ExitStack() as stack:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from amp_recipes.resume_check.compare import Difference
+from amp_recipes.resume_check.compare import TRAIN_SET, Difference
 
 _MAX_NAMES = 5
 _KINDS = {
@@ -58,8 +58,7 @@ def why_not_reproducible(difference: Difference, unseeded: Sequence[str]) -> lis
             return [
                 "The data set draws from a generator that has no seed:",
                 *found,
-                "Draw from `random`, `numpy.random` or torch instead: inside a data set the framework seeds them per "
-                "sample, from (seed, epoch, index). Or give the generator a seed.",
+                _DRAW_PER_SAMPLE,
             ]
         return [
             "The data set or its loader is not a function of the seed. Look for a generator of its own without a seed "
@@ -86,6 +85,11 @@ def why_not_reproducible(difference: Difference, unseeded: Sequence[str]) -> lis
     ]
 
 
+# A seed alone would not do: with workers each has a copy of the generator, whose place no checkpoint holds.
+_DRAW_PER_SAMPLE = (
+    "In a data set draw from the global generators (`random`, `numpy.random`, torch), which the framework seeds per "
+    "sample, from (seed, epoch, index), or make a generator per sample: `np.random.default_rng([seed, index])`."
+)
 _UNSEEDED_GENERATORS = [
     "Something seeds them from the clock or the machine (random.seed(), numpy.random.seed(), torch.seed()), or they "
     "are used before `load_hparams` seeds them."
@@ -166,12 +170,19 @@ SAVED = ("modules", "optimizers", "schedulers", "scaler", "ema")
 def _kept_outside(suspects: Mapping[str, tuple[str, str]]) -> list[str]:
     if not suspects:
         return []
-    return [
-        "Not restored by the resume (without interruption | resumed):",
-        *suspect_lines(suspects),
-        "Keep it as an attribute of the Brain, which checkpoints hold, or in an object with state_dict and "
-        "load_state_dict in hparams; in modules, as a buffer.",
-    ]
+    of_data = [name for name in suspects if name.startswith(f"{TRAIN_SET}.")]
+    advice = []
+    if of_data:
+        advice.append(
+            "What a data set remembers is in no checkpoint (with workers each has a copy of it): make each sample a "
+            f"function of its index. {_DRAW_PER_SAMPLE}"
+        )
+    if len(of_data) < len(suspects):
+        advice.append(
+            "Keep it as an attribute of the Brain, which checkpoints hold, or in an object with state_dict and "
+            "load_state_dict in hparams; in modules, as a buffer."
+        )
+    return ["Not restored by the resume (without interruption | resumed):", *suspect_lines(suspects), *advice]
 
 
 def suspect_lines(suspects: Mapping[str, tuple[str, str]]) -> list[str]:

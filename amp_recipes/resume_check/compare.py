@@ -14,6 +14,7 @@ from amp_recipes.loggers.jsonl import parsed
 SECTIONS = ("data", "random", "modules", "optimizers", "schedulers", "scaler", "ema")
 UNSEEDED_SUFFIX = ".unseeded"  # of the file beside a trace that lists where generators were seeded from entropy
 GENERATOR = "generator"  # how the text of a random generator begins among the remembered values
+TRAIN_SET = "train_set"  # how the place of what the training set holds begins
 _NOTHING = "(nothing)"
 
 
@@ -21,8 +22,10 @@ _NOTHING = "(nothing)"
 class Window:
     """The moment before one update, and its losses; or, as the last of a run, the moment after them all.
 
-    update: its number, from 1; step: its first batch in the epoch; batches: how many; sections: name of a section ->
-    path -> digest; losses: of its batches, as float.hex; sizes: section -> tensors, bytes.
+    update: its number, from 1, counted in windows (the batches whose gradients are added up): one in which two
+    optimizers step, as of a GAN, or none, counts as one. step: its first batch in the epoch; batches: how many;
+    sections: name of a section -> path -> digest; losses: of its batches, as float.hex; sizes: section -> tensors,
+    bytes.
     """
 
     update: int

@@ -1,9 +1,11 @@
 """Runs a recipe's script and writes down, before each update, everything that decides about the next one.
 
-    python -m amp_recipes.resume_check.probe TRACE.jsonl KILL_AT SCRIPT YAML [--option value ...]
+    python -m amp_recipes.resume_check.probe TRACE.jsonl STEPS KILL_AT SCRIPT YAML [--option value ...]
 
-The script runs as Python itself would run it, until its first `Brain.fit` returns. With KILL_AT > 0 the process kills
-itself after that many updates, once what it was saving is on the disk. Validation is cut to a few batches.
+The script runs as Python itself would run it, until its first `Brain.fit` returns, which it does after STEPS updates in
+all, those before a resume included. With KILL_AT > 0 the process kills itself after that many updates, once what it
+was saving is on the disk. An update is a window here, whatever number of optimizers step in it. Validation is cut to a
+few batches.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import random
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -33,20 +36,27 @@ from amp_recipes.resume_check.remembered import remembered_values
 
 VALID_BATCHES = 3
 
-_OUR_FOLDERS = tuple(str(Path(package.__file__).parent) + os.sep for package in (np, torch))
+_WINDOWS = "probed_windows"  # in the checkpoint
+_PACKAGES = {"site-packages", "dist-packages"}
+_NOT_THE_RECIPES = tuple(
+    {str(Path(folder).resolve()) + os.sep for folder in map(sysconfig.get_path, ("stdlib", "platstdlib"))}
+    | {str(Path(__file__).resolve().parents[1]) + os.sep}
+)
 
 
 class Probe:
     """Writes one line per window before it, one with its losses after it, and one when `fit` returns.
 
-    kill_at: updates after which the process kills itself; 0: never.
+    steps: windows after which training ends; kill_at: windows after which the process kills itself; 0: never.
+    windows: how many the run has trained on, those before the resume included.
     """
 
-    def __init__(self, trace: TextIO, kill_at: int, script_folder: Path) -> None:
+    def __init__(self, trace: TextIO, steps: int, kill_at: int, script_folder: Path) -> None:
         self._trace = trace
+        self._steps = steps
         self._kill_at = kill_at
         self._script_folder = script_folder
-        self._windows = 0
+        self.windows = 0
         self.losses: Sequence[torch.Tensor] = ()
 
     def before(self, brain: Brain, batches: Sequence[Any]) -> None:
@@ -56,23 +66,27 @@ class Probe:
     def after(self, brain: Brain) -> None:
         """It was trained on."""
         self._line({"kind": "loss", "losses": [float(loss).hex() for loss in self.losses]})
-        self._windows += 1
-        if self._windows == self._kill_at:
+        self.windows += 1
+        if self.windows == self._kill_at:
             brain._checkpoints.wait()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training is to end."""
+        return self.windows >= self._steps
 
     def end(self, brain: Brain) -> None:
         """Training is over."""
         self._write("end", brain, [])
 
     def _write(self, kind: str, brain: Brain, batches: Sequence[Any]) -> None:
-        # Reading the counters lets the schedulers and the averages of the update before follow.
-        update = brain.optimizer_step + brain.skipped_steps + 1
+        brain.optimizer_step  # noqa: B018  reading it lets the schedulers and the averages of the update before follow
         sections = {**_data(batches), **_state(brain)}
         self._line(
             {
                 "kind": kind,
-                "update": update,
+                "update": self.windows + 1,
                 "epoch": brain._epoch,
                 "step": brain.step + 1,
                 "batches": len(batches),
@@ -145,7 +159,8 @@ def generators(device: torch.device) -> dict[str, str]:
 @contextmanager
 def probing(probe: Probe) -> Iterator[None]:
     """Within it, `Brain` tells the probe of each window, and the first `fit` that returns ends the program."""
-    fit_window, fit, limited, end = Brain._fit_window, Brain.fit, Brain._limited, Ledger.end
+    fit_window, fit, limited, over = Brain._fit_window, Brain.fit, Brain._limited, Brain._step_limit_reached
+    numbers, take_numbers, end = Brain._numbers, Brain._take_numbers, Ledger.end
 
     def probed_window(brain: Brain, batches: Sequence[Any]) -> None:
         probe.before(brain, batches)
@@ -157,6 +172,18 @@ def probing(probe: Probe) -> Iterator[None]:
         probe.end(brain)
         raise SystemExit(0)
 
+    def probed_over(brain: Brain) -> bool:
+        return probe.is_over or over(brain)
+
+    # The count goes with the checkpoint: neither the Brain's count of optimizer steps nor a batch's place tells it.
+
+    def probed_numbers(brain: Brain) -> dict[str, Any]:
+        return {**numbers(brain), _WINDOWS: probe.windows}
+
+    def probed_take_numbers(brain: Brain, state: Mapping[str, Any]) -> None:
+        take_numbers(brain, state)
+        probe.windows = state.get(_WINDOWS, 0)
+
     def few(brain: Brain, batches: Iterable[Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
         given = limited(brain, batches, *args, **kwargs)
         return given if brain._stage is Stage.TRAIN else islice(given, VALID_BATCHES)
@@ -165,16 +192,26 @@ def probing(probe: Probe) -> Iterator[None]:
         probe.losses = [loss.detach().clone() for loss in losses]
         end(ledger, losses, *args, **kwargs)
 
-    Brain._fit_window, Brain.fit, Brain._limited, Ledger.end = probed_window, probed_fit, few, probed_end
+    Brain._fit_window, Brain.fit, Brain._limited, Brain._step_limit_reached = (
+        probed_window,
+        probed_fit,
+        few,
+        probed_over,
+    )
+    Brain._numbers, Brain._take_numbers, Ledger.end = probed_numbers, probed_take_numbers, probed_end
     try:
         yield
     finally:
-        Brain._fit_window, Brain.fit, Brain._limited, Ledger.end = fit_window, fit, limited, end
+        Brain._fit_window, Brain.fit, Brain._limited, Brain._step_limit_reached = fit_window, fit, limited, over
+        Brain._numbers, Brain._take_numbers, Ledger.end = numbers, take_numbers, end
 
 
 @contextmanager
 def noting_unseeded(file: Path) -> Iterator[None]:
-    """Within it, each place that seeds from the machine's entropy is written to `file`, also from loader workers."""
+    """Within it, each place in the recipe that seeds from the machine's entropy is written to `file`, also in workers.
+
+    What libraries do, when they are imported above all, is not the recipe's doing.
+    """
     places = [(np.random, "default_rng"), (np.random, "seed"), (random, "seed"), (torch, "seed")]
     originals = [(owner, name, getattr(owner, name)) for owner, name in places]
     told: set[str] = set()
@@ -199,21 +236,30 @@ def _noting(original: Callable[..., Any], what: str, note: Callable[[str], None]
     def noted(*args: Any, **kwargs: Any) -> Any:
         if all(value is None for value in [*args, *kwargs.values()]):
             frame = sys._getframe(1)
-            if not frame.f_code.co_filename.startswith(_OUR_FOLDERS):
+            if _is_the_recipes(frame.f_code.co_filename):
                 note(f"{what} without a seed at {frame.f_code.co_filename}:{frame.f_lineno}")
         return original(*args, **kwargs)
 
     return noted
 
 
+@functools.cache
+def _is_the_recipes(file: str) -> bool:
+    """Whether code of that file is of neither a package, the standard library, nor made by an import or at run time."""
+    path = Path(file).resolve()
+    if file.startswith("<") or _PACKAGES.intersection(path.parts):
+        return False
+    return not str(path).startswith(_NOT_THE_RECIPES)
+
+
 def main(argv: Sequence[str]) -> None:
     """Run the script that `argv` names under the probe."""
-    trace, kill_at, script, *arguments = argv
+    trace, steps, kill_at, script, *arguments = argv
     folder = Path(script).resolve().parent
     sys.argv = [script, *arguments]
     sys.path[0] = str(folder)
     with open(trace, "w", encoding="utf-8") as stream:
-        probe = Probe(stream, int(kill_at), folder)
+        probe = Probe(stream, int(steps), int(kill_at), folder)
         with noting_unseeded(Path(trace + UNSEEDED_SUFFIX)), probing(probe):
             runpy.run_path(script, run_name="__main__")
 

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from amp_recipes.resume_check.compare import GENERATOR
+from amp_recipes.brain import Brain
+from amp_recipes.resume_check.compare import GENERATOR, TRAIN_SET
 from amp_recipes.resume_check.digests import (
     GENERATORS,
     SEQUENCES,
@@ -58,7 +59,7 @@ def remembered_values(brain: Any, script_folder: Path) -> dict[str, str]:
             walk.visit_attributes(module, f"modules.{name}")
     dataset = getattr(brain._loaders.get("train"), "dataset", None)
     while dataset is not None:  # a Subset holds the one that reads the samples
-        walk.visit(dataset, "train_set")
+        walk.visit(dataset, TRAIN_SET)
         dataset = getattr(dataset, "dataset", None)
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and walk.is_in_folder(module):
@@ -94,6 +95,8 @@ class _Walk:
         """Enter `value`, or what it holds."""
         if len(self.found) >= _MAX_ENTRIES or depth > _MAX_DEPTH:
             return
+        if isinstance(value, Brain):
+            return  # the recipe's own attributes of it are looked at apart; the others are the framework's
         # Any object may stand there, and one that cannot be looked at must not end the run.
         with suppress(Exception):
             text = _text(value)

@@ -87,11 +87,10 @@ class ResumeCheck:
         trace = self.folder / f"{name}.jsonl"
         command = [
             *(sys.executable, "-m", "amp_recipes.resume_check.probe"),
-            *(str(trace), str(kill_at), str(self.script), str(self.hparams_file)),
+            *(str(trace), str(self.steps), str(kill_at), str(self.script), str(self.hparams_file)),
             *self.options,
             *more,
             f"--output_folder={self.folder / output}",
-            f"--optimizer_step_limit={self.steps}",
             f"--ckpt_interval_steps={self.save_at}",
             *("--resume=auto", "--test_only=false", "--debug=false", "--noprogressbar=true"),
         ]
@@ -125,8 +124,9 @@ def verify_resume(
     """Whether a recipe that is killed and started again does, bit for bit, what it does without: 0 yes, 1 no.
 
     options: of the recipe, as on its command line; steps: updates of each run; save_at: updates after which a
-        checkpoint is made inside the epoch; kill_at: updates after which one run is killed (SIGKILL); keep: folder in
-        which the runs, their output and the traces stay; say: called with each line of the report.
+        checkpoint is made inside the epoch; kill_at: updates after which one run is killed (SIGKILL); all three count
+        windows: one in which several optimizers step is one update. keep: folder in which the runs, their output and
+        the traces stay; say: called with each line of the report.
     Returns 2, and says why, if a run failed. Raises ConfigError for numbers and options that do not fit.
     """
     if not 0 < save_at < kill_at < steps:

@@ -11,7 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
 from typing import Any
 
@@ -20,7 +20,17 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from amp_recipes import distributed
-from amp_recipes.data import as_batches, batch_length, length, loader_faults, make_loader, set_epoch, to_device, windows
+from amp_recipes.data import (
+    LoadingStopped,
+    as_batches,
+    batch_length,
+    length,
+    loader_faults,
+    make_loader,
+    set_epoch,
+    to_device,
+    windows,
+)
 from amp_recipes.errors import CheckpointError, DataError, RecipeError
 from amp_recipes.hooks import Stage
 from amp_recipes.host_copy import Ticket
@@ -106,12 +116,15 @@ class Brain(ResumableRun):
         self._start_stage(Stage.TRAIN, epoch, train_loader)
         self._adopt_optimizers()  # a hook may have put in new ones
         self._plan.updates.buffers.watch()  # evaluation and hooks may have changed buffers
-        with loader_faults(train_loader):
-            for window in windows(self._training_batches(train_loader), self.grad_accumulation_factor):
-                self._fit_window(window)
-                if self._step_limit_reached():
-                    break
-                self._after_window(epoch)
+        try:
+            with loader_faults(train_loader):
+                for window in windows(self._training_batches(train_loader), self.grad_accumulation_factor):
+                    self._fit_window(window)
+                    if self._step_limit_reached():
+                        break
+                    self._after_window(epoch)
+        except LoadingStopped:
+            self._save_and_leave(epoch)
         if self.step == 0:
             raise DataError(f"epoch {epoch}: the training set yielded no batch (is it an iterator that is used up?)")
         self._ledger.settle()
@@ -292,9 +305,9 @@ class Brain(ResumableRun):
         self._start_stage(stage, epoch, loader)
         averaged = self._ema.applied() if self._ema is not None else nullcontext()
         posted: deque[tuple[Ticket, float]] = deque()
-        with torch.no_grad(), averaged, loader_faults(loader):
+        with torch.no_grad(), averaged, loader_faults(loader), suppress(LoadingStopped):
             for batch in self._limited(loader):
-                if self._interrupts.requested and (stage is Stage.VALID or not self._in_fit):
+                if self._may_leave(stage):
                     break
                 self.step += 1
                 weight = float(self.batch_weight(batch))
@@ -349,11 +362,9 @@ class Brain(ResumableRun):
         batches = as_batches(data, _SET_NAMES[stage], loader_kwargs, make)
         if length(batches) == 0:
             raise DataError(f"{_SET_NAMES[stage]} is empty: its {type(data).__name__} holds no batch.")
+        if getattr(batches, "num_workers", 0) and hasattr(batches, "stop"):  # a signal need not wait for a slow batch
+            batches.stop = functools.partial(self._may_leave, stage)
         return batches
-
-    def _limited(self, batches: Iterable[Any], done: int = 0) -> Iterator[Any]:
-        """The batches; in debug mode only the first few, of which `done` were before these."""
-        return islice(batches, max(0, self.debug_batches - done) if self.debug else None)
 
     # ------------------------------------------------------------------ what settles after a step
 
@@ -481,10 +492,6 @@ class Brain(ResumableRun):
         if self._optimizer_step + len(self._ledger) < limit:
             return False  # not even if all that is under way is taken: no need to wait for it
         return self.optimizer_step >= limit
-
-    def _where(self, step: int) -> str:
-        epoch = "" if self._epoch is None else f"epoch {self._epoch}, "
-        return f"{self._stage.name.lower()} {epoch}batch {step}"
 
 
 def _rate(optimizer: Optimizer) -> Any:

@@ -50,6 +50,7 @@ class Position:
         self.done: int | None = None  # the last epoch that was trained whole
         self._done_before: int | None = None  # the last one that was over before the resume
         self._one_before_done: int | None = None
+        self._training = False  # an epoch's batches are asked for, also where none has come yet
         self._validating = False  # `done` is trained, but its validation is under way
         self._only_validation = False  # of the epoch that comes first after the resume
         self._stage_start: Moment | None = None
@@ -60,10 +61,12 @@ class Position:
 
     def training_begins(self, resumed: Place | None = None) -> None:
         """The epoch's batches are about to be asked for, for the first time or, resumed, after those that are done."""
+        self._training = True
         self._stage_start = self._moment(False) if resumed is None else resumed.stage_start
 
     def epoch_done(self, epoch: int) -> None:
         """An epoch was trained whole."""
+        self._training = False
         self._one_before_done, self.done = self.done, epoch
 
     def validation_begins(self) -> None:
@@ -119,6 +122,7 @@ class Position:
         return {
             **self._read(),
             "done": self._one_before_done if self._validating else self.done,
+            "training": self._training,
             "validating": self._validating,
             "epoch_loss_due": self.epoch_loss_due,
             "stage_start": self._stage_start,
@@ -134,5 +138,5 @@ class Position:
         if self._only_validation:
             self._one_before_done, self.done = state["done"], state["epoch"]
         self._resumed_moment = state["now"]
-        if state["step"] > 0:
+        if state["training"]:
             self._place = Place(state["step"], state["data"], state["stage_start"], state["now"])

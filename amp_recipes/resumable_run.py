@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ class ResumableRun(RunSetup):
         """The epoch's batches that are left to train on."""
         place = self._position.take_place()
         self._position.training_begins(resumed=place)
+        self._at_its_place = place is None
         if place is None:
             return self._limited(batches_from(loader, 0, None))
         reason = replay_reason(loader)
@@ -117,8 +119,13 @@ class ResumableRun(RunSetup):
         set_random_state(place.stage_start["random"])
         batches = batches_from(loader, place.step, place.data)
         self.step = getattr(loader, "batches_done", place.step)  # another number of processes makes others
+        self._at_its_place = True
         self._take_up(place.now)  # also what on_stage_start has just reset
         return self._limited(batches, done=place.step)
+
+    def _limited(self, batches: Iterable[Any], done: int = 0) -> Iterator[Any]:
+        """The batches; in debug mode only the first few, of which `done` were before these."""
+        return islice(batches, max(0, self.debug_batches - done) if self.debug else None)
 
     # ------------------------------------------------------------------ what a checkpoint keeps
 
@@ -177,6 +184,14 @@ class ResumableRun(RunSetup):
         if due:
             self._save_inside_epoch(epoch)
 
+    def _may_leave(self, stage: Stage) -> bool:
+        """Whether a signal asks the run to end, and it stands where it can: not between the batches of a window."""
+        if not self._interrupts.requested:
+            return False
+        if stage is Stage.TRAIN:
+            return self._at_its_place and self.grad_accumulation_factor == 1
+        return stage is Stage.VALID or not self._in_fit
+
     def _save_and_leave(self, epoch: int | None) -> None:
         """A signal asked the run to end: save where it stands, and end. Raises RunInterrupted."""
         if not self._checkpoints.saves:
@@ -221,6 +236,10 @@ class ResumableRun(RunSetup):
             for loader in self._loaders.values():
                 close_loader(loader)
             self._loaders = {}
+
+    def _where(self, step: int) -> str:
+        epoch = "" if self._epoch is None else f"epoch {self._epoch}, "
+        return f"{self._stage.name.lower()} {epoch}batch {step}"
 
     def _note_best(self) -> None:
         if self._watch.best is not None:

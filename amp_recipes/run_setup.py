@@ -111,6 +111,7 @@ class RunSetup(Hooks):
         self._interrupts = Interrupts()
         self._in_fit = False
         self._fits = 0
+        self._at_its_place = False  # the epoch's loader gives the next batch to train on
         self._stepped_by_hand = False
         self._own_batch_weight = self._overrides("batch_weight")
         self._own_fit_batch = self._overrides("fit_batch")

@@ -1,6 +1,7 @@
 """A worker that dies, hangs or raises is named, with the sample it was reading; the run ends in time."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
-from amp_recipes.data import close_loader, loader_faults, make_loader, set_epoch, streams
+from amp_recipes.data import LoadingStopped, close_loader, loader_faults, make_loader, set_epoch, streams, waiting
 from amp_recipes.errors import DataError
 
 ROOT = Path(__file__).parents[1]
@@ -482,7 +483,9 @@ class SlowAfter(Pids):
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_in_the_middle_of_a_sample_end_before_torch_would_kill_them(persistent, monkeypatch, no_collector):
     """After an error in the loop, whose traceback holds the pass."""
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 10_000.0)  # torch waits that long for one
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 120.0)  # torch waits that long for one
+    terminated = []
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "terminate", lambda process: terminated.append(process))
     batches = loader(SlowAfter(), num_workers=2, persistent_workers=persistent)
     workers = set()
     with pytest.raises(KeyError) as caught:
@@ -493,6 +496,76 @@ def test_workers_in_the_middle_of_a_sample_end_before_torch_would_kill_them(pers
     close_loader(batches)
     wait_until(lambda: not any(map(alive, workers)))
     assert caught.value.args == ("a step",)
+    assert terminated == []
+
+
+# ---------------------------------------------------------------------- a request to stop
+
+
+class Gated(Dataset):
+    """Sample 6 comes once a file is there."""
+
+    def __init__(self, gate):
+        self.gate = gate
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        while index == 6 and not self.gate.exists():
+            time.sleep(0.01)
+        return torch.tensor(index)
+
+
+class GatedStream(IterableDataset):
+    def __init__(self, gate):
+        self.data = Gated(gate)
+
+    def __iter__(self):
+        return map(self.data.__getitem__, range(12))
+
+
+@pytest.mark.parametrize("torchdata", [False, True])
+@pytest.mark.parametrize("kind", [Gated, GatedStream])
+@pytest.mark.parametrize("limits", [{}, {"timeout": 0}], ids=["limit", "no limit"])
+def test_who_waits_for_a_batch_can_be_stopped_and_go_on(kind, torchdata, limits, tmp_path, monkeypatch):
+    monkeypatch.setattr(waiting, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(streams, "has_torchdata", lambda: torchdata)
+    gate, asked, seen = tmp_path / "gate", [], []
+    batches = loader(kind(gate), num_workers=1, **limits)
+    batches.stop = lambda: asked.append(1) or len(asked) % 3 == 0
+    with loader_faults(batches):
+        iterator = iter(batches)
+        for _ in range(2):
+            with pytest.raises(LoadingStopped):
+                while True:
+                    seen += next(iterator).tolist()
+            asked.clear()
+        # Before the batch with sample 6 it may have been stopped as well, on a busy machine: nothing is lost.
+        assert seen == list(range(len(seen))) and len(seen) <= 6
+        assert batches.batches_done == len(seen) // 2
+        gate.touch()
+        batches.stop = None
+        seen += torch.cat(list(iterator)).tolist()
+    assert seen == list(range(12))
+
+
+def test_a_time_limit_holds_whoever_asks_in_between(tmp_path, monkeypatch):
+    monkeypatch.setattr(waiting, "POLL_SECONDS", 0.5)
+    batches = loader(Gated(tmp_path / "gate"), num_workers=1, timeout=10)
+    batches.stop = lambda: False
+    with pytest.raises(DataError, match=r"no batch came for 10 seconds: loader worker 0 .* was reading sample 6"):
+        list(batches)
+
+
+def test_persistent_workers_keep_the_users_limit():
+    assert waiting.poll_seconds(300, lambda: True, persistent=True) == 300
+    assert waiting.poll_seconds(300, None, persistent=False) == 300
+    assert waiting.poll_seconds(0.5, lambda: True, persistent=False) == 0.5
+    assert waiting.poll_seconds(0, lambda: True, persistent=False) == waiting.poll_seconds(9, lambda: True, False) == 1
+
+
+# ---------------------------------------------------------------------- the user's part in workers
 
 
 def test_the_users_worker_init_fn_runs_and_meets_the_users_data_set(tmp_path):

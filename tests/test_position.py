@@ -59,6 +59,16 @@ def test_saved_inside_epoch_3_it_goes_on_in_epoch_3_after_the_done_batches_once(
     assert fresh.take_place() is None and not fresh.inside_epoch and fresh.steps_done == 0
 
 
+def test_saved_before_the_first_batch_of_an_epoch_has_come_the_epoch_is_not_over():
+    position = Loop(epoch=2).position()
+    position.training_begins()
+    position.epoch_done(1)
+    position.training_begins()
+    fresh, _ = resumed(position)
+    assert fresh.inside_epoch and not fresh.is_done(2) and fresh.is_done(1)
+    assert fresh.steps_done == 0 and fresh.take_place().step == 0
+
+
 def test_resumed_inside_an_epoch_and_saved_again_the_epoch_still_began_when_it_began():
     position = Loop(step=5).position()
     position.training_begins()
@@ -108,7 +118,9 @@ def test_saved_after_the_validation_the_epoch_is_over():
 
 
 def test_a_new_fit_forgets_epochs_and_batches_of_the_last():
-    fresh, _ = resumed(Loop(step=5).position())
+    saved = Loop(step=5).position()
+    saved.training_begins()
+    fresh, _ = resumed(saved)
     fresh.epoch_done(4)
     fresh.start_afresh()
     assert not fresh.is_done(1) and not fresh.inside_epoch and fresh.take_place() is None

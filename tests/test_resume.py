@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -507,3 +508,28 @@ def test_a_schedule_that_is_over_is_said(tmp_path, caplog):
     again.hparams.lr_scheduler = brain.hparams.lr_scheduler
     fit(again)
     assert "every learning rate is 0" in caplog.text and "--init_from" in caplog.text
+
+
+class Slow(Noisy):
+    """Its sample 3 takes longer than anybody would wait for after a signal."""
+
+    def __getitem__(self, index):
+        if index == 3 and self.slow:
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(600)
+        return super().__getitem__(index)
+
+
+def test_a_signal_does_not_wait_for_a_slow_batch(tmp_path):
+    def slow():
+        data = Slow()
+        data.slow = True
+        return data, {"batch_size": BATCH, "shuffle": True, "num_workers": 1}
+
+    whole = fit(make())
+    brain = make(str(tmp_path))
+    began = time.monotonic()
+    with pytest.raises(RunInterrupted) as ended:
+        fit(brain, slow)
+    assert ended.value.code == 143 and time.monotonic() - began < 200
+    assert fit(make(str(tmp_path))).end == whole.end

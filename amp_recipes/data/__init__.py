@@ -8,12 +8,14 @@ from amp_recipes.data.loaders import close_loader, make_loader, set_epoch
 from amp_recipes.data.moving import batch_length, to_device
 from amp_recipes.data.place import batches_from, generator_states, loader_state, replay_reason, set_generator_states
 from amp_recipes.data.samplers import EpochShuffle
+from amp_recipes.data.waiting import LoadingStopped
 
 __all__ = [
     "DynamicBatches",
     "EpochLoader",
     "EpochShuffle",
     "LengthBuckets",
+    "LoadingStopped",
     "as_batches",
     "batch_length",
     "batches_from",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from amp_recipes.data.order import EpochOrder, Task
 from amp_recipes.data.reading import Failure, Reader, collate_as_it_is
 from amp_recipes.data.sample_draws import draws_put_back, held_generators
 from amp_recipes.data.samplers import EpochShuffle, epoch_seed
+from amp_recipes.data.waiting import LoadingStopped, next_batch, poll_seconds
 from amp_recipes.data.workers import TIMEOUT_SECONDS, Workers, deaths_unreported, start_worker
 from amp_recipes.errors import DataError
 from amp_recipes.randomness import generator_state, set_generator_state
@@ -31,7 +32,12 @@ class EpochLoader(DataLoader):
 
     A sampler of the user's runs on generators of its own, which are functions of (seed, epoch); one that has `rank` or
     `num_replicas`, as torch's DistributedSampler, shares its samples out itself.
+
+    stop: may be set before an iteration: asked about once a second while a batch of workers is waited for; if it says
+    yes, LoadingStopped is raised, and iterating on goes on waiting. Not asked where there are persistent_workers.
     """
+
+    stop: Callable[[], bool] | None = None
 
     def __init__(
         self, dataset: Any, *, seed: int, name: str = "Data set", rank: int = 0, world_size: int = 1, **kwargs: Any
@@ -184,7 +190,7 @@ class EpochLoader(DataLoader):
             num_workers=self.num_workers,
             collate_fn=collate_as_it_is,
             pin_memory=self.pin_memory,
-            timeout=self.timeout,
+            timeout=poll_seconds(self.timeout, self.stop, self.persistent_workers),
             worker_init_fn=partial(start_worker, workers, self.worker_init_fn) if workers else None,
             multiprocessing_context=self.multiprocessing_context,
             generator=torch.Generator(),
@@ -248,9 +254,11 @@ class _EpochIterator:
             self._failed = None
         try:
             with draws_put_back() if self._protect else nullcontext():
-                number, batch = next(self._batches)
+                number, batch = next_batch(self._batches, self._loader.timeout, self._loader.stop)
         except StopIteration:
             self._position.generators = None
+            raise
+        except LoadingStopped:
             raise
         except Exception as error:
             self._raise_if_told(error)

@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 from amp_recipes.data.order import Task
 from amp_recipes.data.reading import Failure, describe_sample, samples_of
+from amp_recipes.data.waiting import TIMED_OUT
 from amp_recipes.data.workers import Reading, Workers, deaths_unreported
 from amp_recipes.errors import DataError
 
@@ -21,7 +22,6 @@ _ALL: WeakSet[Iteration] = WeakSet()
 _DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\)")
 _BY_SIGNAL = re.compile(r"killed by signal: (?P<signal>[^.]+)\.")
 _BY_CODE = re.compile(r"exited unexpectedly with exit code (?P<code>\d+)")
-_TIMED_OUT = re.compile(r"DataLoader timed out after (?P<seconds>[\d.]+) seconds")
 _SIGNALS = {int(number): number.name for number in signal.Signals}
 _NOTICE_SECONDS = 2.0  # a process is gone a moment before its parent knows
 _ADVICE = {
@@ -105,7 +105,7 @@ def worker_fault(error: BaseException, name: str, iteration: Iteration | None = 
         return None  # told already
     texts = [str(it) for it in _causes(error) if type(it) is RuntimeError]
     for text in texts:
-        if timed_out := _TIMED_OUT.search(text):
+        if timed_out := TIMED_OUT.search(text):
             return _hang(float(timed_out["seconds"]), name, iteration)
         if died := _DIED.search(text):
             # Where it was noticed late, the cause's text knows more.

@@ -17,6 +17,7 @@ from amp_recipes.data.loader_faults import Iteration, let_go, read_fault, worker
 from amp_recipes.data.reading import Failure, failure_of
 from amp_recipes.data.sample_draws import SampleSeeds, draws_put_back
 from amp_recipes.data.samplers import epoch_seed
+from amp_recipes.data.waiting import LoadingStopped, next_batch, poll_seconds
 from amp_recipes.data.workers import TIMEOUT_SECONDS, Workers, deaths_unreported, start_worker
 from amp_recipes.errors import DataError
 
@@ -26,7 +27,12 @@ class StreamLoader(DataLoader):
 
     The place is the data set's own state where it has `state_dict` and `load_state_dict` (with workers this takes
     torchdata's StatefulDataLoader); else the number of batches, which are read again after `load_state_dict`.
+
+    stop: may be set before an iteration: asked about once a second while a batch of workers is waited for; if it says
+    yes, LoadingStopped is raised, and iterating on goes on waiting. Not asked where there are persistent_workers.
     """
+
+    stop: Callable[[], bool] | None = None
 
     def __init__(self, dataset: Any, *, seed: int, name: str = "Data set", **kwargs: Any) -> None:
         if kwargs.get("num_workers"):
@@ -143,7 +149,7 @@ class StreamLoader(DataLoader):
             num_workers=self.num_workers,
             collate_fn=collate,
             pin_memory=self.pin_memory,
-            timeout=self.timeout,
+            timeout=poll_seconds(self.timeout, self.stop, self.persistent_workers),
             worker_init_fn=start,
             multiprocessing_context=self.multiprocessing_context,
             generator=self.generator if self.generator is not None else torch.Generator(),
@@ -288,8 +294,8 @@ class _StreamIterator:
             raise self._fault
         try:
             with self._quietly():
-                batch = next(self._batches)
-        except StopIteration:
+                batch = next_batch(self._batches, self._loader.timeout, self._loader.stop)
+        except (StopIteration, LoadingStopped):
             raise
         except Exception as error:
             self._fault = worker_fault(error, self._loader.name, self._iteration)

@@ -53,7 +53,9 @@ def _export(arguments: argparse.Namespace) -> int:
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="the recipe's script")
     parser.add_argument("hparams_file", metavar="YAML", type=Path, help="its YAML file")
-    parser.add_argument("--steps", type=int, default=12, metavar="N", help="updates of each run (default: 12)")
+    parser.add_argument(
+        "--steps", type=int, default=12, metavar="N", help="updates (windows) of each run (default: 12)"
+    )
     parser.add_argument(
         "--save_at", type=int, default=5, metavar="N", help="updates between checkpoints in an epoch (default: 5)"
     )

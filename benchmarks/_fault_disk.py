@@ -299,7 +299,9 @@ def _check_order(tally: Tally, save: Path, calls: Iterator[tuple[str, str, str]]
 # ---------------------------------------------------------------------- row 7: no room
 
 _FULL = re.compile(
-    r"Checkpoint CKPT\+\d+ \(step 6\) not written: disk full \(needs \d+\.\d MB, free \d+\.\d MB\)\. "
+    # In the background step 6 is told in the log; the next save, of step 10, tries again, and ends the run.
+    r"Checkpoint CKPT\+\d+ \(step (?:6|10)\) not written: disk full "
+    r"\(needs [\d.]+ (?:bytes|[kMG]B), free [\d.]+ (?:bytes|[kMG]B)\)\. "
     r"CKPT\+\d+ \(step 4\).* is intact\."
 )
 

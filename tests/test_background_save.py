@@ -1,5 +1,6 @@
 """A save in the background holds the state of the moment it was asked for, and its errors are not lost."""
 
+import contextlib
 import copy
 import logging
 import os
@@ -535,3 +536,21 @@ def test_a_handler_that_raises_while_a_thread_starts_neither_doubles_nor_loses_t
         assert [it.meta for it in checkpointer.list_checkpoints()] == [{"epoch": 1}]
     finally:
         signal.signal(signal.SIGCHLD, earlier)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_save_whose_thread_cannot_be_relied_on_is_made_once(tmp_path, monkeypatch, begun):
+    def start(thread):
+        if begun:
+            start_for_real(thread)
+        raise RuntimeError(
+            "DataLoader worker (pid 1) is killed by signal: Killed." if begun else "can't start new thread"
+        )
+
+    start_for_real = threading.Thread.start
+    checkpointer = Checkpointer(tmp_path, {"model": nn.Linear(2, 2)})
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="DataLoader") if begun else contextlib.nullcontext():
+        checkpointer.start_saving({"epoch": 1})
+    monkeypatch.undo()
+    assert [it.meta for it in checkpointer.list_checkpoints()] == [{"epoch": 1}]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +26,18 @@ class Background:
     def start(self, job: Callable[[], object]) -> None:
         """Begin `job`; waits for the one before, and raises its error instead if it failed."""
         self.wait()
-        thread = threading.Thread(target=self._run, args=(job,), name="checkpoint")
-        # torch's handler for dead loader workers raises wherever it runs: not here, with a thread half made.
-        with _held_back(signal.SIGCHLD):
-            try:
-                thread.start()
-            except RuntimeError:  # the interpreter is ending, or has as many threads as it may have
-                thread = None
-            self._thread = thread
-        if thread is None:
-            job()
+        claim = threading.Lock()  # whoever has it does the job
+        self._thread = threading.Thread(target=self._run, args=(job, claim), name="checkpoint")
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            if claim.acquire(blocking=False):  # not begun: the thread leaves the job to us, if it comes at all
+                self._thread = None
+                job()
+            # Python has no new thread to give: the interpreter is ending, or has as many as it may have. Any other error
+            # is of a signal's handler, which raises wherever it runs: torch's does, for a dead loader worker.
+            if "new thread" not in str(error):
+                raise
 
     def wait(self) -> None:
         """Return when nothing is under way; raises the error of the last job, once. Inside the job: returns at once."""
@@ -55,23 +55,15 @@ class Background:
         error, self._error = self._error, None
         return error
 
-    def _run(self, job: Callable[[], object]) -> None:
+    def _run(self, job: Callable[[], object], claim: threading.Lock) -> None:
+        if not claim.acquire(blocking=False):
+            return
         try:
             job()
         except BaseException as error:
             # Told now, since the next save may be an hour away, or the run may end without one.
             logger.error("%s", error)
             self._error = error
-
-
-@contextmanager
-def _held_back(signum: int) -> Iterator[None]:
-    """Within it, that signal waits."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signum])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 _of_folder: weakref.WeakValueDictionary[str, Background] = weakref.WeakValueDictionary()

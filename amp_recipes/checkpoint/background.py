@@ -34,8 +34,8 @@ class Background:
             if claim.acquire(blocking=False):  # not begun: the thread leaves the job to us, if it comes at all
                 self._thread = None
                 job()
-            # Python has no new thread to give: the interpreter is ending, or has as many as it may have. Any other error
-            # is of a signal's handler, which raises wherever it runs: torch's does, for a dead loader worker.
+            # Python has no new thread to give where the interpreter is ending, or has as many as it may have. Any other
+            # error is of a signal's handler, which raises wherever it runs: torch's does, for a dead loader worker.
             if "new thread" not in str(error):
                 raise
 

@@ -1,0 +1,220 @@
+"""Tells two runs apart by what they left behind: settings, overrides, versions, git state, results."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from amp_recipes.config.changes import differences, read_settings
+from amp_recipes.config.experiment import ENVIRONMENT_FILE, OVERRIDES_FILE, RESOLVED_FILE
+from amp_recipes.errors import ConfigError
+from amp_recipes.loggers.strict_json import encode
+from amp_recipes.loggers.summary import FILE_NAME as SUMMARY_FILE
+from amp_recipes.loggers.text import format_value
+
+# Parts of environment.json that tell one start from another of the same run, or have a section of their own.
+_NOT_VERSIONS = frozenset({"time", "argv", "cwd", "git", "trust"})
+# Parts of summary.json that say what it is of: shown where they differ.
+_ABOUT_RUN = ("precision", "eval_precision", "float32_precision", "device", "fp32_modules")
+# Parts of summary.json that are never twice the same, and say nothing of what was learned.
+_MEASURED = ("seconds", "training_seconds", "samples_per_second", "peak_memory_bytes")
+_LAST_OF_RESULTS = (*_ABOUT_RUN, *_MEASURED)
+_NOT_RESULTS = frozenset({"schema_version", "peak_memory_of", "last", "best", *_LAST_OF_RESULTS})
+
+_VALUE_CHARACTERS = 100
+_RUNS_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that two runs need not have in common; None: the run has none."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class RunDiff:
+    """What differs between two runs, by section, and their results side by side.
+
+    results: of both runs, equal ones too. notes: what could not be compared, or not wholly.
+    """
+
+    run_a: Path
+    run_b: Path
+    sections: dict[str, list[Difference]]
+    results: list[Difference]
+    notes: list[str]
+
+    @property
+    def differ(self) -> bool:
+        """Whether anything differs, times and memory left aside."""
+        learned = (result for result in self.results if result.name not in _MEASURED)
+        return any(self.sections.values()) or any(result.a != result.b for result in learned)
+
+    def as_json(self) -> str:
+        """One JSON object: `runs`, `differ`, each section as `{name: [a, b]}`, `results` likewise, and `notes`."""
+        parts = {**self.sections, "results": self.results}
+        pairs = {name: {it.name: [it.a, it.b] for it in found} for name, found in parts.items()}
+        runs = [str(self.run_a), str(self.run_b)]
+        return encode({"runs": runs, "differ": self.differ, **pairs, "notes": self.notes}, indent=2)
+
+    def report(self) -> str:
+        """The same for people: `name: a -> b`, and a table of the results with the change of each number."""
+        lines = [f"a  {self.run_a}", f"b  {self.run_b}"]
+        for name, found in self.sections.items():
+            if found:
+                lines += ["", f"{name} (a -> b)", *(f"  {it.name}: {_shown(it.a)} -> {_shown(it.b)}" for it in found)]
+        if self.results:
+            lines += ["", *_table(self.results)]
+        if same := [name for name, found in self.sections.items() if not found]:
+            lines += ["", f"the same: {', '.join(same)}"]
+        return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
+
+
+def compare_runs(run_a: str | Path, run_b: str | Path) -> RunDiff:
+    """What differs between two runs, each given by its output folder.
+
+    All settings count, run options that are absent with their defaults; the output folder, and paths that differ only
+    in it, do not. Results are those of `summary.json`, or, of a run that only tried out, of `debug/summary.json`.
+    Raises ConfigError for a folder that is no run, or a file in it that cannot be read.
+    """
+    try:
+        runs = [_Run(Path(folder)) for folder in (run_a, run_b)]
+    except OSError as error:  # a folder that may not be entered
+        raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}.") from error
+    sections: dict[str, list[Difference]] = {}
+    for name in ("settings", "overrides"):
+        a, b = (getattr(run, name) for run in runs)
+        if a is not None and b is not None:
+            sections[name] = [Difference(change.name, change.was, change.now) for change in differences(a, b)]
+    if all(run.environment for run in runs):
+        for name in ("trust", "versions", "git"):
+            pairs = _pairs(*(run.about(name) for run in runs))
+            sections[name] = [pair for pair in pairs if pair.a != pair.b]
+    results = [it for it in _pairs(*(run.results() for run in runs)) if it.name not in _ABOUT_RUN or it.a != it.b]
+    notes = [note for run in runs for note in run.notes]
+    if all(run.about("git").get("dirty") for run in runs):
+        notes.append("Both ran from a work tree with changes that were not committed; these are not compared.")
+    return RunDiff(runs[0].folder, runs[1].folder, sections, results, notes)
+
+
+class _Run:
+    """What one run left. Raises ConfigError for a folder that is no run, and for files that are damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.notes: list[str] = []
+        summary = folder / SUMMARY_FILE
+        if not summary.is_file() and (folder / "debug" / SUMMARY_FILE).is_file():
+            summary = folder / "debug" / SUMMARY_FILE
+            self.notes.append(f"{folder}: the results are those of a short run with --debug.")
+        if not any(file.is_file() for file in (folder / RESOLVED_FILE, folder / ENVIRONMENT_FILE, summary)):
+            raise ConfigError(_no_run(folder))
+        resolved, overrides = folder / RESOLVED_FILE, folder / OVERRIDES_FILE
+        self.settings = read_settings(resolved) if self._has(resolved, "the run has kept no settings") else None
+        given = overrides.is_file() and overrides.stat().st_size > 0
+        self.overrides = read_settings(overrides) if given else None
+        environment = folder / ENVIRONMENT_FILE
+        self.environment = _json(environment) if self._has(environment, "the run has not kept its versions") else {}
+        self.summary = _json(summary) if self._has(summary, "the run has not finished") else {}
+
+    def about(self, section: str) -> dict[str, Any]:
+        """The part of environment.json that is compared under this name."""
+        if section in ("git", "trust"):
+            part = self.environment.get(section)
+            return part if isinstance(part, dict) else {} if part is None else {section: part}
+        versions = {name: value for name, value in self.environment.items() if name not in _NOT_VERSIONS}
+        return _flat(versions, unwrap="packages")
+
+    def results(self) -> dict[str, Any]:
+        """The numbers of summary.json by name: metrics of each stage, the best, steps, times."""
+        last, best = self.summary.get("last"), self.summary.get("best")
+        rest = {name: value for name, value in self.summary.items() if name not in _NOT_RESULTS}
+        shown = {name: self.summary[name] for name in _LAST_OF_RESULTS if name in self.summary}
+        return _flat({"last": last, "best": best, **rest, **shown}, unwrap="last")
+
+    def _has(self, file: Path, otherwise: str) -> bool:
+        if not file.is_file():
+            self.notes.append(f"{self.folder}: no {file.name}: {otherwise}.")
+        return file.is_file()
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: expected a JSON object, found a {type(found).__name__}.")
+    return found
+
+
+def _no_run(folder: Path) -> str:
+    """Why a folder is not taken for a run, and which one may be meant."""
+    expected = "expected the output folder of a run"
+    if not folder.exists():
+        return f"{folder}: there is no such folder; {expected}."
+    if not folder.is_dir():
+        return f"{folder}: is a file; {expected}."
+    for above in list(folder.absolute().parents)[:2]:
+        if (above / ENVIRONMENT_FILE).is_file():
+            return f"{folder}: belongs to the run {above}; {expected}."
+    below = sorted({file.parent for pattern in ("*", "*/*") for file in folder.glob(f"{pattern}/{ENVIRONMENT_FILE}")})
+    listed = ", ".join(map(str, below[:_RUNS_NAMED])) + (", ..." if len(below) > _RUNS_NAMED else "")
+    hint = f" Runs lie below it: {listed}." if below else ""
+    return f"{folder}: {expected}, but it has none of {RESOLVED_FILE}, {ENVIRONMENT_FILE}, {SUMMARY_FILE}.{hint}"
+
+
+# ---------------------------------------------------------------------- values
+
+
+def _flat(tree: dict[str, Any], unwrap: str) -> dict[str, Any]:
+    """Nested mappings as dotted names, without the name `unwrap` itself."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if not isinstance(value, dict):
+            flat[name] = value
+            continue
+        for below, item in _flat(value, "").items():
+            flat[below if name == unwrap else f"{name}.{below}"] = item
+    return {name: value for name, value in flat.items() if name != unwrap or value is not None}
+
+
+def _pairs(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
+    return [Difference(name, a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b])]
+
+
+def _unequal(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
+    return [pair for pair in _pairs(a, b) if pair.a != pair.b]
+
+
+def _shown(value: Any) -> str:
+    """A value in one line, without the characters that steer a terminal."""
+    if isinstance(value, list):
+        value = ", ".join(map(str, value)) or "none"
+    text = "(absent)" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = "".join(char if char.isprintable() else " " for char in text)
+    return text if len(text) <= _VALUE_CHARACTERS else f"{text[:_VALUE_CHARACTERS]}..."
+
+
+def _table(results: list[Difference]) -> list[str]:
+    """Aligned columns: name, both values, and the second less the first where both are numbers and differ."""
+    rows = [("results", "a", "b", "b - a")]
+    for it in results:
+        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (it.a, it.b))
+        change = format_value(it.b - it.a) if numbers and it.a != it.b else ""
+        sign = "+" if change and it.b > it.a else ""
+        rows.append((f"  {it.name}", *(_number(value) for value in (it.a, it.b)), sign + change))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in (1, 2, 3))]).rstrip()
+        for row in rows
+    ]
+
+
+def _number(value: Any) -> str:
+    return format_value(value) if isinstance(value, int | float) else "-" if value is None else _shown(value)

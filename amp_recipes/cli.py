@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from amp_recipes import __version__
-from amp_recipes.errors import AmpRecipesError
+from amp_recipes.completion import SHELLS, Words, completion_script
+from amp_recipes.config import check, parse_arguments
+from amp_recipes.config.commands import shown, summary
+from amp_recipes.errors import AmpRecipesError, ConfigError
 from amp_recipes.export import export_run
 from amp_recipes.resume_check.verify import verify_resume
+from amp_recipes.run_diff import compare_runs
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,74 @@ def _verify(arguments: argparse.Namespace) -> int:
     )
 
 
+# ---------------------------------------------------------------------- check
+
+
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="the recipe's script, which is not run")
+    parser.add_argument("hparams_file", metavar="YAML", type=Path, help="its YAML file")
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    if not arguments.script.is_file():
+        raise ConfigError(f"there is no script {arguments.script}; expected: amp-recipes check SCRIPT YAML.")
+    file, _, overrides = parse_arguments([str(arguments.hparams_file), *arguments.recipe_options])
+    settings = check(file, overrides, recipe_folder=arguments.script.resolve().parent)
+    print(shown(settings) if overrides.request.action == "show_config" else summary(settings))
+    return 0
+
+
+# ---------------------------------------------------------------------- diff
+
+
+def _diff_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs=2, help="output folders of two runs")
+    parser.add_argument("--json", action="store_true", help="print the differences as one JSON object")
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    try:
+        found = compare_runs(*arguments.runs)
+    except AmpRecipesError as error:
+        print(f"amp-recipes: {error}", file=sys.stderr)
+        return 2  # as diff and cmp do: 1 says that there are differences
+    print(found.as_json() if arguments.json else found.report())
+    return int(found.differ)
+
+
+# ---------------------------------------------------------------------- completion
+
+
+def _completion_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, help="the shell that shall read the script")
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    print(completion_script(arguments.shell, {command.name: _words(command) for command in COMMANDS}), end="")
+    return 0
+
+
+def _words(command: Command) -> Words:
+    """What may follow a subcommand, as its parser has it."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    command.add_arguments(parser)
+    actions = parser._actions  # argparse has no public way to ask; what completes for it goes this way
+    options = [word for action in actions for word in action.option_strings if word.startswith("--")]
+    first = next((action for action in actions if not action.option_strings), None)
+    return Words(options, tuple(first.choices or ()) if first else (), command.passes_options)
+
+
 COMMANDS = (
+    Command(
+        "check",
+        "Check a recipe's YAML and options without running its script: every mistake at once, with its line. Builds "
+        "nothing, but imports the modules that the YAML names. With --show-config: print the resolved YAML with the "
+        "place that each value came from. What the script trusts beside the defaults must be given by --trust.",
+        "amp-recipes check recipes/image_classification/train.py configs/image_classification.yaml --precision bf16",
+        _check_arguments,
+        _check,
+        passes_options=True,
+    ),
     Command(
         "export",
         "Write the weights of a run's best checkpoint as safetensors, with its resolved settings.",
@@ -98,6 +169,22 @@ COMMANDS = (
         _verify_arguments,
         _verify,
         passes_options=True,
+    ),
+    Command(
+        "diff",
+        "Show what differs between two runs: settings, versions, git state, results. Exit status: 0 nothing but times "
+        "and memory, 1 something, 2 a folder is no run or cannot be read.",
+        "amp-recipes diff results/image_classification/fp32/seed_1 results/image_classification/bf16/seed_1",
+        _diff_arguments,
+        _diff,
+    ),
+    Command(
+        "completion",
+        "Print a script that completes options and keys of the YAML in bash or zsh. Its first lines say where to put "
+        "it.",
+        "amp-recipes completion bash",
+        _completion_arguments,
+        _completion,
     ),
 )
 

@@ -39,6 +39,8 @@ LAYERS = {
     "__init__": 6,
     "export": 7,
     "resume_check": 7,
+    "run_diff": 7,
+    "completion": 7,
     "cli": 8,
 }
 # Inside layer 0 these may be imported by their neighbours: they hold no decisions, only words that all rooms share.

@@ -3,13 +3,21 @@
 import dataclasses
 import json
 import logging
+import time
+from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
+from hyperpyyaml import resolve_references
 
 from amp_recipes.config import RunOptions, create_experiment_directory, load_hparams, parse_arguments
-from amp_recipes.config.changes import BESIDE_TRAINING, setting_changes
+from amp_recipes.config.changes import BESIDE_TRAINING, differences, setting_changes
+from amp_recipes.config.limits import Budget
+from amp_recipes.config.nodes import Mistakes
+from amp_recipes.config.reading import read_text
+from amp_recipes.config.references import resolve
 from amp_recipes.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
 
 RECIPE = """\
 output_folder: {folder}
@@ -41,8 +49,15 @@ def logging_as_before(monkeypatch):
     root.setLevel(level)
 
 
+def tree(text):
+    mistakes = Mistakes()
+    root = read_text(text or "{}", "x.yaml", mistakes, Budget())
+    assert not list(mistakes)
+    return root
+
+
 def changes(old, new):
-    return setting_changes(*(YAML().load(text) or {} for text in (old, new)))
+    return setting_changes(tree(old), tree(new))
 
 
 @pytest.mark.parametrize(
@@ -71,13 +86,23 @@ def changes(old, new):
         ("a: !new:x.A {b: 1}", "a: !new:x.B {b: 2}", ["a: !new:x.A -> !new:x.B", "a.b: 1 -> 2"]),
         ("a: !new:x.A {b: 1}", "a: {b: 1}", ["a: !new:x.A -> (absent)"]),
         ("a: !new:x.A [1, 2]", "a: !new:x.A [1, 3]", ["a: !new:x.A [1, 2] -> !new:x.A [1, 3]"]),
-        ("a: !name:x.A b", "a: !name:x.A c", ["a: !name:x.A b -> !name:x.A c"]),
+        ("a: !name:x.A", "a: !name:x.A {}", []),
+        ("a: !new:x.A []", "a: !new:x.A", []),
+        ("a: !new:x.A ['']", "a: !new:x.A", ["a: !new:x.A [''] -> !new:x.A"]),
+        ("a: (1, 2)", "a: [1, 2]", ["a: (1, 2) -> [1, 2]"]),
+        ("a: (1, x)", "a: !tuple [1, x]", []),
+        ("a: (1, 2)", "a: '(1, 2)'", ["a: (1, 2) -> '(1, 2)'"]),
+        ("a: (1)", "a: !tuple []", ["a: (1) -> ()"]),
         ("a: &x {b: 1}\nc: *x", "a: {b: 1}\nc: {b: 1}", []),
         ("a: &x {b: 1}\nc: *x", "a: &x {b: 2}\nc: *x", ["a.b: 1 -> 2", "c.b: 1 -> 2"]),
         ("b: 1\na: 2", "a: 2\nb: 1", []),
         ("1: x", "'1': y", ["1: x -> y"]),
         ("a: {1: x}", "a: {1: z}", ["a.1: x -> z"]),
-        ("a: 2024-01-02", "a: 2024-01-03", ["a: datetime.date(2024, 1, 2) -> datetime.date(2024, 1, 3)"]),
+        ("a: 2024-01-02", "a: 2024-01-03", ["a: 2024-01-02 -> 2024-01-03"]),
+        ("a: 2024-01-02", "a: '2024-01-02'", ["a: 2024-01-02 -> '2024-01-02'"]),
+        ("a: '[1]'", "a: [1]", ["a: '[1]' -> [1]"]),
+        ("a: \"'1'\"", "a: '1'", ["a: \"'1'\" -> '1'"]),
+        ("a.b: 1", "a: {b: 1}", ["a.b: 1 -> (absent)", "a.b: (absent) -> 1"]),
     ],
 )
 def test_each_change_is_told_by_name_and_values(old, new, expected):
@@ -133,15 +158,184 @@ def test_an_option_beside_training_is_never_a_change(name):
     ],
 )
 def test_paths_that_follow_the_output_folder_are_no_change(old, new, expected):
-    text = "output_folder: {0}\nsame: {0}\nbelow: {1}/save\nlog: !new:a.Log {1}/log"
+    text = "output_folder: {0}\nsame: {0}\nbelow: {1}/save\nlog: !new:a.Log [{1}/log, 3]\nl: !new:a.L {{file: {1}/log}}"
     old_text, new_text = (text.format(name, name.strip("'/")) for name in (old, new))
     assert len(changes(old_text, new_text)) == expected
 
 
 def test_what_only_looks_like_the_output_folder_is_a_change():
-    old = "output_folder: '1'\nk: 1\nx: '1'\ny: 21/a\nz: !new:a.B 1/a\nw: 1/a"
-    new = "output_folder: '2'\nk: 2\nx: '2'\ny: 22/a\nz: !new:a.C 2/a\nw: 2/b"
-    assert changes(old, new) == ["k: 1 -> 2", "y: 21/a -> 22/a", "z: !new:a.B 1/a -> !new:a.C 2/a", "w: 1/a -> 2/b"]
+    old = "output_folder: '1'\nk: 1\nx: '1'\ny: 21/a\nz: !new:a.B [1/a]\nw: 1/a"
+    new = "output_folder: '2'\nk: 2\nx: '2'\ny: 22/a\nz: !new:a.C [2/a]\nw: 2/b"
+    refused = ["k: 1 -> 2", "y: 21/a -> 22/a", "z: !new:a.B ['1/a'] -> !new:a.C ['2/a']", "w: 1/a -> 2/b"]
+    assert changes(old, new) == refused
+    assert changes(f"{old}\nv: 1/a", f"{new}\nv: 1/a") == refused  # a path into the old folder, that stays one
+
+
+# ---------------------------------------------------------------------- objects that several keys share
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        # Told once, where it is described.
+        ("a: &x !new:x.A {b: 1}\nc: *x", "a: &x !new:x.A {b: 2}\nc: *x", ["a.b: 1 -> 2"]),
+        ("a: &x !new:x.A {b: 1}\nc: *x", "c: &x !new:x.A {b: 1}\na: *x", []),
+        ("m: {a: &x !new:x.A }\nc: *x", "c: &x !new:x.A\nm: {a: *x}", []),
+        # An object of its own is another model than one that is shared.
+        ("a: &x !new:x.A\nc: *x", "a: !new:x.A\nc: !new:x.A", ["c: !ref <a> -> !new:x.A"]),
+        ("a: {b: &x !new:x.A {d: 1}}\nc: {e: *x}", "a: {b: !new:x.A {d: 1}}\nc: {e: !new:x.A {d: 1}}",
+         ["c.e: !ref <a[b]> -> !new:x.A", "c.e.d: (absent) -> 1"]),
+        # Attributes of an object, each time an `!apply:getattr` of its own or shared.
+        ("a: &x !new:x.A\nb: !apply:getattr [*x, n]", "a: &x !new:x.A\nb: !apply:getattr\n- *x\n- n", []),
+        ("a: &x !new:x.A\nb: &y !apply:getattr [*x, n]\nc: *y",
+         "a: &x !new:x.A\nb: !apply:getattr [*x, n]\nc: !apply:getattr [*x, n]", []),
+        ("a: &x !new:x.A\nb: !apply:getattr [*x, n]", "a: &x !new:x.A\nb: !apply:getattr [*x, m]",
+         ["b: !ref <a.n> -> !ref <a.m>"]),
+        ("a: &x !new:x.A\nb: !apply:getattr [*x, n]", "a: &x !new:x.A\nb: 3", ["b: !ref <a.n> -> 3"]),
+        ("b: !apply:getattr [!new:x.A , n]", "b: !apply:getattr [!new:x.B , n]", ["b.0: !new:x.A -> !new:x.B"]),
+    ],
+)  # fmt: skip
+def test_a_shared_object_is_one_setting(old, new, expected):
+    assert changes(old, new) == expected
+    assert changes(old, old) == changes(new, new) == []
+
+
+def test_settings_that_an_older_version_saved_are_those_of_the_same_yaml():
+    """As HyperPyYAML dumped them: with comments of the wrong keys, empty nulls, anchors, attributes by getattr."""
+    old = """\
+        split: &id001 [0.7, 0.3] # train, test
+        data_folder:       # null: the digits
+        images: &id002 !apply:data.load_images
+          split: *id001
+        model: &id003 !new:model.Net # what is trained
+
+        # Training
+          in_channels: !apply:getattr          # as the images are
+          - *id002
+          - channels
+          shape: (1, 8)
+        modules:
+          model: *id003
+        fused: true
+        eps: 1e-05
+        debug: true
+    """
+    new = """\
+        split: &a [0.7, 0.3]
+        data_folder: null
+        images: &b !apply:data.load_images {split: *a}
+        model: &c !new:model.Net
+          in_channels: !apply:getattr [*b, channels]
+          shape: !tuple [1, 8]
+        modules: {model: *c}
+        fused: true
+        eps: 1.0e-05
+    """
+    assert changes(old, new) == []
+
+
+REFERENCES = """\
+a: !name:torch.nn.ReLU
+b: !ref <a>
+n: !new:torch.nn.ReLU
+m: [!ref <n>, !copy <n>]
+c: !new:collections.Counter
+  x: 1
+d: !ref <c>
+e: !copy <c>
+i: !apply:random.Random
+f: !ref <i.seed>
+g: !ref <f>
+h: [!ref <g>, 1]
+t: (1, 2)
+u: !ref <t>
+small: 0.00001
+half: !ref <small> / 2
+text: !ref <small>/x
+empty: {}
+none:
+l: [[1, 2], {k: v}]
+k: !ref <l>
+"""
+
+
+@pytest.mark.parametrize(
+    "text", [REFERENCES, *(path.read_text() for path in sorted((ROOT / "configs").glob("*.yaml")))], ids=range(2)
+)
+def test_what_hyperpyyaml_resolved_and_dumped_compares_equal(text):
+    """A run that was begun with an older version goes on."""
+    mistakes = Mistakes()
+    resolved = resolve(tree(text), mistakes, Budget())
+    assert not list(mistakes)
+    assert differences(tree(resolve_references(text).getvalue()), resolved) == []
+
+
+def anchors(levels, leaf="[1]"):
+    """YAML whose values double with each level."""
+    lines = [f"a0: &a0 {leaf}"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+def test_an_expansion_that_fills_a_machine_is_refused_at_once():
+    began = time.perf_counter()
+    with pytest.raises(ConfigError, match=r"x\.yaml: more than 100,000 values"):
+        changes(anchors(40), anchors(40, "[2]"))
+    assert time.perf_counter() - began < 1
+
+
+def test_objects_that_share_objects_are_not_written_out():
+    began = time.perf_counter()
+    deep = "\n".join(["a0: &a0 !new:x.A [1]", *(f"a{n}: &a{n} !new:x.A [*a{n - 1}, *a{n - 1}]" for n in range(1, 15))])
+    assert changes(deep, deep.replace("[1]", "[2]")) == ["a0: !new:x.A [1] -> !new:x.A [2]"]
+    assert time.perf_counter() - began < 1
+
+
+# ---------------------------------------------------------------------- what may always change
+
+
+COUNTERS = ["EpochCounter", "checkpoint.EpochCounter", "checkpoint.epoch_counter.EpochCounter"]
+
+
+@pytest.mark.parametrize("counter", COUNTERS)
+@pytest.mark.parametrize("limit", ["{{limit: {0}}}", "[{0}]"])
+def test_a_resumed_run_may_train_for_longer(counter, limit):
+    text = f"number_of_epochs: {{0}}\ncounter: !new:amp_recipes.{counter} {limit}"
+    assert changes(text.format(2), text.format(5)) == []
+    assert changes(f"counter: !new:amp_recipes.{counter} [2]", text.format(5)) == []
+    assert [str(change) for change in differences(tree(text.format(2)), tree(text.format(5)))][:1] == [
+        "number_of_epochs: 2 -> 5"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        # What follows from the number of epochs is a change as any other.
+        ("number_of_epochs: 2\ns: !name:x.S {T_max: 2}", "number_of_epochs: 5\ns: !name:x.S {T_max: 5}",
+         ["s.T_max: 2 -> 5"]),
+        ("c: !new:x.EpochCounter {limit: 2}", "c: !new:x.EpochCounter {limit: 3}", ["c.limit: 2 -> 3"]),
+        ("c: !new:x.Counter {limit: 2}", "c: !new:amp_recipes.EpochCounter {limit: 3}",
+         ["c: !new:x.Counter -> !new:amp_recipes.EpochCounter", "c.limit: 2 -> 3"]),
+        ("c: !new:amp_recipes.EpochCounter {limit: 2, x: 1}", "c: !new:amp_recipes.EpochCounter {limit: 3, x: 2}",
+         ["c.x: 1 -> 2"]),
+        ("m: {number_of_epochs: 2}", "m: {number_of_epochs: 3}", ["m.number_of_epochs: 2 -> 3"]),
+        ("limit: 2", "limit: 3", ["limit: 2 -> 3"]),
+        ("train_logger: !new:x.L {file: a}", "train_logger: !new:x.M {file: b, n: 1}", []),
+        ("log_interval: 2", "", []),
+    ],
+)  # fmt: skip
+def test_keys_that_may_always_change_are_these_and_no_others(old, new, expected):
+    assert changes(old, new) == expected
+
+
+def test_all_differences_hold_also_what_a_resumed_run_may_change():
+    old, new = "log_interval_steps: 3\nnumber_of_epochs: 2\nlr: 1", "debug: true\nnumber_of_epochs: 2\nlr: 2"
+    found = differences(tree(old), tree(new))
+    assert [(str(change), change.free) for change in found] == [
+        ("lr: 1 -> 2", False),
+        ("debug: false -> true", True),
+        ("log_interval_steps: 3 -> 10", True),
+    ]
 
 
 # ---------------------------------------------------------------------- starts
@@ -183,7 +377,7 @@ def test_changes_are_refused_all_together_and_nothing_is_written(start):
     assert lines[1:-1] == ["lr: 0.001 -> 0.002", "model.hidden: 4 -> 8", "optimizer.lr: 0.001 -> 0.002",
                            "precision: fp32 -> bf16"]  # fmt: skip
     assert str(start.folder) in lines[0]
-    assert all(advice in lines[-1] for advice in ("--accept_changes", "--output_folder", "--resume never"))
+    assert all(advice in lines[-1] for advice in ("--allow-config-change", "--output_folder", "--resume never"))
     assert contents(start.folder) == before
 
 
@@ -216,6 +410,19 @@ def test_a_changed_yaml_is_refused_and_taken_with_the_flag(start, change, line, 
     start()  # these are the settings of the run now, and the flag was for one start
     assert "other settings" not in caplog.text
     assert load_hparams(start.folder / "hyperparams.yaml").get("accept_changes") is None
+
+
+def test_more_epochs_need_no_flag_but_what_follows_from_them_does(start):
+    text = RECIPE.format(folder=start.folder) + (
+        "number_of_epochs: 2\ncounter: !new:amp_recipes.EpochCounter {limit: !ref <number_of_epochs>}\n"
+    )
+    checkpoint(start(text=text))
+    start("--number_of_epochs=3")
+    assert load_hparams(start.folder / "hyperparams.yaml")["counter"].limit == 3
+    start("--accept_changes", text=f"{text}half: !ref <number_of_epochs> // 2\n")
+    with pytest.raises(ConfigError, match=r"half: 1 -> 2") as refused:
+        start("--number_of_epochs=4")
+    assert "number_of_epochs" not in str(refused.value)
 
 
 def test_without_checkpoints_there_is_nothing_to_go_on_with(start):

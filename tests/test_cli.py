@@ -1,5 +1,6 @@
 """The amp-recipes command: its help, its errors, its exit status."""
 
+import json
 import subprocess
 import sys
 
@@ -92,6 +93,34 @@ def test_options_of_the_recipe_pass_through_in_order(calls, words, options):
     [[script, yaml, passed, steps, save_at, kill_at, keep]] = calls
     assert (str(script), str(yaml), passed) == ("train.py", "x.yaml", options)
     assert (steps, save_at, kill_at, keep) == (20 if "steps" in words.partition(" -- ")[0] else 12, 5, 8, None)
+
+
+def test_diff_ends_with_the_status_of_diff(tmp_path, capsys):
+    for name, lr in (("a", 1), ("b", 1), ("c", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "hyperparams.yaml").write_text(f"output_folder: {tmp_path}/{name}\nlr: {lr}\n")
+    a, b, c, none = (str(tmp_path / name) for name in "abcd")
+    assert cli.main(["diff", a, b]) == 0 and "the same: settings" in capsys.readouterr().out
+    assert cli.main(["diff", a, c]) == 1 and "lr: 1 -> 2" in capsys.readouterr().out
+    assert cli.main(["diff", a, c, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["settings"] == {"lr": ["1", "2"]}
+    assert cli.main(["diff", a, none]) == 2
+    said = capsys.readouterr()
+    assert (
+        said.out == ""
+        and said.err == f"amp-recipes: {none}: there is no such folder; expected the output folder of a run.\n"
+    )
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_prints_a_script_with_every_command_and_its_options(shell, capsys):
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert script.startswith(f"# Completion for {shell}.")
+    assert all(word in script for word in ("verify-resume", "--save_at", "--json", "--precision", "bash zsh"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["completion", "fish"])
+    assert ended.value.code == 2 and "bash, zsh" in capsys.readouterr().err.replace("'", "")
 
 
 def test_the_module_runs_as_a_program():

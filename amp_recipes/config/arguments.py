@@ -1,4 +1,4 @@
-"""How a command line becomes a YAML file, run options and overrides of YAML keys.
+"""How a command line becomes a YAML file, run options, overrides of YAML keys, and what is asked for beside a run.
 
 Values are YAML 1.2 scalars and flow collections, as they would be in the file. What YAML would refuse, or
 read as something other than what was typed (tags, anchors, comments, block collections, dates), is the typed
@@ -8,15 +8,22 @@ text.
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ruamel.yaml import YAML
 from ruamel.yaml.events import AliasEvent, NodeEvent
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
+from amp_recipes.config.including import expand_includes
+from amp_recipes.config.limits import Budget
+from amp_recipes.config.nodes import COMMAND_LINE, Mistakes
+from amp_recipes.config.reading import read_file
 from amp_recipes.config.run_options import (
     OPTION_NAMES,
     OPTION_TYPES,
@@ -29,9 +36,15 @@ from amp_recipes.config.run_options import (
     options_by_group,
     validate_options,
 )
+from amp_recipes.config.yaml_help import keys_help
 from amp_recipes.errors import ConfigError
 
-COMMAND_LINE = "command line"
+# Words of the command line that are no run options: a YAML cannot say them. Those with a dash are also known with `_`.
+FLAGS = {
+    "check": "Check YAML and command line, build nothing, and end.",
+    "show-config": "Print the resolved YAML with the place that each value came from, and end.",
+}
+_ALIASES = {"allow-config-change": "accept_changes", "allow_config_change": "accept_changes"}
 
 # The words that OmegaConf reads as a bool: only these are taken as the value of a boolean option.
 _BOOL_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "1", "0"})
@@ -39,16 +52,49 @@ _BOOL_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "1
 _PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str"))
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks `load_hparams` for, beside options and overrides.
+
+    action: a run, or what is to be done instead of one; trust: what the YAML may name beside the defaults; axes,
+    trials: of a sweep, as they were typed; words: what each run of the sweep is given too.
+    """
+
+    action: Literal["run", "check", "show_config", "sweep"] = "run"
+    trust: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+    trials: int | None = None
+    words: tuple[str, ...] = ()
+
+
 class Overrides(dict[str, Any]):
-    """New values for YAML keys, nested as the YAML is, with the run options beside them.
+    """New values for YAML keys, nested as the YAML is, with the run options and the request beside them.
 
     `run_options` are not among the keys: `load_hparams` writes those that were set over YAML keys of the same
     name, so that a `!ref` to one follows it.
     """
 
-    def __init__(self, *args: Any, run_options: RunOptions | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, run_options: RunOptions | None = None, request: Request | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.run_options = RunOptions() if run_options is None else run_options
+        self.request = Request() if request is None else request
+
+    def with_values(self, values: Mapping[str, Any]) -> Overrides:
+        """These overrides and further values by dotted names, run options among them. Raises ConfigError."""
+        mistakes: list[str] = []
+        overrides = Overrides(copy.deepcopy(dict(self)), request=self.request)
+        options = {name: self.run_options[name] for name in self.run_options.explicit}
+        for name, value in values.items():
+            if name in OPTION_NAMES:
+                options[name] = _option_value(name, value) if isinstance(value, str) else value
+            else:
+                _nest(overrides, name, value, mistakes)
+        if mistakes:
+            raise ConfigError(join_mistakes(mistakes, "the command line"))
+        overrides.run_options = RunOptions.from_mapping(options, COMMAND_LINE)
+        return overrides
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions, Overrides]:
@@ -57,19 +103,34 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
     `--key=value` and `--key value` are the same, a dot goes one level down (`--model.hidden=128`), and an
     option is never guessed from a prefix. A boolean run option needs no value (`--debug`). A key that is
     given twice has its last value. A value that itself begins with `--` must be given as `--key=--value`.
-    A name that is not a run option goes to the overrides; `load_hparams` checks it against the YAML.
-    Prints the options and exits with status 0 on `--help`; every other mistake is in one ConfigError.
+    A name that is not a run option goes to the overrides; `load_hparams` checks it against the YAML, and does what
+    `--check`, `--show-config`, `--sweep` and `--trust` ask for.
+    Prints the options, and the keys of the YAML if one is named, and exits with status 0 on `--help`; every other
+    mistake is in one ConfigError. Of a script's own command line (`argv` is None) a ConfigError that nobody catches
+    is shown without a traceback.
     """
+    if loading:
+        raise ConfigError(
+            "parse_arguments is called by what a YAML builds: its words, --trust among them, would be the YAML's. "
+            "Call it from the script."
+        )
+    if argv is None:
+        _show_mistakes_plainly()
     argv = list(sys.argv[1:] if argv is None else argv)
     positional: list[str] = []
     options: dict[str, Any] = {}
     overrides = Overrides()
+    asked = _Asked()
     mistakes: list[str] = []
+    wants_help = False
     for name, text in _split(argv, positional, mistakes):
         head, *below = name.split(".")
         if name == "help" and text is None:
-            help_parser().print_help()
-            raise SystemExit(0)
+            wants_help = True
+            continue
+        if asked.takes(name, text, mistakes):
+            continue
+        asked.words += [f"--{name}" if text is None else f"--{name}={text}"]
         if text is None:
             mistakes.append(_without_value(name))
         elif head in OPTION_NAMES and below:
@@ -78,18 +139,90 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
             options[name] = _option_value(name, text)
         else:
             _nest(overrides, name, parse_value(text), mistakes)
+    if wants_help:
+        _print_help(positional)
+        raise SystemExit(0)
     if not positional:
         script = Path(sys.argv[0]).name or "train.py"
         mistakes.insert(0, f"the YAML file is missing; expected: {script} CONFIG.yaml [--option value ...].")
     for extra in positional[1:]:
         hint = did_you_mean(extra, OPTION_NAMES, prefix="--")
         mistakes.append(f"{extra!r} is neither an option nor a value; an option opens with --.{hint}")
-    mistakes += validate_options(options)[1].values()
+    mistakes += [*asked.mistakes(), *validate_options(options)[1].values()]
     if mistakes:
         lines = [f"{COMMAND_LINE}: {text}" for text in mistakes]
         raise ConfigError(join_mistakes(lines, "the command line"))
     overrides.run_options = RunOptions.from_mapping(options, COMMAND_LINE)
+    overrides.request = asked.request()
     return positional[0], overrides.run_options, overrides
+
+
+class _Loading:
+    """Whether a YAML is being built somewhere in this process: true inside its `with`."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._count -= 1
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+
+loading = _Loading()
+
+
+class _Asked:
+    """What of a command line is neither a run option nor an override, as it is read word by word."""
+
+    def __init__(self) -> None:
+        self.flags: list[str] = []
+        self.trust: list[str] = []
+        self.axes: list[str] = []
+        self.trials: str | None = None
+        self.words: list[str] = []
+
+    def takes(self, name: str, text: str | None, mistakes: list[str]) -> bool:
+        """Whether it is one of its words."""
+        name = name.replace("_", "-")
+        if name in FLAGS:
+            if text is not None:
+                mistakes.append(f"--{name} takes no value, but is given {text!r}.")
+            self.flags.append(name)
+        elif name == "trust" and text is not None:
+            self.trust += [part.strip() for part in text.strip("[]").split(",") if part.strip()]
+        elif name == "sweep" and text is not None:
+            self.axes.append(text)
+        elif name == "sweep-trials" and text is not None:
+            self.trials = text
+        else:
+            return False
+        return True
+
+    def mistakes(self) -> Iterator[str]:
+        if self.trials is not None and not (self.trials.isdecimal() and int(self.trials) > 0):
+            yield f"--sweep-trials is {self.trials!r}, but must be a whole number, 1 or more."
+        if self.trials is not None and not self.axes:
+            yield "--sweep-trials needs --sweep with the keys to try: --sweep 'lr=1e-5..1e-2:log'."
+        actions = [f"--{flag}" for flag in dict.fromkeys(self.flags)] + (["--sweep"] if self.axes else [])
+        if len(actions) > 1:
+            yield f"{' and '.join(actions)} cannot be done at once; give one of them."
+
+    def request(self) -> Request:
+        words = [*self.words, *(f"--trust={name}" for name in self.trust)]
+        trials = int(self.trials) if self.trials is not None else None
+        trust, axes = tuple(self.trust), tuple(self.axes)
+        if self.axes:
+            return Request("sweep", trust, axes, trials, tuple(words))
+        action = self.flags[0].replace("-", "_") if self.flags else "run"
+        return Request(action, trust)  # type: ignore[arg-type]
 
 
 def parse_value(text: str) -> Any:
@@ -154,12 +287,22 @@ def _split(argv: list[str], positional: list[str], mistakes: list[str]) -> Itera
             positional.append(word)
             continue
         name, equals, text = word[2:].partition("=")
+        name = _ALIASES.get(name, name)
         if not word.startswith("--"):
             mistakes.append(f"{word!r}: an option opens with two dashes.")
         elif not all(name.split(".")):
             mistakes.append(f"{word!r} has an empty name; expected --key=value or --key.subkey=value.")
         elif equals:
             yield name, text
+        elif name.replace("_", "-") in FLAGS:
+            yield name, None
+        elif name == "sweep":
+            axes = []
+            while waiting is not None and not waiting.startswith("--") and "=" in waiting:
+                axes.append(waiting)
+                waiting = next(words, None)
+            for axis in axes or [None]:
+                yield name, axis
         elif OPTION_TYPES.get(name) is bool:
             if waiting is not None and waiting.lower() in _BOOL_WORDS:
                 text, waiting = waiting, next(words, None)
@@ -216,6 +359,34 @@ def _nest(overrides: dict[str, Any], name: str, value: Any, mistakes: list[str])
         mistakes.append(f"--{name} gives a value, but another option gives keys below it.")
 
 
+def _print_help(positional: Sequence[str]) -> None:
+    """Print the options by group, and the keys of the YAML with their values and comments."""
+    help_parser().print_help()
+    root = read_file(positional[0], Mistakes(), Budget()) if positional else None
+    if root is not None:
+        expand_includes(root, (), Mistakes(), Budget())
+        print(f"\nKeys of {positional[0]}, each an option too:\n\n{keys_help(root)}")
+
+
+def _show_mistakes_plainly() -> None:
+    """Let a ConfigError that ends the script be its message alone: the way through the loader would only hide it.
+
+    One that came from an exception in the recipe's own code keeps its traceback.
+    """
+    before = sys.excepthook
+    if getattr(before, "shows_mistakes_plainly", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if isinstance(error, ConfigError) and error.__cause__ is None:
+            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        else:
+            before(kind, error, traceback)
+
+    hook.shows_mistakes_plainly = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
 def help_parser() -> argparse.ArgumentParser:
     """The parser that prints `--help`, made from the fields of `RunOptions`."""
     parser = argparse.ArgumentParser(
@@ -224,6 +395,27 @@ def help_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("hparams_file", metavar="CONFIG.yaml", help="hyperparameters, in HyperPyYAML")
+    instead = parser.add_argument_group("Configuration (not in the YAML)")
+    for flag, text in FLAGS.items():
+        instead.add_argument(f"--{flag}", action="store_true", help=text)
+    instead.add_argument(
+        "--trust",
+        metavar="NAME",
+        help="what the YAML may name beside the recipe, amp_recipes and torch: a package, a module, a function; or a "
+        "folder that it may include from. Several: with commas, or given again",
+    )
+    instead.add_argument(
+        "--sweep",
+        metavar="KEY=A,B",
+        nargs="+",
+        help="run every combination, one folder each, and print a table: --sweep 'lr=1e-3,1e-4' 'model.hidden=64,128'",
+    )
+    instead.add_argument(
+        "--sweep-trials",
+        metavar="N",
+        help="let Optuna choose N combinations; keys may then have ranges: 'lr=1e-5..1e-2:log', 'hidden=32..256'",
+    )
+    instead.add_argument("--allow-config-change", action="store_true", help="the same as --accept_changes")
     defaults = RunOptions()
     for title, options in options_by_group().items():
         group = parser.add_argument_group(title)

@@ -2,28 +2,67 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Mapping as AnyMapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import TaggedScalar
-from ruamel.yaml.scalarbool import ScalarBoolean
-
-from amp_recipes.config.arguments import parse_value
-from amp_recipes.config.document import KeyPath, plain, read_document, tag_of
+from amp_recipes.config.limits import EXPANDED_NODES, Budget
+from amp_recipes.config.nodes import KeyPath, Mapping, Mistakes, Node, Scalar, Sequence, children, dotted
+from amp_recipes.config.reading import plain_value, read_file, read_text
 from amp_recipes.config.run_options import OPTION_NAMES, RunOptions, validate_options
 from amp_recipes.errors import ConfigError
 
-# Run options that say how a run is watched, where it goes, or how it is taken up again: a resumed run may change them.
+# What a resumed run may always change. Run options that say how a run is watched, where it goes, or how it is taken up
+# again; beside them keys of the YAML's top level, with all below them: how long to train, and what is told meanwhile.
+# What else follows from the number of epochs (the T_max of a scheduler) is compared as any other setting.
 BESIDE_TRAINING = frozenset(option.name for option in fields(RunOptions) if not option.metadata["changes_training"])
+_FREE_KEYS = frozenset({"number_of_epochs", "log_file", "log_interval", "progressbar", "train_log", "train_logger"})
+_EPOCH_COUNTERS = frozenset(
+    f"!new:amp_recipes.{name}"
+    for name in ("EpochCounter", "checkpoint.EpochCounter", "checkpoint.epoch_counter.EpochCounter")
+)
+_EPOCH_LIMIT = ("limit", "0")  # by name or by position
 
 _ABSENT = "(absent)"
-# A tag and a value as they are written: what two settings are compared by.
-_Setting = tuple[str, str]
+_WORDS = {None: "null", True: "true", False: "false"}
+_OPENS_NO_PLAIN_TEXT = "'\"[{(!&*|>%@`#,"
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """A tag and a value as they are written: what two settings are compared by.
+
+    relative: the value with paths in the output folder told from there. free: it may always change.
+    """
+
+    tag: str
+    text: str
+    relative: str
+    free: bool
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.tag, self.text) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that two runs have not in common.
+
+    was, now: as a YAML would have it; None: absent. free: a resumed run may change it.
+    """
+
+    name: str
+    was: str | None
+    now: str | None
+    free: bool
+
+    def __str__(self) -> str:
+        was, now = (_ABSENT if text is None else text for text in (self.was, self.now))
+        return f"{self.name}: {was} -> {now}"
 
 
 def holds_run(folder: Path, resolved_file: Path) -> bool:
@@ -31,20 +70,29 @@ def holds_run(folder: Path, resolved_file: Path) -> bool:
     return resolved_file.is_file() and any(folder.glob("save/CKPT+*"))
 
 
-def setting_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two resolved YAML trees and can change the training: `lr: 0.001 -> 0.002`, one each.
+def setting_changes(old: Mapping, new: Mapping) -> list[str]:
+    """What differs between two resolved YAML trees and may not on a resume: `lr: 0.001 -> 0.002`, one each.
 
-    Run options that are absent count with their defaults. A path that differs only in the output folder is the same.
+    Otherwise as `differences`.
+    """
+    return [str(change) for change in differences(old, new) if not change.free]
+
+
+def differences(old: Mapping, new: Mapping) -> list[Change]:
+    """All that differs between two resolved YAML trees, in the order of the old one, then of the new one.
+
+    Run options that are absent count with their defaults. A path that differs only in the output folder is the same,
+    and so is the output folder. An object that several keys share counts once; that a key shares it is its setting.
+    Raises ConfigError for a tree that is too large to compare once its anchors are written out.
     """
     before, after = _settings(old), _settings(new)
-    moved = [_output_folder(old), _output_folder(new)]
-    names = [*before, *(name for name in after if name not in before)]
-    lines = []
-    for name in names:
-        was, now = before.get(name), after.get(name)
-        if was != now and not (was and now and all(moved) and _same_but_moved(was, now, *moved)):
-            lines.append(f"{name}: {_shown(was)} -> {_shown(now)}")
-    return lines
+    found = []
+    for path in dict.fromkeys([*before, *after]):
+        was, now = before.get(path), after.get(path)
+        if was is None or now is None or not _are_same(was, now):
+            free = all(setting.free for setting in (was, now) if setting is not None)
+            found.append(Change(dotted(path), *(None if it is None else str(it) for it in (was, now)), free))
+    return found
 
 
 def accepted_changes(folder: Path, resolved_file: Path, new_text: str, accept: bool) -> list[str]:
@@ -52,8 +100,12 @@ def accepted_changes(folder: Path, resolved_file: Path, new_text: str, accept: b
 
     Raises ConfigError that lists all of it, if there is any and `accept` is false.
     """
+    mistakes = Mistakes()
+    new = read_text(new_text, "the settings of this start", mistakes, Budget())
+    mistakes.raise_if_any("the settings of this start")
+    assert isinstance(new, Mapping)
     try:
-        changes = setting_changes(read_document(resolved_file).tree, YAML().load(new_text) or {})
+        changes = setting_changes(read_settings(resolved_file), new)
     except ConfigError as error:
         changes = [f"the settings of that run cannot be read: {error}"]
     if not changes or accept:
@@ -61,87 +113,188 @@ def accepted_changes(folder: Path, resolved_file: Path, new_text: str, accept: b
     listed = "\n  ".join(changes)
     raise ConfigError(
         f"{folder} holds a run that began with other settings (was -> would be):\n  {listed}\n"
-        f"To resume it with the new settings: --accept_changes. To leave it as it is: another --output_folder. To "
+        f"To resume it with the new settings: --allow-config-change. To leave it as it is: another --output_folder. To "
         f"start anew in this folder and set the old checkpoints aside: --resume never."
     )
 
 
-def environment_changes(file: Path, new: Mapping[str, Any]) -> list[str]:
+def read_settings(resolved_file: Path) -> Mapping:
+    """The resolved settings that a run left in `resolved_file`. Raises ConfigError."""
+    mistakes = Mistakes()
+    root = read_file(str(resolved_file), mistakes, Budget())
+    mistakes.raise_if_any(str(resolved_file))
+    assert root is not None
+    return root
+
+
+def environment_changes(file: Path, new: AnyMapping[str, Any]) -> list[str]:
     """What of the environment differs from the one that `file` describes and can change results: torch, the code."""
     try:
         old = json.loads(file.read_bytes())
-    except (OSError, ValueError):  # none there, or damaged: nothing to compare with
+    except (OSError, ValueError, RecursionError):  # none there, or damaged: nothing to compare with
         return []
     compared = {"torch": ("packages", "torch"), "git commit": ("git", "commit")}
     found = ((what, _entry(old, *keys), _entry(new, *keys)) for what, keys in compared.items())
     return [f"{what}: {was or _ABSENT} -> {now or _ABSENT}" for what, was, now in found if was != now]
 
 
-def _settings(tree: Mapping[str, Any]) -> dict[str, _Setting]:
-    """Each setting by its dotted name, without the run options that do not change the training."""
-    given = {name: plain(tree[name]) for name in tree if name in OPTION_NAMES}
+# ---------------------------------------------------------------------- the settings of a tree
+
+
+def _settings(root: Mapping) -> dict[KeyPath, _Setting]:
+    """Each setting by its path."""
+    _check_size(root)
+    given = {str(key): _value(node) for key, node in root.items.items() if key in OPTION_NAMES and not node.tag}
     options, mistakes = validate_options(given)
-    # Of another version's options, some values may be wrong today: those count as they are written.
-    values = {**options, **{name: given[name] for name in mistakes if name in given}}
-    counted = {name: value for name, value in values.items() if name not in BESIDE_TRAINING}
-    own = {name: value for name, value in tree.items() if name not in OPTION_NAMES}
-    return {".".join(path): setting for path, setting in _leaves({**own, **counted}, ())}
+    folder = given.get("output_folder")
+    flat = _Flat(root, folder if isinstance(folder, str) else "")
+    for key, node in root.items.items():
+        # Of another version's options, some values may be wrong today: those count as they are written.
+        if key not in given or key in mistakes:
+            flat.add((str(key),), node, free=key in BESIDE_TRAINING | _FREE_KEYS)
+    for name, value in options.items():
+        if name not in mistakes and (name in given or name not in root.items):
+            flat.add_value((name,), "", value, free=name in BESIDE_TRAINING)
+    return flat.settings
 
 
-def _leaves(node: Any, path: KeyPath) -> Iterator[tuple[KeyPath, _Setting]]:
-    """Tags and values below a node; a list of scalars is one value."""
-    if not isinstance(node, Mapping | list | tuple) or _is_plain_list(node):
-        yield path, (tag_of(node), _written(node))
-        return
-    if path and (tag_of(node) or not node):
-        yield path, (tag_of(node), "" if node or tag_of(node) else _written(node))
-    items = node.items() if isinstance(node, Mapping) else enumerate(node)
-    for key, value in items:
-        yield from _leaves(value, (*path, str(key)))
+class _Flat:
+    """The settings of a resolved tree, as they are added.
+
+    A list of plain values is one setting, and so is an object that is described at another key, or an attribute of it.
+    """
+
+    def __init__(self, root: Mapping, output_folder: str) -> None:
+        self.settings: dict[KeyPath, _Setting] = {}
+        self._homes = _homes(root)
+        self._folder = output_folder.rstrip("/")
+
+    def add(self, path: KeyPath, node: Node, free: bool) -> None:
+        """Add what stands at and below a node."""
+        if reference := self._reference(path, node):
+            self.add_value(path, "!ref", reference, free)
+            return
+        free_below = _EPOCH_LIMIT if node.tag in _EPOCH_COUNTERS else ()
+        if not children(node) or (_is_plain_list(node) and not free_below):
+            # That an object takes no arguments can be written in three ways, which are the same.
+            value = "" if node.tag not in ("", "!tuple") and not children(node) else _value(node)
+            self.add_value(path, "" if node.tag == "!tuple" else node.tag, value, free)
+            return
+        if node.tag:
+            self.add_value(path, node.tag, "", free)
+        for key, child in children(node):
+            self.add((*path, str(key)), child, free or str(key) in free_below)
+
+    def add_value(self, path: KeyPath, tag: str, value: Any, free: bool) -> None:
+        """Add one setting; a value of "" behind a tag is none."""
+        text, relative = ("", "") if tag and value == "" else (written(value), written(self._relative(value)))
+        self.settings[path] = _Setting(tag, text, relative, free)
+
+    def _reference(self, path: KeyPath, node: Node) -> str:
+        """`<model>` for an object that is described at another key, `<images.channels>` for an attribute of one."""
+        if node.tag == "!apply:getattr" and isinstance(node, Sequence) and len(node.items) == 2:
+            owner, name = node.items
+            home = self._homes.get(id(owner))
+            if home not in (None, (*path, "0")) and isinstance(name, Scalar):
+                return f"<{_as_reference(home)}.{name.value}>"
+        home = self._homes.get(id(node), path)
+        return "" if home == path else f"<{_as_reference(home)}>"
+
+    def _relative(self, value: Any) -> Any:
+        """`value` with a mark, which no YAML can hold, in place of the output folder."""
+        if isinstance(value, list | tuple):
+            return type(value)(self._relative(item) for item in value)
+        if not self._folder or not isinstance(value, str):
+            return value
+        if value.rstrip("/") == self._folder:
+            return "\0"
+        return f"\0/{value.removeprefix(f'{self._folder}/')}" if value.startswith(f"{self._folder}/") else value
 
 
-def _is_plain_list(node: Any) -> bool:
-    nested = TaggedScalar | Mapping | list | tuple
-    return isinstance(node, list | tuple) and bool(node) and not any(isinstance(item, nested) for item in node)
+def _homes(root: Mapping) -> dict[int, KeyPath]:
+    """Where each object is described: of all keys that share it, the path of fewest levels, then of the alphabet."""
+    homes: dict[int, KeyPath] = {}
+    level: list[tuple[KeyPath, Node]] = [((), root)]
+    while level:
+        below = [((*path, str(key)), child) for path, node in level for key, child in children(node)]
+        level = []
+        for path, node in sorted(below, key=lambda place: place[0]):
+            if node.tag in ("", "!tuple"):
+                level.append((path, node))
+            elif id(node) not in homes:
+                homes[id(node)] = path
+                level.append((path, node))
+    return homes
 
 
-def _written(value: Any) -> str:
+def _as_reference(path: KeyPath) -> str:
+    return path[0] + "".join(f"[{key}]" for key in path[1:])
+
+
+def _are_same(was: _Setting, now: _Setting) -> bool:
+    return was.tag == now.tag and (was.text == now.text or was.relative == now.relative)
+
+
+def _check_size(root: Mapping) -> None:
+    """Raise ConfigError for a tree whose anchors, written out, are more than anybody would compare."""
+    sizes: dict[int, int] = {}
+    pending: list[Node] = [root]
+    while pending:
+        node = pending[-1]
+        below = [child for _, child in children(node)]
+        unknown = [child for child in below if id(child) not in sizes]
+        pending += unknown
+        if not unknown:
+            pending.pop()
+            sizes[id(node)] = 1 + sum(sizes[id(child)] for child in below)
+    if sizes[id(root)] > EXPANDED_NODES:
+        raise ConfigError(f"{root.source.file}: more than {EXPANDED_NODES:,} values once its anchors are written out.")
+
+
+# ---------------------------------------------------------------------- values as text
+
+
+def _is_plain_list(node: Node) -> bool:
+    return isinstance(node, Sequence) and all(isinstance(item, Scalar) and not item.tag for item in node.items)
+
+
+def _value(node: Node) -> Any:
+    """The plain value of a node; of an object, its tag as text."""
+    if isinstance(node, Scalar):
+        return f"{node.tag} {node.value}" if node.tag else node.value
+    if isinstance(node, Mapping) and not node.tag:
+        return {key: _value(child) for key, child in node.items.items()}
+    if isinstance(node, Sequence):
+        items = [_value(item) for item in node.items]
+        return tuple(items) if node.tag == "!tuple" else items
+    return node.tag
+
+
+def written(value: Any) -> str:
     """A value as a YAML would have it; other text for every other value (the string "1", 1, 1.0 and true are four)."""
-    if isinstance(value, TaggedScalar):
-        return str(value.value or "")
     if isinstance(value, list | tuple):
-        return repr([plain(item) for item in value])
-    if isinstance(value, Mapping):
-        return repr({plain(key): plain(item) for key, item in value.items()})
-    value = bool(value) if isinstance(value, ScalarBoolean) else plain(value)
-    if isinstance(value, str) and parse_value(value) == value and value.strip():
-        return value
+        inner = ", ".join(repr(item) if isinstance(item, str) else written(item) for item in value)
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    if isinstance(value, str):
+        return value if _is_plain_text(value) else repr(value)
     if isinstance(value, float) and not math.isfinite(value):
-        return repr(value).replace("inf", ".inf").replace("nan", ".nan")  # the string "nan" stands as it is
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else repr(value)
+        return repr(value).replace("inf", ".inf").replace("nan", ".nan")
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    return _WORDS[value] if value is None or isinstance(value, bool) else repr(value)
 
 
-def _shown(setting: _Setting | None) -> str:
-    return _ABSENT if setting is None else " ".join(part for part in setting if part) or "''"
-
-
-def _same_but_moved(was: _Setting, now: _Setting, old_folder: str, new_folder: str) -> bool:
-    """Whether both are the same path in, or of, two output folders."""
-    if was[0] != now[0]:
+def _is_plain_text(text: str) -> bool:
+    """Whether a string reads as itself without quotes."""
+    if not text or text[0] in _OPENS_NO_PLAIN_TEXT or text != text.strip() or not text.isprintable():
         return False
-    if (was[1], now[1]) == (_written(old_folder), _written(new_folder)):
-        return True
-    old_start, new_start = f"{old_folder.rstrip('/')}/", f"{new_folder.rstrip('/')}/"
-    return was[1].startswith(old_start) and now[1] == new_start + was[1].removeprefix(old_start)
-
-
-def _output_folder(tree: Mapping[str, Any]) -> str:
-    folder = tree.get("output_folder")
-    return str(folder) if isinstance(folder, str) else ""
+    try:
+        return isinstance(plain_value(text), str)
+    except ConfigError:  # it looks like a number or a date, and is none
+        return False
 
 
 def _entry(tree: Any, *keys: str) -> Any:
     for key in keys:
-        tree = tree.get(key) if isinstance(tree, Mapping) else None
+        tree = tree.get(key) if isinstance(tree, AnyMapping) else None
     return tree

@@ -18,8 +18,8 @@ import torch
 
 from amp_recipes.config.arguments import Overrides
 from amp_recipes.config.changes import accepted_changes, environment_changes, holds_run
-from amp_recipes.config.checking import as_mapping, explicit_options, read_and_check
-from amp_recipes.config.hparams import Hparams, overrides_text, resolved_text
+from amp_recipes.config.checking import as_mapping, explicit_options, read_settings
+from amp_recipes.config.hparams import Hparams, Loaded, find_loaded, overrides_text, resolved_text
 from amp_recipes.config.run_options import OPTION_NAMES, RunOptions
 from amp_recipes.errors import ConfigError
 from amp_recipes.folder_lock import lock_folder
@@ -65,7 +65,7 @@ def create_experiment_directory(
 
     hyperparams_to_save: the YAML of the run. Written as it stands (`hyperparams_original.yaml`) and with
         overrides, references and includes resolved (`hyperparams.yaml`, which gives the same values on its
-        own; functions that `!applyref:` names are called again, which leaves no trace in the random generators).
+        own). No function of `!applyref:` is called again: what `load_hparams` was given counts.
     overrides: as for `load_hparams`; written to `overrides.yaml` with the run options that were set.
 
     `environment.json` holds versions, devices, git state and command line. Log records of the process go
@@ -81,9 +81,15 @@ def create_experiment_directory(
     folder = Path(folder)
     if os.environ.get("RANK", "0") != "0":
         return folder
-    start = _Start(hyperparams_to_save, overrides)
+    loaded = None if hyperparams_to_save is None else find_loaded(hyperparams_to_save, overrides)
+    _prepare(folder, _Start(hyperparams_to_save, overrides, loaded))
+    return folder
+
+
+def _prepare(folder: Path, start: _Start) -> None:
+    """Lock the folder, compare with the run that it holds, and write what is known before the run begins."""
     lock_folder(folder)
-    environment = describe_environment()
+    environment = {**describe_environment(), "trust": list(start.trust)}
     warnings: list[str] = []
     keep = False
     if holds_run(folder, folder / RESOLVED_FILE):
@@ -100,7 +106,6 @@ def create_experiment_directory(
     for text in warnings:
         logger.warning("%s", text)
     _prepared[_key(folder)] = None
-    return folder
 
 
 def ensure_experiment_directory(
@@ -124,7 +129,8 @@ def ensure_experiment_directory(
     overrides = _with_options(hparams.overrides, run_opts)
     settings = (hparams.path, Path(hparams.path).read_text(encoding="utf-8"), overrides_text(overrides))
     if _prepared.get(key) != settings:
-        create_experiment_directory(folder, hparams.path, overrides)
+        loaded = find_loaded(hparams.path, hparams.overrides)
+        _prepare(Path(folder), _Start(hparams.path, overrides, loaded))
         _prepared[key] = settings
 
 
@@ -145,14 +151,21 @@ def _with_options(
 class _Start:
     """What a start writes about its settings, and what its run options say of a run that is there already."""
 
-    def __init__(self, yaml: str | os.PathLike[str] | None, overrides: Mapping[str, Any] | str | None) -> None:
+    def __init__(
+        self,
+        yaml: str | os.PathLike[str] | None,
+        overrides: Mapping[str, Any] | str | None,
+        loaded: Loaded | None,
+    ) -> None:
         options = {**as_mapping(overrides), **explicit_options(overrides)}
+        self.trust = loaded.names if loaded else ()
         self.files: dict[str, bytes] = {}
         self.resolved: str | None = None
         kept = _without(_OF_ONE_START, overrides)
         if yaml is not None:
-            options = read_and_check(yaml, overrides)[1]
-            self.resolved = resolved_text(yaml, kept)
+            folders = loaded.trust.folders if loaded else ()
+            options = read_settings(yaml, overrides, folders).options
+            self.resolved = resolved_text(yaml, kept, loaded)
             self.files[RESOLVED_FILE] = self.resolved.encode()
             self.files[ORIGINAL_FILE] = Path(yaml).read_bytes()
         self.files[OVERRIDES_FILE] = overrides_text(kept).encode()

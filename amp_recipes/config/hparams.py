@@ -1,38 +1,48 @@
-"""How a HyperPyYAML file and overrides become hyperparameters: read and check, seed, resolve, instantiate.
-
-A YAML file can name any importable class or function, and loading the file calls it: load only files that you
-would run as a program.
-"""
+"""How a YAML and overrides become hyperparameters: read and check, seed, call `!applyref:`, instantiate."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from io import StringIO
+from dataclasses import dataclass, field
 from typing import Any
 
-import ruamel.yaml
 import torch
-import yaml as pyyaml
-from hyperpyyaml import load_hyperpyyaml, resolve_references
-from ruamel.yaml import YAML
-from ruamel.yaml.scalarfloat import ScalarFloat
 
-from amp_recipes.config.checking import as_mapping, explicit_options, read_and_check, run_options_in
-from amp_recipes.config.document import NOT_PLAIN, Document, KeyPath, plain, words_of
-from amp_recipes.config.run_options import MAX_SEED, join_mistakes
-from amp_recipes.errors import AmpRecipesError, ConfigError
+from amp_recipes.config.arguments import Overrides, loading
+from amp_recipes.config.checking import (
+    Call,
+    Settings,
+    as_mapping,
+    check_settings,
+    explicit_options,
+    read_settings,
+    resolve_all,
+)
+from amp_recipes.config.commands import obey
+from amp_recipes.config.instantiate import build
+from amp_recipes.config.nodes import Mistakes, Source
+from amp_recipes.config.overriding import to_nodes
+from amp_recipes.config.run_options import MAX_SEED
+from amp_recipes.config.trust import Trust
+from amp_recipes.config.writing import to_yaml
+from amp_recipes.errors import ConfigError
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 
 class Hparams(dict[str, Any]):
     """A dict of hyperparameters that remembers what they were loaded from.
 
-    path: the YAML file, absolute; overrides: what `load_hparams` was given beside it. A Brain that is given one writes
-    both into its output folder. Copies made with `{**hparams}` or `hparams.copy()` are plain dicts.
+    path: the YAML file, absolute; overrides: what `load_hparams` was given beside it; trust: what the YAML may name
+    beside the defaults; sources: where each value was written, by its dotted key (`configs/x.yaml:12`,
+    `command line`). A Brain that is given one writes YAML and overrides into its output folder. Copies made with
+    `{**hparams}` or `hparams.copy()` are plain dicts.
     """
 
     def __init__(
@@ -40,10 +50,31 @@ class Hparams(dict[str, Any]):
         values: Mapping[str, Any],
         path: str | os.PathLike[str],
         overrides: Mapping[str, Any] | str | None = None,
+        trust: tuple[str, ...] = (),
+        sources: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(values)
         self.path = os.path.abspath(path)  # it holds wherever the process goes
         self.overrides = overrides
+        self.trust = trust
+        self.sources = dict(sources or {})
+
+
+@dataclass
+class Loaded:
+    """What a load decided that writing its settings down must not decide again.
+
+    names: what was trusted beside the defaults; results: what each `!applyref:` function returned, in the order of the
+    calls.
+    """
+
+    trust: Trust
+    names: tuple[str, ...]
+    results: list[Any] = field(default_factory=list)
+
+
+# The latest load of each YAML with each set of overrides, by their text.
+_loaded: dict[tuple[str, str], Loaded] = {}
 
 
 def load_hparams(
@@ -53,24 +84,85 @@ def load_hparams(
 ) -> Hparams:
     """The hyperparameters of the YAML at `path`, its objects instantiated: a dict that knows where it is from.
 
-    overrides: what `parse_arguments` returned, or a mapping (nested, or with dots in its keys), or YAML text.
-        With the first, run options that were set also override the YAML's keys of the same name. A key must
-        be in the YAML, or be a run option (which is then added to the hyperparameters).
-    trust: names of packages that the YAML may use. At this stage it may use every importable one, so the
-        file itself must be trusted: it executes what it names.
+    overrides: what `parse_arguments` returned, or a mapping (nested, or with dots in its keys), or YAML text; plain
+        data only. With the first, run options that were set also override the YAML's keys of the same name. A key
+        must be in the YAML, or be a run option (which is then added to the hyperparameters).
+    trust: what the YAML may name beside the recipe's own folder and the known names of amp_recipes, torch and the
+        standard library: packages (`sklearn`), modules or single functions (`scipy.signal.windows.hann`); and folders
+        outside the YAML's own (`../common`) from where it may include files. `--trust` adds to it.
 
-    A `seed` among the run options, else in the YAML, seeds the global generators before anything is
-    instantiated. Keys that begin with `__` are not in the result.
-    Raises ConfigError that names all mistakes together, with file and line, before anything is instantiated;
+    A `seed` among the run options, else in the YAML, seeds the global generators before anything is instantiated.
+    Keys that begin with `__` are not in the result. With `--check`, `--show-config` or `--sweep` on the command line
+    this does what they say and ends the script (SystemExit).
+    Raises ConfigError that names all mistakes together, with file, line and column, before anything is instantiated;
     or one that names the key whose object could not be built.
     """
-    _check_trust(trust)
-    document, options = read_and_check(path, overrides)
-    _seed_if_set(options)
-    text = resolve(document)
-    if "seed" in document.tree and "seed" not in options:  # it came from an include
-        _seed_if_set(_options_of_text(text, document))
-    return Hparams(instantiate(text, document), path, copy.deepcopy(overrides))
+    caller = sys._getframe(1).f_globals.get("__file__")
+    names = (*_trust_names(trust), *(overrides.request.trust if isinstance(overrides, Overrides) else ()))
+    trusted = Trust(names, recipe_folders(caller))
+    code_folder = _code_folder(caller)
+
+    def checked(given: Mapping[str, Any] | str | None) -> Settings:
+        return check_settings(path, given, trusted, code_folder)
+
+    settings = checked(overrides)
+    if isinstance(overrides, Overrides) and overrides.request.action != "run":
+        raise SystemExit(obey(overrides, settings, checked))
+    loaded = Loaded(trusted, names)
+    _seed_if_set(settings.options)
+    with loading:
+        if settings.has_unknown:
+            known_before = settings.options.get("seed")
+            settings = resolve_all(settings, trusted, _calling(trusted, loaded.results))
+            if known_before is None:  # an `!applyref:` decided about it
+                _seed_if_set(settings.options)
+        values = build(settings.resolved, trusted)
+    _loaded[_identity(path, overrides)] = loaded
+    return Hparams(values, path, copy.deepcopy(overrides), names, settings.sources)
+
+
+def check(
+    path: str | os.PathLike[str],
+    overrides: Mapping[str, Any] | str | None = None,
+    trust: Iterable[str] = (),
+    recipe_folder: str | os.PathLike[str] | None = None,
+) -> Settings:
+    """What `load_hparams` would build, checked as it would check it; builds nothing and calls no function.
+
+    recipe_folder: where the recipe's own Python files are; default: the folder of the file that calls this.
+    Imports the modules that the YAML names and may name. Raises ConfigError that names all mistakes together.
+    """
+    names = (*_trust_names(trust), *(overrides.request.trust if isinstance(overrides, Overrides) else ()))
+    if recipe_folder is None:
+        caller = sys._getframe(1).f_globals.get("__file__")
+        return check_settings(path, overrides, Trust(names, recipe_folders(caller)), _code_folder(caller))
+    folder = os.path.realpath(recipe_folder)
+    with _as_script_folder(folder):
+        return check_settings(path, overrides, Trust(names, [folder]), folder)
+
+
+@contextmanager
+def _as_script_folder(folder: str) -> Iterator[None]:
+    """Let Python find the modules of a recipe that is not running, and forget them afterwards: each has its `data`."""
+    before = set(sys.modules)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and os.path.realpath(file).startswith(folder + os.sep):
+                del sys.modules[name]
+
+
+def recipe_folders(caller: str | None) -> list[str]:
+    """The folders whose Python files are the recipe: that of the file that loads the YAML, and that of the script."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main is None and caller is None:  # a notebook, or an interactive Python
+        return [os.path.realpath(os.getcwd())]
+    files = [file for file in (caller, main) if file and not _is_ours(file)]
+    return list(dict.fromkeys(os.path.dirname(os.path.realpath(file)) for file in files))
 
 
 def seed_everything(seed: int) -> None:
@@ -94,67 +186,70 @@ def _seed_host(seed: int) -> None:
     numpy.random.seed(seed)
 
 
-def resolve(document: Document) -> str:
-    """The document as YAML text without references and includes: what is left is to instantiate.
-
-    Calls the functions that `!applyref:` names. Raises ConfigError.
-    """
-    text = _NamedText()
-    text.name = document.file  # HyperPyYAML looks for included files beside it
-    try:
-        with _hyperpyyaml_globals_restored():
-            YAML().dump(document.tree, text)
-            text.seek(0)
-            return resolve_references(text).getvalue()
-    except Exception as error:  # a function that !applyref: names may raise anything
-        raise ConfigError(f"{document.file}: cannot be resolved: {words_of(error)}") from error
+def find_loaded(path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None) -> Loaded | None:
+    """What this process decided when it loaded the YAML with these overrides; None if it did not."""
+    return _loaded.get(_identity(path, overrides))
 
 
-def instantiate(text: str, document: Document) -> dict[str, Any]:
-    """The objects of a resolved text; `document` tells file and line of one that cannot be built."""
-
-    class Loader(_Loader):
-        """A class of its own for each call: HyperPyYAML registers its tags on the class that it is given."""
-
-        failed = None
-
-    try:
-        with _hyperpyyaml_globals_restored():
-            return load_hyperpyyaml(text, loader=Loader)
-    except Exception as error:  # the constructors that the YAML names may raise anything
-        path, tag = Loader.failed or ((), "")
-        what = f"{tag} cannot be built" if tag.startswith("!") else "cannot be built"
-        place = ": ".join([document.where(path), *([".".join(path)] if path else [])])
-        # What the framework says is for people already: the way there would only hide it.
-        cause = None if isinstance(error, AmpRecipesError) else error
-        raise ConfigError(f"{place}: {what}: {words_of(error)}") from cause
-
-
-def resolved_text(path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None) -> str:
+def resolved_text(
+    path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None, loaded: Loaded | None = None
+) -> str:
     """YAML text that gives, on its own, what the YAML at `path` gives with `overrides`.
 
     Run options that were set and that the YAML does not have are added, so that the text reproduces the run.
-    Functions that `!applyref:` names are called again, with the seed of the run; the generators are left as they were.
+    What the functions of `!applyref:` returned is taken from `loaded`. Without it they are called, with the seed of
+    the run, and the generators are left as they were.
     """
-    document, options = read_and_check(path, overrides)
+    folders = loaded.trust.folders if loaded else ()
+    settings = read_settings(path, overrides, folders)
+    if settings.has_unknown and loaded:
+        settings = resolve_all(settings, None, _replaying(loaded.results))
+    elif settings.has_unknown:
+        trust = Trust((), recipe_folders(None))
+        with _host_generators_restored():
+            if settings.options.get("seed") is not None:
+                _seed_host(settings.options["seed"])
+            settings = resolve_all(settings, None, _calling(trust, []))
+    root = settings.resolved
     for name, value in explicit_options(overrides).items():
-        document.tree.setdefault(name, value)
-    with _host_generators_restored():
-        if options.get("seed") is not None:
-            _seed_host(options["seed"])
-        return resolve(document)
+        if name not in root.items:
+            root.items[name] = to_nodes(value, Source("command line"), Mistakes(), name)
+    names = loaded.names if loaded else ()
+    return to_yaml(root, [f"Loads with --trust {','.join(names)}"] if names else [])
 
 
 def overrides_text(overrides: Mapping[str, Any] | str | None) -> str:
     """Overrides and the run options that were set, as YAML text that `load_hparams` takes as overrides."""
     if isinstance(overrides, str):
         return overrides
-    values = plain({**as_mapping(overrides), **explicit_options(overrides)})
-    if values is NOT_PLAIN:
-        raise ConfigError(f"overrides have a value that YAML text cannot hold: {overrides!r}.")
-    text = StringIO()
-    YAML().dump(values, text)
-    return text.getvalue()
+    mistakes = Mistakes()
+    given = {**as_mapping(overrides), **explicit_options(overrides)}
+    root = to_nodes(given, Source("overrides"), mistakes, "overrides")
+    mistakes.raise_if_any("overrides")
+    return to_yaml(root) if given else "{}\n"
+
+
+def _calling(trust: Trust, results: list[Any]) -> Call:
+    """Calls the functions of `!applyref:` that may be named, and keeps what they return."""
+
+    def call(name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        function = trust.locate(name)
+        if not inspect.isroutine(function):
+            raise ConfigError(f"!applyref:{name} must name a function, but is {function!r}.")
+        result = function(*args, **kwargs)
+        results.append(copy.deepcopy(result))
+        return result
+
+    return call
+
+
+def _replaying(results: Iterable[Any]) -> Call:
+    remembered = iter(results)
+
+    def call(name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return copy.deepcopy(next(remembered))
+
+    return call
 
 
 @contextmanager
@@ -171,88 +266,17 @@ def _host_generators_restored() -> Iterator[None]:
                 numpy.random.set_state(numpy_state)
 
 
-class _NamedText(StringIO):
-    name: str
+def _identity(path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None) -> tuple[str, str]:
+    return os.path.realpath(path), overrides_text(overrides)
 
 
-class _Loader(ruamel.yaml.Loader):
-    """Remembers which node could not be constructed."""
-
-    failed: tuple[KeyPath, str] | None = None
-    root: Any = None
-
-    def construct_object(self, node: Any, *args: Any, **kwargs: Any) -> Any:
-        # HyperPyYAML changes the default of `deep` for the base class: pass on only what was given.
-        self.root = node if self.root is None else self.root
-        try:
-            return super().construct_object(node, *args, **kwargs)
-        except Exception:
-            if self.failed is None:  # the innermost node, where the exception came from
-                type(self).failed = (_path_to(self.root, node), str(node.tag))
-            raise
+def _code_folder(caller: str | None) -> str | None:
+    """The folder of the file that loads a YAML, whose code says which keys it reads."""
+    return os.path.dirname(os.path.realpath(caller)) if caller and not _is_ours(caller) else None
 
 
-@contextmanager
-def _hyperpyyaml_globals_restored() -> Iterator[None]:
-    """Put back what HyperPyYAML changes for the whole process, also where loading fails; keep floats exact.
-
-    It makes deep construction the default of PyYAML and ruamel, and each call adds a resolver for tuples to
-    the list that every ruamel loader reads (which then cannot read the string `(1, 2)`).
-    It writes the tree out and reads it again, where ruamel cuts the last digit off some floats
-    (4.697088225979121e+16), so inside they are written as Python does.
-    """
-    representers = ruamel.yaml.RoundTripRepresenter.yaml_representers
-    cutting = representers[ScalarFloat]
-    functions = [
-        pyyaml.constructor.BaseConstructor.construct_object,
-        ruamel.yaml.constructor.BaseConstructor.construct_object,
-    ]
-    defaults = [function.__defaults__ for function in functions]
-    resolvers = list(ruamel.yaml.resolver.implicit_resolvers)
-    representers[ScalarFloat] = _represent_exactly
-    try:
-        yield
-    finally:
-        representers[ScalarFloat] = cutting
-        for function, default in zip(functions, defaults, strict=True):
-            function.__defaults__ = default
-        ruamel.yaml.resolver.implicit_resolvers[:] = resolvers
-
-
-def _represent_exactly(representer: Any, value: ScalarFloat) -> Any:
-    text = representer.represent_float(float(value)).value
-    anchor = value.yaml_anchor(any=True)
-    return representer.represent_scalar("tag:yaml.org,2002:float", text, anchor=anchor)
-
-
-def _path_to(root: Any, wanted: Any) -> KeyPath:
-    """The keys that lead from the root of a composed tree to one of its nodes."""
-    seen: set[int] = set()
-    pending: list[tuple[KeyPath, Any]] = [((), root)]
-    while pending:
-        path, node = pending.pop()
-        if node is wanted:
-            return path
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        below: list[tuple[KeyPath, Any]] = []
-        if isinstance(node, ruamel.yaml.MappingNode):
-            below = [((*path, str(key.value)), value) for key, value in node.value]
-        elif isinstance(node, ruamel.yaml.SequenceNode):
-            below = [((*path, str(index)), value) for index, value in enumerate(node.value)]
-        pending += reversed(below)
-    return ()
-
-
-def _options_of_text(text: str, document: Document) -> dict[str, Any]:
-    """The run options of a resolved text. Raises ConfigError with the lines of the original document."""
-    resolved = Document(document.file, YAML().load(text))
-    resolved.lines = document.lines
-    options, mistakes = run_options_in(resolved)
-    if mistakes:
-        raise ConfigError(join_mistakes(mistakes, document.file))
-    return options
+def _is_ours(file: str) -> bool:
+    return os.path.realpath(file).startswith(_PACKAGE + os.sep)
 
 
 def _seed_if_set(options: Mapping[str, Any]) -> None:
@@ -260,8 +284,10 @@ def _seed_if_set(options: Mapping[str, Any]) -> None:
         seed_everything(options["seed"])
 
 
-def _check_trust(trust: Iterable[str]) -> None:
-    if isinstance(trust, str) or not isinstance(trust, Sequence | set | frozenset):
+def _trust_names(trust: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(trust, str | Mapping) or not isinstance(trust, Iterable):
         raise ConfigError(f"trust is {trust!r}, but must be a list of package names.")
-    if wrong := [name for name in trust if not isinstance(name, str)]:
+    names = tuple(trust)
+    if wrong := [name for name in names if not isinstance(name, str)]:
         raise ConfigError(f"trust must hold package names, but has {wrong!r}.")
+    return names

@@ -7,6 +7,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
@@ -16,6 +17,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from amp_recipes.errors import ConfigError
+
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_TOLD = 100  # mistakes in one message
+_COMPARED_CHARACTERS, _COMPARED_NAMES = 200, 3_000
 
 MAX_SEED = 2**32 - 1  # what numpy.random.seed takes; torch and random take more
 
@@ -330,16 +335,26 @@ def near_misses(keys: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(name: Any, known: Any, prefix: str = "") -> str:
-    """` Did you mean x?` for the nearest of the `known` names; empty where none is near."""
-    nearest = difflib.get_close_matches(str(name).replace("-", "_"), sorted(map(str, known)), n=1)
+    """` Did you mean x?` for the nearest of the `known` names; empty if none is near, or if there are thousands."""
+    candidates = sorted(text for text in map(str, known) if len(text) <= _COMPARED_CHARACTERS)
+    if len(str(name)) > _COMPARED_CHARACTERS or len(candidates) > _COMPARED_NAMES:
+        return ""  # a comparison takes 10 microseconds, and longer for long names
+    nearest = difflib.get_close_matches(str(name).replace("-", "_"), candidates, n=1)
     return f" Did you mean {prefix}{nearest[0]}?" if nearest else ""
 
 
 def join_mistakes(mistakes: list[str], where: str) -> str:
-    """One message for all mistakes: the mistake itself if it is alone, else a count and one per line."""
+    """One message for all mistakes: the mistake itself if it is alone, else a count and one per line.
+
+    Of hundreds, the first are told: nobody reads more, and mending one often mends others. What a terminal would obey
+    (a YAML may hold it) is shown as an escape.
+    """
+    mistakes = [_CONTROL.sub(lambda found: repr(found[0])[1:-1], text) for text in mistakes[:_TOLD]] + mistakes[_TOLD:]
     if len(mistakes) == 1:
         return mistakes[0]
-    return "\n  ".join([f"{len(mistakes)} mistakes in {where}:", *mistakes])
+    left_off = len(mistakes) - _TOLD
+    more = [f"... and {left_off} more."] if left_off > 0 else []
+    return "\n  ".join([f"{len(mistakes)} mistakes in {where}:", *mistakes[:_TOLD], *more])
 
 
 def _plain(name: str, value: Any) -> Any:

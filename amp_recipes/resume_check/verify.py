@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_recipes.config import parse_arguments
-from amp_recipes.config.checking import read_and_check
+from amp_recipes.config.checking import read_settings
 from amp_recipes.errors import ConfigError
 from amp_recipes.resume_check.causes import (
     SAVED,
@@ -247,7 +247,8 @@ def _ask_determinism(check: ResumeCheck) -> list[str]:
 def _seed_if_none(hparams_file: Path, options: Sequence[str], say: Callable[[str], None]) -> list[str]:
     """`--seed=1` for a recipe that sets none. Raises ConfigError for options that the YAML does not take."""
     _, run_options, overrides = parse_arguments([str(hparams_file), *options])
-    _, given = read_and_check(hparams_file, overrides)
+    # Data only, so from anywhere: what may be included is for the script to say.
+    given = read_settings(hparams_file, overrides, folders=["/"]).options
     if given.get("seed", run_options.seed) is not None:
         return []
     say("The YAML sets no seed, without which no two runs are alike: --seed=1 is added here. Set one in the YAML.")

@@ -1,0 +1,67 @@
+"""What a recipe's command line may ask for instead of a run: a check, the settings, a sweep."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from amp_recipes.config.arguments import Overrides
+from amp_recipes.config.checking import Settings
+from amp_recipes.config.run_options import RunOptions, display
+from amp_recipes.config.sweep import RunSettings, SweepRequest, run_sweep
+from amp_recipes.config.writing import to_yaml, with_sources
+
+# Checks the YAML with further values beside the overrides.
+CheckWith = Callable[[Overrides], Settings]
+
+
+def obey(overrides: Overrides, settings: Settings, check_with: CheckWith) -> int:
+    """Do what the command line asks for instead of a run; the exit status."""
+    request = overrides.request
+    if request.action == "show_config":
+        sys.stdout.write(shown(settings))
+        return 0
+    if request.action == "check":
+        print(summary(settings))
+        return 0
+    assert request.action == "sweep"
+
+    def check(values: Mapping[str, Any]) -> RunSettings:
+        checked = check_with(overrides.with_values(values))
+        options = checked.options
+        return RunSettings(
+            output_folder=options.get("output_folder"),
+            metric=options.get("early_stop_metric") or "loss",
+            mode=options.get("early_stop_mode", "min"),
+            seed=options.get("seed"),
+            fingerprint=hashlib.sha256(to_yaml(checked.resolved).encode()).hexdigest(),
+        )
+
+    sweep = SweepRequest(request.axes, request.trials)
+    return run_sweep(sweep, _script(), settings.file, list(request.words), check)
+
+
+def summary(settings: Settings) -> str:
+    """One line that says what was checked."""
+    values = sum(1 for _ in settings.sources)
+    return f"{settings.file}: nothing is wrong ({values} values, {settings.objects} objects to build)."
+
+
+def shown(settings: Settings) -> str:
+    """The resolved YAML with the place that each value came from; then the run options that nobody set."""
+    lines = [with_sources(settings.resolved, settings.source_of)]
+    defaults = RunOptions()
+    rest = {name: value for name, value in settings.options.items() if name not in settings.resolved.items}
+    lines += [f"{name}: {display(value) or 'null'}  # command line\n" for name, value in rest.items()]
+    lines.append("\n# Run options at their defaults\n")
+    known = settings.resolved.items.keys() | rest.keys()
+    lines += [f"# {name}: {display(value) or 'null'}\n" for name, value in defaults.items() if name not in known]
+    return "".join(lines)
+
+
+def _script() -> str:
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    return os.path.abspath(main or sys.argv[0])

@@ -585,7 +585,6 @@ TUPLES = evil(
         "tuple_of_one": f"({PYTHON})",
         "tuple_over_lines": f"\nevil: (1,\n  {PYTHON})",
         "tuple_with_anchor": f"(&a {PYTHON}, *a)",
-        "tuple_by_reference": f'\n__x: "{PYTHON}"\nevil: !ref (1, <__x>)',
         "tuple_by_reference_in_parts": f"\n__x: '!python/object/apply'\n__y: \"os.system ['{TOUCH}']\"\n"
         "evil: !ref (1, !<__x>:<__y>)",
     }
@@ -598,6 +597,7 @@ TUPLES += evil(
     live=False,
 )
 TUPLES += [
+    Payload("tuple_by_reference", f'__x: "{PYTHON}"\nevil: !ref (1, <__x>)\n', plain={"evil": (1, PYTHON)}),
     Payload("tuple_in_quotes", f'evil: "(1, {PYTHON})"\n', plain={"evil": f"(1, {PYTHON})"}),
     Payload("tuple_in_a_block", f"evil: |-\n  (1, {PYTHON})\n", plain={"evil": f"(1, {PYTHON})"}, live=False),
     Payload("tuple_of_our_tags", f"evil: (1, !apply:os.system ['{TOUCH}'])\n", live=False),

@@ -3,6 +3,7 @@
 import copy
 import datetime
 import pickle
+import re
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from amp_recipes.config.arguments import Overrides, parse_arguments, parse_value
+from amp_recipes.config.arguments import Overrides, Request, parse_arguments, parse_value
 from amp_recipes.config.run_options import OPTION_NAMES, RunOptions
 from amp_recipes.errors import ConfigError
 
@@ -180,3 +181,65 @@ def test_overrides_keep_their_run_options_through_copy_and_pickle():
     for twin in (copy.deepcopy(overrides), pickle.loads(pickle.dumps(overrides))):
         assert twin == overrides
         assert isinstance(twin, Overrides) and twin.run_options.explicit == {"seed"}
+
+
+# ---------------------------------------------------------------------- what is asked for beside a run
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], Request()),
+        (["--check"], Request("check")),
+        (["--show-config"], Request("show_config")),
+        (["--show_config"], Request("show_config")),
+        (["--trust", "a,b.c", "--trust=[d]", "--check"], Request("check", trust=("a", "b.c", "d"))),
+        (
+            ["--sweep", "lr=1e-3,1e-4", "model.hidden=64,128", "--seed", "3", "--debug", "--trust=a"],
+            Request(
+                "sweep",
+                trust=("a",),
+                axes=("lr=1e-3,1e-4", "model.hidden=64,128"),
+                words=("--seed=3", "--debug=true", "--trust=a"),
+            ),
+        ),
+        (
+            ["--sweep=lr=1,2", "--sweep-trials", "5", "--x.y=a=b"],
+            Request("sweep", (), ("lr=1,2",), 5, ("--x.y=a=b",)),
+        ),
+    ],
+)
+def test_words_that_are_no_options_become_a_request(words, expected):
+    file, _, overrides = parse_arguments(["f.yaml", *words])
+    assert file == "f.yaml" and overrides.request == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--check", "--sweep", "lr=1,2"], "--check and --sweep cannot be done at once"),
+        (["--check=yes"], "--check takes no value"),
+        (["--sweep-trials", "3"], "--sweep-trials needs --sweep"),
+        (["--sweep", "lr=1,2", "--sweep-trials=many"], "--sweep-trials is 'many'"),
+        (["--sweep"], "--sweep needs a value"),
+        (["--trust"], "--trust needs a value"),
+    ],
+)
+def test_requests_that_cannot_be_met_are_refused(words, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_arguments(["f.yaml", *words])
+
+
+def test_allow_config_change_is_accept_changes():
+    for words in (["--allow-config-change"], ["--allow_config_change=true"], ["--accept_changes"]):
+        assert parse_arguments(["f.yaml", *words])[1].accept_changes is True
+
+
+def test_a_sweeps_values_go_over_those_of_the_command_line():
+    overrides = parse_arguments(["f.yaml", "--lr=1", "--model.a=2", "--seed=3", "--precision=bf16"])[2]
+    new = overrides.with_values({"lr": 5, "model.b": 6, "seed": 7, "output_folder": "007"})
+    assert new == {"lr": 5, "model": {"a": 2, "b": 6}} and overrides == {"lr": 1, "model": {"a": 2}}
+    options = new.run_options
+    assert (options.seed, options.precision, options.output_folder) == (7, "bf16", "007")
+    with pytest.raises(ConfigError, match="precision"):
+        overrides.with_values({"precision": "bf61"})

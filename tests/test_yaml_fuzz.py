@@ -10,9 +10,11 @@ import os
 import random
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -77,6 +79,8 @@ def folder(tmp_path_factory):
     (root / "secret.yaml").write_text("password: 1\n")
     (root / "fuzz_side_effect.py").write_text("open('fuzz_was_here', 'w')\n")
     sys.path.insert(0, str(root))
+    with suppress(ValueError, TypeError):
+        torch.optim.SGD([[1e3]])  # the first optimizer of a process makes a folder for torch's compiler
     yield root / "configs"
     sys.path.remove(str(root))
 

@@ -14,6 +14,7 @@ from amp_recipes.config.limits import EXPANDED_NODES, Budget
 from amp_recipes.config.nodes import KeyPath, Mapping, Mistakes, Node, Scalar, Sequence, children, dotted
 from amp_recipes.config.reading import plain_value, read_file, read_text
 from amp_recipes.config.run_options import OPTION_NAMES, RunOptions, validate_options
+from amp_recipes.config.tags import ATTRIBUTE, REF, TUPLE
 from amp_recipes.errors import ConfigError
 
 # What a resumed run may always change. Run options that say how a run is watched, where it goes, or how it is taken up
@@ -172,13 +173,13 @@ class _Flat:
     def add(self, path: KeyPath, node: Node, free: bool) -> None:
         """Add what stands at and below a node."""
         if reference := self._reference(path, node):
-            self.add_value(path, "!ref", reference, free)
+            self.add_value(path, REF, reference, free)
             return
         free_below = _EPOCH_LIMIT if node.tag in _EPOCH_COUNTERS else ()
         if not children(node) or (_is_plain_list(node) and not free_below):
             # That an object takes no arguments can be written in three ways, which are the same.
-            value = "" if node.tag not in ("", "!tuple") and not children(node) else _value(node)
-            self.add_value(path, "" if node.tag == "!tuple" else node.tag, value, free)
+            value = "" if node.tag not in ("", TUPLE) and not children(node) else _value(node)
+            self.add_value(path, "" if node.tag == TUPLE else node.tag, value, free)
             return
         if node.tag:
             self.add_value(path, node.tag, "", free)
@@ -192,7 +193,7 @@ class _Flat:
 
     def _reference(self, path: KeyPath, node: Node) -> str:
         """`<model>` for an object that is described at another key, `<images.channels>` for an attribute of one."""
-        if node.tag == "!apply:getattr" and isinstance(node, Sequence) and len(node.items) == 2:
+        if node.tag == ATTRIBUTE and isinstance(node, Sequence) and len(node.items) == 2:
             owner, name = node.items
             home = self._homes.get(id(owner))
             if home not in (None, (*path, "0")) and isinstance(name, Scalar):
@@ -219,7 +220,7 @@ def _homes(root: Mapping) -> dict[int, KeyPath]:
         below = [((*path, str(key)), child) for path, node in level for key, child in children(node)]
         level = []
         for path, node in sorted(below, key=lambda place: place[0]):
-            if node.tag in ("", "!tuple"):
+            if node.tag in ("", TUPLE):
                 level.append((path, node))
             elif id(node) not in homes:
                 homes[id(node)] = path
@@ -266,7 +267,7 @@ def _value(node: Node) -> Any:
         return {key: _value(child) for key, child in node.items.items()}
     if isinstance(node, Sequence):
         items = [_value(item) for item in node.items]
-        return tuple(items) if node.tag == "!tuple" else items
+        return tuple(items) if node.tag == TUPLE else items
     return node.tag
 
 

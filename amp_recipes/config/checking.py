@@ -27,8 +27,9 @@ from amp_recipes.config.nodes import (
 from amp_recipes.config.nodes import Mapping as MappingNode
 from amp_recipes.config.overriding import apply_overrides, overrides_from_text, to_nodes
 from amp_recipes.config.reading import read_file
-from amp_recipes.config.references import ATTRIBUTE, resolve
+from amp_recipes.config.references import resolve
 from amp_recipes.config.run_options import OPTION_NAMES, validate_options
+from amp_recipes.config.tags import ATTRIBUTE
 from amp_recipes.config.targets import check_targets
 from amp_recipes.config.trust import Trust
 from amp_recipes.config.usage import find_unread_keys

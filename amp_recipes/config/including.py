@@ -21,8 +21,9 @@ from amp_recipes.config.nodes import (
     is_plain_mapping,
     walk,
 )
-from amp_recipes.config.reading import INCLUDE, PLACEHOLDER, REFERENCES, read_file
+from amp_recipes.config.reading import read_file
 from amp_recipes.config.run_options import did_you_mean
+from amp_recipes.config.tags import INCLUDE, PLACEHOLDER, REFERENCES
 
 _REFERENCE_TO_KEYS = re.compile(r"<([^<>.]+)>")  # without the attribute of an object: those are no mappings
 

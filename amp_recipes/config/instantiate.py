@@ -20,10 +20,9 @@ import yaml as pyyaml
 from hyperpyyaml import load_hyperpyyaml
 
 from amp_recipes.config.nodes import KeyPath, Mapping, Node, Scalar, Sequence, Unknown, dotted
+from amp_recipes.config.tags import ATTRIBUTE, TUPLE
 from amp_recipes.config.trust import Trust
 from amp_recipes.errors import AmpRecipesError, ConfigError
-
-ATTRIBUTE_TAG = "!apply:getattr"
 
 _one_at_a_time = threading.Lock()
 
@@ -57,7 +56,7 @@ class _Builder:
         values = self._values_below(node, path)
         if not node.tag:
             return values
-        if node.tag == "!tuple":
+        if node.tag == TUPLE:
             return tuple(values)
         try:
             if _is_attribute(node):
@@ -119,7 +118,7 @@ def _node_with(node: Scalar | Sequence | Mapping, arguments: Any) -> ruamel.yaml
 
 def _is_attribute(node: Node) -> bool:
     """Whether a node is what a reference to an attribute (`!ref <model.weight>`) was resolved to."""
-    if not (isinstance(node, Sequence) and node.tag == ATTRIBUTE_TAG and len(node.items) == 2):
+    if not (isinstance(node, Sequence) and node.tag == ATTRIBUTE and len(node.items) == 2):
         return False
     name = node.items[1]
     return isinstance(name, Scalar) and not name.tag and isinstance(name.value, str)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from amp_recipes.config.run_options import join_mistakes
+from amp_recipes.config.tags import TUPLE
 from amp_recipes.errors import ConfigError
 
 COMMAND_LINE = "command line"
-TUPLE = "!tuple"
 NOT_PLAIN = object()  # what `plain_data` returns for a node that describes an object
 
 # What may stand as a key: YAML's plain scalars.

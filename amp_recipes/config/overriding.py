@@ -25,8 +25,9 @@ from amp_recipes.config.nodes import (
     dotted,
     is_plain_mapping,
 )
-from amp_recipes.config.reading import PLACEHOLDER, REFERENCES, TUPLE, read_text
+from amp_recipes.config.reading import read_text
 from amp_recipes.config.run_options import OPTION_NAMES
+from amp_recipes.config.tags import PLACEHOLDER, REFERENCES, TUPLE
 
 OVERRIDES = "overrides"  # the source of overrides that are not from the command line
 

@@ -25,14 +25,8 @@ from ruamel.yaml.reader import Reader
 from amp_recipes.config.limits import DEPTH, FILE_BYTES, NUMBER_BITS, TEXT_CHARACTERS, Budget, LimitError
 from amp_recipes.config.nodes import Mapping, Mistakes, Node, Scalar, Sequence, Source, is_plain_mapping
 from amp_recipes.config.run_options import did_you_mean
+from amp_recipes.config.tags import CALLS, INCLUDE, PLACEHOLDER, REFERENCES, TAGS, TUPLE
 from amp_recipes.errors import ConfigError
-
-REFERENCES = ("!ref", "!copy")
-CALLS = ("!new:", "!name:", "!apply:", "!applyref:", "!module:")
-INCLUDE = "!include:"
-TUPLE = "!tuple"
-PLACEHOLDER = "!PLACEHOLDER"
-TAGS = (*REFERENCES, *CALLS, INCLUDE, TUPLE, PLACEHOLDER)
 
 _STANDARD = "tag:yaml.org,2002:"
 _INSTEAD = {"object/apply": "!apply:", "object/new": "!new:", "name": "!name:", "module": "!module:", "tuple": TUPLE}

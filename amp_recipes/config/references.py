@@ -31,7 +31,6 @@ from amp_recipes.config.limits import (
 )
 from amp_recipes.config.nodes import (
     NOT_PLAIN,
-    TUPLE,
     Key,
     Mapping,
     Mistakes,
@@ -45,12 +44,10 @@ from amp_recipes.config.nodes import (
     walk,
 )
 from amp_recipes.config.overriding import to_nodes
-from amp_recipes.config.reading import INCLUDE, PLACEHOLDER, REFERENCES, read_text
+from amp_recipes.config.reading import read_text
 from amp_recipes.config.run_options import did_you_mean
+from amp_recipes.config.tags import APPLYREF, ATTRIBUTE, COPY, INCLUDE, PLACEHOLDER, REF, REFERENCES, TUPLE
 from amp_recipes.errors import AmpRecipesError, ConfigError
-
-APPLYREF = "!applyref:"
-ATTRIBUTE = "!apply:getattr"  # of exactly a node and a name: what `<model.weight>` becomes, as in HyperPyYAML
 
 Call = Callable[[str, list[Any], dict[str, Any]], Any]
 
@@ -135,7 +132,7 @@ class _Resolver:
         text = str(scalar.value or "")
         if _REFERENCE.fullmatch(text):
             node = self.resolved(self._target(scalar))
-            return self._copy(node, {}) if scalar.tag == "!copy" else node
+            return self._copy(node, {}) if scalar.tag == COPY else node
         references = list(dict.fromkeys(_REFERENCE.findall(text)))
         in_parentheses = text.startswith("(") and text.endswith(")") and "\n" not in text
         if not references and not in_parentheses:
@@ -266,7 +263,7 @@ class _Resolver:
 
     def _through(self, node: Node) -> Node:
         """The node whose keys a reference reaches through `node`."""
-        if isinstance(node, Scalar) and node.tag == "!ref" and _REFERENCE.fullmatch(str(node.value)):
+        if isinstance(node, Scalar) and node.tag == REF and _REFERENCE.fullmatch(str(node.value)):
             return self._target(node)
         if node.tag in REFERENCES or node.tag.startswith((APPLYREF, INCLUDE)):
             return self.resolved(node)
@@ -289,7 +286,7 @@ class _Resolver:
         node = self._through(node)
         if isinstance(node, Unknown):
             return node
-        if scalar.tag == "!copy":
+        if scalar.tag == COPY:
             return self._wrong(scalar, f"<{shown}> is an attribute of an object, which !copy cannot copy; use !ref.")
         if node.tag in ("", TUPLE):
             key = f" Write <{start}[{_short(names[0])}]>." if self._below(node, names[0]) is not None else ""

@@ -21,6 +21,7 @@ import torch
 
 from amp_recipes.config.nodes import Mapping, Node, Scalar, Sequence, Source
 from amp_recipes.config.run_options import did_you_mean
+from amp_recipes.config.tags import TUPLE
 
 _UNREADABLE = (ValueError, TypeError, AttributeError)
 # Wrappers of these modules pass on what they are given; of any other, the arguments may be its own.
@@ -155,7 +156,7 @@ def _hints_of(target: Any) -> dict[str, Any]:
 
 def _fits(node: Node, hint: Any) -> bool:
     """Whether a node may be of the type of an annotation; true where that cannot be known."""
-    if not isinstance(node, Scalar | Sequence | Mapping) or node.tag not in ("", "!tuple"):
+    if not isinstance(node, Scalar | Sequence | Mapping) or node.tag not in ("", TUPLE):
         return True  # what a call gives is known once it is called
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

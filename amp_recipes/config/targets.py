@@ -10,10 +10,9 @@ from typing import Any
 from amp_recipes.config.nodes import Mapping, Mistakes, Node, Scalar, Sequence, Unknown, walk
 from amp_recipes.config.run_options import did_you_mean
 from amp_recipes.config.signatures import check_call, return_type
+from amp_recipes.config.tags import ATTRIBUTE
 from amp_recipes.config.trust import Trust
 from amp_recipes.errors import ConfigError
-
-ATTRIBUTE = "!apply:getattr"
 
 
 def check_targets(root: Mapping, trust: Trust, mistakes: Mistakes) -> int:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from amp_recipes.config.nodes import Mapping, Mistakes, Scalar, dotted, is_plain_mapping, walk
 from amp_recipes.config.run_options import OPTION_NAMES
+from amp_recipes.config.tags import REFERENCES
 
 # The keys that a Brain itself looks for in its hparams, beside the run options.
 FRAMEWORK_KEYS = frozenset({"lr_scheduler"})
@@ -146,4 +147,4 @@ def _text(node: ast.AST) -> Iterator[str]:
 
 
 def _references(node: Scalar) -> list[str]:
-    return _REFERENCE.findall(str(node.value)) if node.tag in ("!ref", "!copy") else []
+    return _REFERENCE.findall(str(node.value)) if node.tag in REFERENCES else []

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from amp_recipes.config.changes import written
 from amp_recipes.config.nodes import KeyPath, Mapping, Node, Scalar, Sequence, children, dotted, is_plain_mapping
 from amp_recipes.config.run_options import OPTION_NAMES
+from amp_recipes.config.tags import CALLS, TUPLE
 
 _NAME_COLUMNS = 44  # a longer name and value push the comment to the next line
 _VALUE_CHARACTERS = 40
 _LEAST_COMMENT_COLUMNS = 20
-_OBJECTS = ("!new:", "!name:", "!apply:", "!applyref:", "!module:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class _Rows:
             self._entered[id(node)] = path
             if not self._has_names(node) or node.tag:
                 # An object takes no plain value, only its arguments do.
-                yield _Row(name if node.tag.startswith(_OBJECTS) else f"--{name}", self._as_written(node), comment)
+                yield _Row(name if node.tag.startswith(CALLS) else f"--{name}", self._as_written(node), comment)
             elif comment:  # else the keys below say all there is
                 yield _Row(name, "", comment)
             if self._has_names(node):
@@ -87,7 +87,7 @@ class _Rows:
         if id(node) not in self._named:
             below = [child for _, child in children(node)]
             named = bool(below) if isinstance(node, Mapping) else any(map(self._has_names, below))
-            self._named[id(node)] = named or any(child.tag.startswith(_OBJECTS) for child in below)
+            self._named[id(node)] = named or any(child.tag.startswith(CALLS) for child in below)
         return self._named[id(node)]
 
     def _as_written(self, node: Node) -> str:
@@ -101,7 +101,7 @@ class _Rows:
 
     def _pieces(self, node: Node) -> Iterator[str]:
         if isinstance(node, Sequence) and not self._has_names(node):
-            opening, closing = "()" if node.tag == "!tuple" else (f"{node.tag} [".lstrip(), "]")
+            opening, closing = "()" if node.tag == TUPLE else (f"{node.tag} [".lstrip(), "]")
             yield opening
             for index, item in enumerate(node.items):
                 yield ", " if index else ""

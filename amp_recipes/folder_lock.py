@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_recipes.errors import ConfigError, FolderInUseError
+from amp_recipes.run_files import regular_only
 
 try:
     import fcntl
@@ -109,7 +110,7 @@ def _take(folder: Path, path: str) -> None:
         return
     file = os.path.join(path, LOCK_FILE)
     while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = regular_only(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
             if not _try_lock(descriptor):
                 holder = _holder(descriptor)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amp_recipes.config.changes import differences, read_settings
+from amp_recipes.config.changes import differences, one_line, read_settings
 from amp_recipes.config.experiment import ENVIRONMENT_FILE, OVERRIDES_FILE, RESOLVED_FILE
 from amp_recipes.errors import ConfigError
 from amp_recipes.loggers.strict_json import encode
 from amp_recipes.loggers.summary import FILE_NAME as SUMMARY_FILE
 from amp_recipes.loggers.text import format_value
+from amp_recipes.run_files import read_json, refuse_irregular, refuse_link
 
 # Parts of environment.json that tell one start from another of the same run, or have a section of their own.
 _NOT_VERSIONS = frozenset({"time", "argv", "cwd", "git", "trust"})
@@ -23,7 +23,7 @@ _MEASURED = ("seconds", "training_seconds", "samples_per_second", "peak_memory_b
 _LAST_OF_RESULTS = (*_ABOUT_RUN, *_MEASURED)
 _NOT_RESULTS = frozenset({"schema_version", "peak_memory_of", "last", "best", *_LAST_OF_RESULTS})
 
-_VALUE_CHARACTERS = 100
+_SHOWN_CHARACTERS = 100  # of a name or value
 _RUNS_NAMED = 5
 
 
@@ -67,7 +67,8 @@ class RunDiff:
         lines = [f"a  {self.run_a}", f"b  {self.run_b}"]
         for name, found in self.sections.items():
             if found:
-                lines += ["", f"{name} (a -> b)", *(f"  {it.name}: {_shown(it.a)} -> {_shown(it.b)}" for it in found)]
+                told = (f"  {_cut(it.name)}: {_shown(it.a)} -> {_shown(it.b)}" for it in found)
+                lines += ["", f"{name} (a -> b)", *told]
         if self.results:
             lines += ["", *_table(self.results)]
         if same := [name for name, found in self.sections.items() if not found]:
@@ -108,15 +109,17 @@ class _Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.notes: list[str] = []
-        summary = folder / SUMMARY_FILE
-        if not summary.is_file() and (folder / "debug" / SUMMARY_FILE).is_file():
-            summary = folder / "debug" / SUMMARY_FILE
+        summary, debug = folder / SUMMARY_FILE, folder / "debug"
+        if not _stands(summary) and _stands(debug / SUMMARY_FILE):
+            refuse_link(debug)
+            summary = debug / SUMMARY_FILE
             self.notes.append(f"{folder}: the results are those of a short run with --debug.")
-        if not any(file.is_file() for file in (folder / RESOLVED_FILE, folder / ENVIRONMENT_FILE, summary)):
+        if not any(map(_stands, (folder / RESOLVED_FILE, folder / ENVIRONMENT_FILE, summary))):
             raise ConfigError(_no_run(folder))
         resolved, overrides = folder / RESOLVED_FILE, folder / OVERRIDES_FILE
         self.settings = read_settings(resolved) if self._has(resolved, "the run has kept no settings") else None
-        given = overrides.is_file() and overrides.stat().st_size > 0
+        refuse_irregular(overrides)
+        given = _stands(overrides) and overrides.stat().st_size > 0
         self.overrides = read_settings(overrides) if given else None
         environment = folder / ENVIRONMENT_FILE
         self.environment = _json(environment) if self._has(environment, "the run has not kept its versions") else {}
@@ -138,16 +141,23 @@ class _Run:
         return _flat({"last": last, "best": best, **rest, **shown}, unwrap="last")
 
     def _has(self, file: Path, otherwise: str) -> bool:
-        if not file.is_file():
+        there = _stands(file)
+        if not there:
             self.notes.append(f"{self.folder}: no {file.name}: {otherwise}.")
-        return file.is_file()
+        return there
+
+
+def _stands(file: Path) -> bool:
+    """Whether there is anything of that name: what is no file is told when it is read, and not taken for missing."""
+    try:
+        file.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    found = read_json(file)
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: expected a JSON object, found a {type(found).__name__}.")
     return found
@@ -164,7 +174,7 @@ def _no_run(folder: Path) -> str:
         if (above / ENVIRONMENT_FILE).is_file():
             return f"{folder}: belongs to the run {above}; {expected}."
     below = sorted({file.parent for pattern in ("*", "*/*") for file in folder.glob(f"{pattern}/{ENVIRONMENT_FILE}")})
-    listed = ", ".join(map(str, below[:_RUNS_NAMED])) + (", ..." if len(below) > _RUNS_NAMED else "")
+    listed = one_line(", ".join(map(str, below[:_RUNS_NAMED]))) + (", ..." if len(below) > _RUNS_NAMED else "")
     hint = f" Runs lie below it: {listed}." if below else ""
     return f"{folder}: {expected}, but it has none of {RESOLVED_FILE}, {ENVIRONMENT_FILE}, {SUMMARY_FILE}.{hint}"
 
@@ -172,43 +182,38 @@ def _no_run(folder: Path) -> str:
 # ---------------------------------------------------------------------- values
 
 
-def _flat(tree: dict[str, Any], unwrap: str) -> dict[str, Any]:
+def _flat(tree: dict[str, Any], unwrap: str, above: str = "") -> dict[str, Any]:
     """Nested mappings as dotted names, without the name `unwrap` itself."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if not isinstance(value, dict):
-            flat[name] = value
-            continue
-        for below, item in _flat(value, "").items():
-            flat[below if name == unwrap else f"{name}.{below}"] = item
-    return {name: value for name, value in flat.items() if name != unwrap or value is not None}
+        if isinstance(value, dict):
+            flat |= _flat(value, "", above if name == unwrap else f"{above}{name}.")
+        elif name != unwrap or value is not None:
+            flat[f"{above}{name}"] = value
+    return flat
 
 
 def _pairs(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
     return [Difference(name, a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b])]
 
 
-def _unequal(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
-    return [pair for pair in _pairs(a, b) if pair.a != pair.b]
-
-
 def _shown(value: Any) -> str:
-    """A value in one line, without the characters that steer a terminal."""
+    """A value in one line."""
     if isinstance(value, list):
         value = ", ".join(map(str, value)) or "none"
-    text = "(absent)" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    text = "".join(char if char.isprintable() else " " for char in text)
-    return text if len(text) <= _VALUE_CHARACTERS else f"{text[:_VALUE_CHARACTERS]}..."
+    return _cut("(absent)" if value is None else str(value).lower() if isinstance(value, bool) else str(value))
+
+
+def _cut(text: str) -> str:
+    text = one_line(text[: _SHOWN_CHARACTERS + 1])
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _table(results: list[Difference]) -> list[str]:
     """Aligned columns: name, both values, and the second less the first where both are numbers and differ."""
     rows = [("results", "a", "b", "b - a")]
     for it in results:
-        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (it.a, it.b))
-        change = format_value(it.b - it.a) if numbers and it.a != it.b else ""
-        sign = "+" if change and it.b > it.a else ""
-        rows.append((f"  {it.name}", *(_number(value) for value in (it.a, it.b)), sign + change))
+        rows.append((f"  {_cut(it.name)}", _number(it.a), _number(it.b), _change(it)))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return [
         "  ".join([row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in (1, 2, 3))]).rstrip()
@@ -217,4 +222,14 @@ def _table(results: list[Difference]) -> list[str]:
 
 
 def _number(value: Any) -> str:
-    return format_value(value) if isinstance(value, int | float) else "-" if value is None else _shown(value)
+    return _cut(format_value(value)) if isinstance(value, int | float) else "-" if value is None else _shown(value)
+
+
+def _change(result: Difference) -> str:
+    a, b = result.a, result.b
+    if a == b or not all(isinstance(value, int | float) and not isinstance(value, bool) for value in (a, b)):
+        return ""
+    try:
+        return ("+" if b > a else "") + _cut(format_value(b - a))
+    except (OverflowError, ValueError):  # whole numbers of thousands of digits
+        return ""

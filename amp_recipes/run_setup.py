@@ -34,6 +34,7 @@ from amp_recipes.position import Position
 from amp_recipes.precision import PrecisionPlan, check_optimizers
 from amp_recipes.recipe_state import RecipeState
 from amp_recipes.records import Logger, RunSummary
+from amp_recipes.run_files import refuse_link
 from amp_recipes.schedulers import Schedulers
 from amp_recipes.transient_buffers import TransientBuffers
 
@@ -144,6 +145,8 @@ class RunSetup(Hooks):
     def _set_up_checkpoints(self, checkpointer: Checkpointer | None) -> None:
         writes = distributed.is_main_process()
         folder = None if self.output_folder is None or self.debug else Path(self.output_folder) / "save"
+        if folder is not None and checkpointer is None:
+            refuse_link(folder)  # a copied run folder may have one, and old checkpoints are deleted
         self._checkpoints = CheckpointKeeper(checkpointer, folder, writes, background=self.ckpt_background)
         self.checkpointer = self._checkpoints.checkpointer
         if self._checkpoints.owned:
@@ -197,6 +200,7 @@ class RunSetup(Hooks):
             folder = self.output_folder
             if folder is not None and self.debug:
                 folder = Path(folder) / "debug"  # trying out leaves a real run's records alone
+                refuse_link(folder)
             # After a fit the table has been seen; the evaluation adds one line, which progress shows.
             table = self._in_fit or not self._trained
             loggers = [*make_loggers(folder, show, self.log_interval_steps, table), *self.loggers]

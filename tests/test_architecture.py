@@ -11,7 +11,8 @@ PACKAGE = ROOT / "amp_recipes"
 # Each room's layer; a room imports from lower layers, and inside itself. Why: a reader of `precision` needs no other
 # room; a newcomer adds a logger or a probe without touching the loop.
 LAYERS = {
-    "errors": 0,
+    "errors": -1,
+    "run_files": 0,
     "records": 0,
     "host_copy": 0,
     "distributed": 0,
@@ -44,7 +45,7 @@ LAYERS = {
     "cli": 8,
 }
 # Inside layer 0 these may be imported by their neighbours: they hold no decisions, only words that all rooms share.
-SHARED = {"errors", "records", "host_copy", "randomness"}
+SHARED = {"records", "host_copy", "randomness", "run_files"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

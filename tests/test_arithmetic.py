@@ -167,6 +167,11 @@ def test_a_slash_without_spaces_makes_a_path(template):
     assert not is_arithmetic(template)
 
 
+@pytest.mark.parametrize("text", ["...", "(...)", "... + 1"])
+def test_an_ellipsis_is_no_number(text):
+    assert evaluate(text) is None
+
+
 @pytest.mark.parametrize("number", [22, 2.5, 0.0001, 1e-05, 1e22, 0, 10**299, -3, 1.0])
 def test_a_number_is_read_back_from_its_own_text(number):
     found = number_of(str(number))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from hyperpyyaml import resolve_references
 
 from amp_recipes.config import RunOptions, create_experiment_directory, load_hparams, parse_arguments
-from amp_recipes.config.changes import BESIDE_TRAINING, differences, setting_changes
+from amp_recipes.config.changes import BESIDE_TRAINING, differences, environment_changes, setting_changes
 from amp_recipes.config.limits import Budget
 from amp_recipes.config.nodes import Mistakes
 from amp_recipes.config.reading import read_text
@@ -505,6 +506,52 @@ def test_another_torch_or_commit_is_a_warning(start, caplog):
     for damaged in ("", "[1]", "{"):
         file.write_text(damaged)
         start()
+
+
+HOSTILE = {
+    "link": lambda path: path.symlink_to("/etc/hostname"),
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "pipe": os.mkfifo,
+    "folder": os.mkdir,
+    "large": lambda path: path.write_bytes(b" " * 5_000_000),
+    "brackets": lambda path: path.write_bytes(b"[" * 100_000),
+    "bomb": lambda path: path.write_text(anchors(40)),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_run_of_somebody_else_holds_up_no_start(start, kind, caplog):
+    checkpoint(start())
+    environment, settings = start.folder / "environment.json", start.folder / "hyperparams.yaml"
+    for file in (environment, settings):
+        file.unlink()
+        HOSTILE[kind](file)
+    began = time.perf_counter()
+    assert environment_changes(environment, {"packages": {"torch": "2.0"}}) == []
+    with pytest.raises(ConfigError, match=r"the settings of that run cannot be read: .*hyperparams\.yaml"):
+        start()
+    assert time.perf_counter() - began < 3
+
+
+def test_no_change_steers_the_terminal(start, tmp_path):
+    escapes = '"a\\e[31m": {"\\x9b": "\\e[2J"}\n"b\\nc": [1]\n"\\u202e": !new:x\n'
+    told = [str(change) for change in differences(tree("{}"), tree(escapes))]
+    assert told[0] == r"a\x1b[31m.\x9b: (absent) -> '\x1b[2J'" and told[1] == r"b\nc: (absent) -> [1]"
+    assert all(text.isprintable() for text in told)
+    file = tmp_path / "environment.json"
+    file.write_text(json.dumps({"packages": {"torch": "1\x1b[2J\n"}, "git": {"commit": {"\ud800": 1}}}))
+    told = environment_changes(file, {"packages": {"torch": "2"}, "git": {"commit": "abc"}})
+    assert told[0] == r"torch: 1\x1b[2J\n -> 2" and all(text.isprintable() for text in told)
+
+
+def test_a_folder_that_was_only_tried_out_in_is_taken_for_no_run(start):
+    """--debug saves no checkpoints, and what it leaves lies in a folder of its own."""
+    start("--debug")
+    (start.folder / "debug").mkdir()
+    (start.folder / "debug" / "summary.json").write_text("{}")
+    start("--lr=0.002")
+    assert load_hparams(start.folder / "hyperparams.yaml")["lr"] == 0.002
 
 
 def test_other_ranks_compare_nothing(start, monkeypatch):

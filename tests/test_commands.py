@@ -107,6 +107,28 @@ def test_help_shows_the_keys_of_the_yaml_with_values_and_comments(recipe):
     assert not (recipe.folder / "built.txt").exists()
 
 
+def test_a_yaml_may_name_a_class_of_the_script_if_that_only_runs_as_a_script(recipe):
+    (recipe.folder / "x.yaml").write_text("model: !new:train.Own\n")
+    done = recipe()
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 0
+    assert "train.Own: the module train cannot be imported" in done.stderr and "__name__ == '__main__'" in done.stderr
+    head, body = SCRIPT.split("\n\n", 1)
+    body = body.replace("\n", "\n    ").rstrip()
+    (recipe.folder / "train.py").write_text(
+        f"{head}\n\nclass Own:\n    pass\n\nif __name__ == '__main__':\n    {body}\n"
+    )
+    assert "built <train.Own object" in recipe().stdout
+
+
+def test_check_names_the_keys_that_nothing_reads(recipe):
+    (recipe.folder / "x.yaml").write_text(YAML_TEXT + "sead: 3\nown: !ref <lr>\n")
+    done = recipe("--check")
+    assert (
+        done.returncode == 0
+        and "Read by nothing that the check can see: half, part, share, counted, sead, own." in done.stdout
+    )
+
+
 def test_two_commands_at_once_are_refused(recipe):
     done = recipe("--check", "--show-config")
     assert done.returncode == 1 and "cannot be done at once" in done.stderr

@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path, blocked):
         (tmp_path / "run").write_text("a file stands where the folder should")
     else:
         (tmp_path / blocked).mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"output folder .*run is not writable: "):
+    with pytest.raises(ConfigError, match=r"run is not writable: |log.txt is a folder; expected a regular file"):
         create_experiment_directory(tmp_path / "run")
     if blocked != "run":
         assert not list((tmp_path / "run").glob(".*.tmp"))
@@ -311,8 +311,20 @@ def test_other_ranks_prepare_nothing(yaml, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_yaml_that_is_gone_is_said_and_does_not_end_the_run(yaml, tmp_path, caplog):
+def test_the_yaml_is_kept_as_it_was_loaded_whatever_has_become_of_it(yaml, tmp_path):
+    hparams = load_hparams(yaml, {"lr": 0.3})
+    yaml.write_text("lr: 7\nnew: !applyref:random.random\n")
+    create_experiment_directory(tmp_path / "a", yaml, {"lr": 0.3})
+    yaml.unlink()
+    ensure_experiment_directory(tmp_path / "b", hparams)
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        assert (folder / "hyperparams_original.yaml").read_text() == "lr: 0.1\nmomentum: 0.9\n"
+        assert load_hparams(folder / "hyperparams.yaml") == {"lr": 0.3, "momentum": 0.9}
+
+
+def test_a_yaml_that_is_gone_is_said_and_does_not_end_the_run(yaml, tmp_path, caplog, monkeypatch):
     hparams = load_hparams(yaml)
     yaml.unlink()
+    monkeypatch.setattr("amp_recipes.config.hparams._loaded", {})  # as in a process that was given pickled hparams
     ensure_experiment_directory(tmp_path / "run", hparams)
     assert "p.yaml is gone" in caplog.text and not (tmp_path / "run").exists()

@@ -373,7 +373,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path, blocked):
         (tmp_path / blocked).mkdir(parents=True)
     else:
         (tmp_path / blocked).write_text("a file")
-    with pytest.raises(ConfigError, match=r"output folder .*run is not writable: .*\(.*\)\."):
+    with pytest.raises(ConfigError, match=r"run is not writable: .*\(.*\)\.|\.lock is a folder; expected a regular file"):
         lock_folder(folder)
     assert os.path.realpath(folder) not in folder_lock._held
 
@@ -384,3 +384,12 @@ def test_folders_of_every_name_are_locked(tmp_path, name):
     assert not is_free(tmp_path / name)
     with pytest.raises(ConfigError, match="not writable"):
         lock_folder(tmp_path / ("y" * 256))
+
+
+def test_a_lock_file_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("keep me")
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match="is a link"):
+        lock_folder(tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "keep me"

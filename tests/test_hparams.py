@@ -225,23 +225,26 @@ lr: 0.2
         load_hparams(file, parse_arguments(argv)[2], trust=["os.mkdir"])
     head, *lines = str(caught.value).splitlines()
     expected = [
-        (":1:", "lr is 0.1, which has no keys"),
+        ("command line", f"lr ({file}:1) is 0.1, which has no keys"),
         (":2:", "Did you mean bf16?"),
         (":3:", "--data=..."),
-        (":4:", "Did you mean --model.in_features?"),
+        ("command line", "Did you mean --model.in_features?"),
         (":6:", "Did you mean hidden?"),
         (":7:", "Did you mean bias?"),
-        (":10:", "one of its indices"),
+        ("command line", f"items ({file}:10) is a list of 2; expected one of its indices"),
         (":10:", "--items.1.x=..."),
         (":11:", "max_grad_norm is 'much'"),
         (":12:", "Did you mean torch.nn.ReLU?"),
         (":13:", "lr stands at line 1 and again at line 13"),
-        ("", "Did you mean --max_grad_norm?"),
-        ("", "Did you mean --model.in_features?"),
+        ("command line", "Did you mean --max_grad_norm?"),
+        ("command line", "--in_features is neither a key"),
     ]
     assert head == f"{len(expected)} mistakes in {file}:"
     for place, words in expected:
-        assert any(line.strip().startswith(f"{file}{place}") and words in line for line in lines), (place, words, lines)
+        assert any(
+            line.strip().startswith(f"{file}{place}" if place.startswith(":") else place) and words in line
+            for line in lines
+        ), (place, words, lines)
     assert not built.exists()
 
 
@@ -403,7 +406,7 @@ def test_a_yaml_cannot_start_the_recipe_with_a_command_line_of_its_own(write, tm
     canary = tmp_path / "canary"
     evil = write(f"a: !apply:os.mkdir [{canary}]\n", "evil.yaml")
     file = write(f"a: !apply:test_hparams.start [['{evil}', --trust, os]]\n")
-    with pytest.raises(ConfigError, match="is called by what a YAML builds"):
+    with pytest.raises(ConfigError, match="is called by what a YAML names"):
         load_hparams(file)
     assert not canary.exists()
     assert parse_arguments([file])[0] == file  # only while the YAML was built
@@ -413,3 +416,19 @@ def start(argv: list[str]) -> dict:
     """What every recipe's `main` begins with."""
     file, _, overrides = parse_arguments(argv)
     return load_hparams(file, overrides)
+
+
+def test_the_resolved_yaml_alone_draws_what_the_run_drew_after_its_functions(write):
+    text = "seed: 3\na: !applyref:random.random\nb: !apply:random.random\nc: !apply:torch.rand [2]\n"
+    file = write(text)
+    run = load_hparams(file)
+    again = load_hparams(write(resolved_text(file, None, find_loaded(file, None)), "again.yaml"))
+    assert (again["a"], again["b"]) == (run["a"], run["b"]) and torch.equal(again["c"], run["c"])
+
+
+def test_an_override_of_a_resolved_file_is_said_to_change_that_key_alone(write, caplog):
+    text = resolved_text(write("lr: 1\nhalf: !ref <lr> / 2\nseed: 1\n"), None)
+    file = write(text, "hyperparams.yaml")
+    assert hparams_of(file, "--seed=2") == {"lr": 1, "half": 0.5, "seed": 2} and not caplog.records
+    assert hparams_of(file, "--lr=4") == {"lr": 4, "half": 0.5, "seed": 1}
+    assert "an override (lr) changes nothing but that key itself" in caplog.text

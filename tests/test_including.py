@@ -392,6 +392,17 @@ def test_files_together_are_no_deeper_than_one_may_be(write, nested, files, fits
             expanded(file)
 
 
+def test_files_together_may_be_no_longer_than_a_limit(write):
+    write("# comment\n" * 9_000 + "a: 1\n" + "# comment\n" * 9_000, "long.yaml")
+    main = write("".join(f"a{n}: !include:long.yaml\n" for n in range(100)), "main.yaml")
+    mistakes, budget = Mistakes(), Budget()
+    root = read_file(main, mistakes, budget)
+    start = time.process_time()
+    with pytest.raises(LimitError, match=r"main.yaml:[0-9]+:[0-9]+: all files together have more than 2,097,152 char"):
+        expand_includes(root, (), mistakes, budget)
+    assert time.process_time() - start < 3
+
+
 def test_includes_below_includes_do_not_fill_the_stack(write):
     nested = "!include:f{0}.yaml {{a: " * 24
     for level in range(20):

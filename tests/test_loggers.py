@@ -465,6 +465,57 @@ def test_folder_that_cannot_be_made_is_an_error_before_training(tmp_path):
         JsonlLogger(tmp_path / "file" / "run")
 
 
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "second name", "pipe", "folder"])
+def test_records_are_written_into_no_file_elsewhere(tmp_path, kind):
+    """The folder may come from somebody else."""
+    elsewhere = tmp_path / "bashrc"
+    elsewhere.write_text("alias ll='ls -l'\n")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    place = {
+        "link": lambda path: path.symlink_to("../bashrc"),
+        "link to nothing": lambda path: path.symlink_to("../new"),
+        "second name": lambda path: os.link(elsewhere, path),
+        "pipe": os.mkfifo,
+        "folder": os.mkdir,
+    }
+    place[kind](folder / "metrics.jsonl")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
+        JsonlLogger(folder)
+    assert elsewhere.read_text() == "alias ll='ls -l'\n" and not (tmp_path / "new").exists()
+
+
+def test_a_link_that_takes_the_place_of_the_file_costs_records_and_not_the_run(tmp_path, caplog):
+    elsewhere = tmp_path / "bashrc"
+    elsewhere.touch()
+    logger = JsonlLogger(tmp_path / "run")
+    logger.close()
+    logger.path.unlink()
+    logger.path.symlink_to(elsewhere)
+    with caplog.at_level(logging.WARNING, logger="amp_recipes"):
+        run_epoch(logger)
+        logger.close()
+    assert "is a link" in caplog.text and len(caplog.records) == 1
+    assert elsewhere.read_text() == ""
+
+
+@pytest.mark.parametrize("end", [1 << 40, (1 << 26) + (1 << 17)])
+def test_a_file_of_one_endless_line_is_refused_at_once(tmp_path, end):
+    with open(tmp_path / "metrics.jsonl", "wb") as file:
+        file.truncate(end)
+    began = time.perf_counter()
+    with pytest.raises(ConfigError, match="no file of records"):
+        JsonlLogger(tmp_path)
+    assert time.perf_counter() - began < 2
+    assert (tmp_path / "metrics.jsonl").stat().st_size == end
+
+
+def test_a_last_line_of_brackets_is_cut_off(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f"{HEADER}\n" + "[" * 100_000)
+    JsonlLogger(tmp_path).log_stage(STAGE)
+    assert [record["kind"] for record in lines_of(tmp_path)] == ["header", "stage"]
+
+
 def test_record_costs_little_more_than_encoding_it(tmp_path):
     logger = JsonlLogger(tmp_path, flush_seconds=3600)
 
@@ -549,7 +600,7 @@ def test_a_crash_while_writing_leaves_the_earlier_summary(tmp_path, monkeypatch,
     def fail(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("amp_recipes.loggers.summary.os.replace", fail)
+    monkeypatch.setattr("amp_recipes.run_files.os.replace", fail)
     logger.log_summary(replace(SUMMARY, epochs=2))
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
     assert json.loads((tmp_path / "summary.json").read_text())["epochs"] == 1

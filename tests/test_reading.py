@@ -1,5 +1,6 @@
 """Reading YAML text: values as HyperPyYAML has them, every mistake with its place, and nothing executed."""
 
+import contextlib
 import datetime
 import math
 import os
@@ -147,6 +148,8 @@ def test_the_comment_behind_a_key_is_kept():
 MISTAKES = [
     ("lr: 1\nb: 2\nlr: 3\n", "3:1: lr stands at line 1 and again at line 3; keep one."),
     ("m: {a: 1, 'a': 2}\n", "1:11: a stands at line 1 and again at line 1; keep one."),
+    ("m: {1: a, true: b}\n", "1:11: true at line 1 is the same key as 1 at line 1; put one of them in quotes."),
+    ("m: {1: a,\n 1.0: b}\n", "2:2: 1.0 at line 2 is the same key as 1 at line 1; put one of them in quotes."),
     ("a: !nwe:torch.nn.ReLU\n", "1:4: there is no tag !nwe:torch.nn.ReLU. Did you mean !new:torch.nn.ReLU?"),
     ("a: !reff <b>\n", "1:4: there is no tag !reff. Did you mean !ref?"),
     ("a: !Ref <b>\n", "1:4: there is no tag !Ref. Did you mean !ref?"),
@@ -161,14 +164,16 @@ MISTAKES = [
     ("a: ! ref <b>\n", "1:4: a space stands behind the !; write !ref <b>."),
     ("a: !new:x.Y 3\n", "1:4: !new:x.Y has 3 behind it; arguments must be a list or a mapping."),
     ("a: !include:x.yaml 3\n", "1:4: !include:x.yaml has 3 behind it; arguments must be a list or a mapping."),
-    ("a: [!new:x.Y, 3]\n", "1:5: !new:x.Y, ends with ',': put a space between the name and what follows."),
+    ("a: [!new:x.Y, 3]\n", "1:5: a space is missing between !new:x.Y and ,"),
+    ("a: [!name:x.Y]\n", "1:5: a space is missing between !name:x.Y and ]"),
+    ("a: {b: !name:x.Y,c: 1}\n", "1:8: a space is missing between !name:x.Y and ,"),
     ("a: !ref [b]\n", "1:4: !ref takes a text, but a list stands below it."),
     ("a: !ref\n", "1:4: !ref needs a reference behind it: !ref <key>."),
     ("a: !tuple 3\n", "1:4: !tuple takes (1, 2), or a list: !tuple [1, 2]."),
     ("a: !!int x\n", "1:4: x is not a whole number; put it in quotes if it is text."),
     ("a: !!map [1]\n", "1:4: !!map takes a mapping, but a list stands here."),
     ("a: 2001-99-99\n", "1:4: 2001-99-99 is not a date; put it in quotes if it is text."),
-    (f"a: {'9' * 400}\n", f"1:4: {'9' * 57}... is too large a number; put it in quotes if it is text."),
+    (f"a: {'9' * 400}\n", f"1:4: {'9' * 77}... is too large a number; put it in quotes if it is text."),
     ("a: -_\n", "1:4: -_ is not a whole number; put it in quotes if it is text."),
     ("a: {[1]: 2}\n", "1:5: a key must be text or a number, but is a list; put it in quotes."),
     ("!ref <x> : 2\n", "1:1: a key must be text or a number, but is a !ref; put it in quotes."),
@@ -232,8 +237,13 @@ SYNTAX = [
     ("a: *\n", "1:4", "* and & open an alias or an anchor; put text in quotes."),
     ("a: @x\n", "1:4", "a value cannot begin with this character; put it in quotes."),
     ('a: "\\d"\n', "1:6", "no escape of YAML; write \\\\ for a backslash, or use single quotes."),
-    ("a: !ref<a>\n", "1:8", "a space is missing behind !ref."),
-    ("a: {x: !new:a.B}\n", "1:16", "a space is missing behind !new:a.B."),
+    ("a: !ref<a>\n", "1:8", "a space is missing between !ref and <"),
+    ("a: {x: !new:a.B}\n", "1:16", "a space is missing between !new:a.B and }"),
+    ("a: {e: 1, d: !name:torch.float64}\n", "1:33", "a space is missing between !name:torch.float64 and }"),
+    ("a: !new:b.C\n  d: !new:e.F {g: 1, h: !name:i.j}\n", "2:34", "a space is missing between !name:i.j and }"),
+    ("a: {b: [!name:x.Y]}\n", "1:19", "a space is missing between !name:x.Y and ]"),
+    ("a: !new:b.C{d: 1}\n", "1:12", "a space is missing between !new:b.C and {"),
+    ("a: !new:b.Cé\n", "1:12", "é cannot stand in a tag."),
     ("a: [!ref <a[b]>]\n", "1:15", 'inside [ ] or { } this needs quotes: !ref "<a[b]>".'),
     ("a: {x: !ref <a[b]>}\n", "1:15", 'inside [ ] or { } this needs quotes: !ref "<a[b]>".'),
     ("a: [,]\n", "1:5", "a value is missing here."),
@@ -377,6 +387,65 @@ def test_mistakes_are_told_in_time_too(text):
     start = time.process_time()
     mistakes_in(text)
     assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lr: 1 # x" + " " * 90_000 + "y\n",
+        "lr: 1" + " # " * 30_000 + "\n",
+        'lr: "1"' + " " * 90_000 + "#\n",
+        "lr: (1" + " " * 90_000 + "y)\n",
+        "lr: (1" + " , 1" * 20_000 + ")\n",
+        "a: " + "[" * 1_000_000,
+        "a: " + "{" * 1_000_000,
+        "a: [" + "!nwe:x.Y a, " * 9_000 + "]\n",
+        "".join(f"a{n}: &anchor{n} 1\n" for n in range(99)) + "".join(f"b{n}: *ancho{n}\n" for n in range(5_000)),
+        "".join(f"a{n}: (1, 2)\n" for n in range(4_500)),
+        "".join(f"a{n}: {'# ' * 1_000}\n" for n in range(400)),
+    ],
+)
+def test_no_text_takes_more_time_than_its_length(text):
+    start = time.process_time()
+    with contextlib.suppress(LimitError):
+        mistakes_in(text)
+    assert time.process_time() - start < 3  # each under 1 s on an idle machine
+
+
+def test_a_long_comment_is_cut():
+    assert read(f"a: 1 # {'x' * 9_000}\n").comments == {"a": "x" * 500}
+
+
+def test_what_is_nested_too_deeply_is_told_where_it_is():
+    for text in ("b: 1\na: " + "[" * 60, "b: 1\na: " + "{x: " * 60, "b: 1\na: (" + "[" * 60 + "]" * 60 + ")"):
+        with pytest.raises(LimitError, match=r"^f.yaml:2:[0-9]+: lists and mappings are nested more than 50 levels"):
+            mistakes_in(text)
+
+
+def test_what_a_terminal_would_obey_is_shown_as_an_escape_by_limits_too():
+    with pytest.raises(LimitError) as caught:
+        read_text("a: 1\n" * FILE_BYTES, "x\x1b[31m.yaml", Mistakes(), Budget())
+    assert str(caught.value).startswith("x\\x1b[31m.yaml: ")
+
+
+FLAT_TUPLES = st.text("aZ01_.+-eE, ", max_size=12) | st.lists(
+    st.sampled_from(
+        ["1", "-2", "1e-3", ".5", "+.inf", "true", "~", "x.Y", "1 2", "-", "-x", "0o7", "1_0", "...", "", " "]
+    )
+).map(",".join)
+
+
+@given(FLAT_TUPLES)
+@example("1,")
+@example(" 1 , 2 ,")
+@example("1,,2")
+def test_a_tuple_without_brackets_in_it_is_read_as_the_parser_reads_it(inside):
+    known, mistakes = Mistakes(), Mistakes()
+    by_parser = read_text(f"[{inside}]", "f.yaml", known, Budget())
+    node = read_text(f"({inside})", "f.yaml", mistakes, Budget())
+    assert bool(known) == bool(mistakes)
+    if not known:
+        assert repr(data(node)) == repr(tuple(data(by_parser)))
 
 
 def test_200_lines_are_read_in_no_time():

@@ -438,6 +438,15 @@ BOMBS = {
     "circles": lines(lambda at: f"a{at}: !ref x<a{at}>", 5000),
     "keys that are not there": lines(lambda at: f"key_number_{at}: !ref <key_nmber_{at}>", 5000),
     "angle brackets": f"a: 1\nb: !ref '{'<' * 90_000}'\n",
+    "formulas": lines(lambda at: f"b{at}: !ref <a>{' + <a>' * 150}", 900, "a: 1\n"),
+    "formulas of long numbers": lines(lambda at: f"b{at}: !ref <a>{' + <a>' * 16_000}", 10, f"a: {'9' * 300}\n"),
+    "formulas in parentheses": lines(lambda at: f"b{at}: !ref {'(' * 48}<a>{')' * 48}", 2000, "a: 1\n"),
+    "chained formulas": lines(lambda at: f"a{at + 1}: !ref <a{at}> + <a>", 9000, "a: 1\na0: 1\n"),
+    "tuples of references": lines(lambda at: f"b{at}: !ref (<a>, <a>)", 9000, "a: 1\n"),
+    "names that a tuple keeps": lines(lambda at: f"b{at}: !ref (ref{'_' * 45_000}{'<a>' * 15_000})", 10, "a: 1\n"),
+    "different keys that are not there": lines(
+        lambda at: f"b{at}: !ref {''.join(f'<k{number}>' for number in range(13_000))}", 10, "a: 1\n"
+    ),
     "tuples": lines(lambda at: f"b{at}: !ref (<a>{', 1' * 100})", 200, "a: 1\n"),
 }
 
@@ -470,6 +479,20 @@ def test_long_chains_that_need_no_depth_are_fine():
     assert values(resolved(text).items["a5000"]) == 5000
     text = lines(lambda at: f"a{at}: [!ref <a{at + 1}>]", 48) + "a48: 1\n"
     assert isinstance(resolved(text).items["a0"], Sequence)
+
+
+def test_text_in_a_tuple_may_be_what_stands_in_for_its_references():
+    found = resolved("a: 1\nb: !ref (ref0x0., <a>, ref0x<a>, ref1x1.<a>, ref2x)\n")
+    assert values(found.items["b"]) == ("!tuple", ["ref0x0.", 1, "ref0x1", "ref1x1.1", "ref2x"])
+
+
+def test_what_a_terminal_would_obey_in_a_key_is_shown_as_an_escape():
+    def fail(*_):
+        raise ValueError("\x1b[2J")
+
+    with pytest.raises(ConfigError) as caught:
+        resolve(read('"\\e[31m": !applyref:f\n'), Mistakes(), Budget(), fail)
+    assert "\x1b" not in str(caught.value) and "\\x1b[31m" in str(caught.value)
 
 
 def test_what_stays_just_within_the_limits_resolves():

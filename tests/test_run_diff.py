@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -205,6 +207,111 @@ def test_values_do_not_steer_the_terminal(run):
     a, b = run("a"), run("b", 'lr: "\\e[31m"\n', environment={"cpu": "\x1b[2J" + "x" * 500})
     report = compare_runs(a, b).report()
     assert "\x1b" not in report and max(map(len, report.splitlines())) < 250
+
+
+def test_names_do_not_steer_the_terminal_either(run, tmp_path):
+    esc = {"a\x1b[31m": 1, "b\n  lr: 0.1": 2, "c\u202e\u2066": 3, "d\ud800\r": 4, "\x9b2J": 5}
+    settings = '"a\\e[31m": 1\n"b\\nsame: 2": {"\\x9b": 3}\n"\\u202e": !new:x\n'
+    a = run("a")
+    hostile = run("b", settings, {"packages": {**esc, "torch": "2\x07"}, "git": esc, "trust": esc}, {**SUMMARY, **esc})
+    report = compare_runs(a, hostile).report()
+    assert all(char.isprintable() for line in report.split("\n") for char in line)
+    assert all(text in report for text in (r"a\x1b[31m", r"b\nsame: 2.\x9b", r"c\u202e\u2066", r"d\ud800\r", r"\x9b2J"))
+    report.encode()
+    json.loads(compare_runs(a, hostile).as_json())
+    (tmp_path / "above" / "\x1b[2J").mkdir(parents=True)
+    shutil.copy(hostile / "environment.json", tmp_path / "above" / "\x1b[2J")
+    with pytest.raises(ConfigError, match=r"Runs lie below it: .*\\x1b\[2J\.") as refused:
+        compare_runs(a, tmp_path / "above")
+    assert "\x1b" not in str(refused.value)
+
+
+FILES = ["hyperparams.yaml", "overrides.yaml", "environment.json", "summary.json"]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", ["link", "link to a device", "link to nothing", "pipe", "folder"])
+def test_what_is_no_file_is_named_and_neither_read_nor_waited_for(run, tmp_path, file, kind):
+    a, b = run("a"), run("b")
+    (b / file).unlink()
+    place = {
+        "link": lambda path: path.symlink_to(a / file),
+        "link to a device": lambda path: path.symlink_to("/dev/zero"),
+        "link to nothing": lambda path: path.symlink_to("nothing"),
+        "pipe": os.mkfifo,
+        "folder": os.mkdir,
+    }
+    place[kind](b / file)
+    began = time.perf_counter()
+    with pytest.raises(ConfigError, match=rf"{b / file} is a .*expected a regular file"):
+        compare_runs(a, b)
+    assert time.perf_counter() - began < 1
+
+
+def test_a_run_is_given_through_a_link(run, tmp_path):
+    a, b = run("a"), run("b", "lr: 0.2\n")
+    (tmp_path / "latest").symlink_to("b")
+    assert pairs(compare_runs(a, tmp_path / "latest").sections["settings"]) == [("lr", "0.1", "0.2")]
+    (b / "debug").symlink_to(a)  # but inside of it nothing is
+    (b / "summary.json").unlink()
+    with pytest.raises(ConfigError, match="debug is a link"):
+        compare_runs(a, b)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_huge_file_is_refused_at_once(run, file):
+    a, b = run("a"), run("b")
+    content = f'{{"x": "{"y" * 5_000_000}"}}' if file.endswith(".json") else "x: 1\n" + "# y\n" * 1_250_000
+    (b / file).write_text(content)
+    began = time.perf_counter()
+    with pytest.raises(ConfigError, match=r"larger than [14],\d+,\d+ bytes"):
+        compare_runs(a, b)
+    assert time.perf_counter() - began < 1
+
+
+ANCHORS = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+LONG_TEXT = f"a: &a {'x' * 99_000}\nb: [{'*a, ' * 15_000}]\n"
+LONG_KEYS = f"? {'x' * 90_000}\n: {{{', '.join(f'k{n}: 1' for n in range(9_000))}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [(ANCHORS, "values"), (LONG_TEXT, "values"), (LONG_KEYS, "characters")],
+    ids=["anchors", "long text", "long keys"],
+)
+def test_a_small_yaml_that_fills_a_machine_is_refused_at_once(run, text, says):
+    a, b = run("a"), run("b", text)
+    tracemalloc.start()
+    began = time.perf_counter()
+    try:
+        with pytest.raises(ConfigError, match=rf"hyperparams\.yaml.* more than 1\S* {says}"):
+            compare_runs(a, b)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 27
+    finally:
+        tracemalloc.stop()
+    assert time.perf_counter() - began < 20  # most of it the reading, which tracing makes ten times slower
+
+
+ODD = {
+    "long number": 10**4_000,
+    "long negative": -(10**4_200),
+    "large": 1e308,
+    "infinite": float("inf"),
+    "nan": float("nan"),
+    "long text": "x" * 10**6,
+    "lists": [[[1]]],
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("value", ODD.values(), ids=ODD)
+def test_results_of_any_kind_are_shown(run, value):
+    a = run("a", summary={**SUMMARY, "n": 0.5, "m": 10**4_200, "last": [1], "best": value})
+    b = run("b", summary={**SUMMARY, "n": value, "m": value, "best": None, "x" * 10**6: 1})
+    for runs in ((a, b), (b, a)):
+        report = compare_runs(*runs).report()
+        assert "nan" in report or max(map(len, report.splitlines())) < 450
+        json.loads(compare_runs(*runs).as_json())
 
 
 def test_hostile_settings_are_compared_and_never_built(run, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_recipes.config.run_options import OPTION_NAMES, RunOptions, near_misses, options_table
+from amp_recipes.config.run_options import OPTION_NAMES, RunOptions, near_misses, options_table, validate_options
 from amp_recipes.errors import ConfigError
 
 
@@ -175,3 +175,16 @@ def test_near_misses_of_options_are_found_and_other_keys_left_alone():
     said = near_misses(["sed", "max_gradnorm", "grad_accumulation_factors", "lr", "model", "lr_scheduler", "seed"])
     assert [text.split("'")[1] for text in said] == ["sed", "max_gradnorm", "grad_accumulation_factors"]
     assert "did you mean 'max_grad_norm'" in said[1]
+
+
+@pytest.mark.parametrize(
+    "name", ["seed", "max_grad_norm", "log_interval_steps", "output_folder", "debug", "fp32_modules"]
+)
+@pytest.mark.parametrize(
+    "value", [16**300, -(16**300), 16**20_000, [16**20_000], "x" * 100_000], ids=str.split("300 -300 20000 list text")
+)
+def test_a_value_beyond_all_measure_is_a_mistake_and_not_shown_at_length(name, value):
+    if isinstance(value, str) and name in ("output_folder", "fp32_modules"):
+        return
+    _, mistakes = validate_options({name: value})
+    assert 0 < len(mistakes[name]) < 500

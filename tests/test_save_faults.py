@@ -352,7 +352,7 @@ def test_a_checkpoint_that_cannot_be_read_is_left_out(tmp_path, monkeypatch):
     path = tmp_path / "CKPT+000002" / "a.safetensors"
     path.unlink()
     path.mkdir()
-    with pytest.warns(UserWarning, match=r"a\.safetensors cannot be read \(Is a directory\)"):
+    with pytest.warns(UserWarning, match=r"a\.safetensors is a folder; expected a regular file"):
         assert found_in(tmp_path) == 1
 
 

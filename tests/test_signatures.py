@@ -1,7 +1,9 @@
 """Whether wrong arguments are told before anything is built, and right ones never."""
 
 import collections.abc
+import enum
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Optional, Union
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from amp_recipes.config.nodes import Mapping, Scalar, Sequence, Source, Unknown
-from amp_recipes.config.signatures import check_call
+from amp_recipes.config.signatures import Callee
 
 HERE = Source("x.yaml", 1, 1)
 
@@ -32,7 +34,7 @@ class Call(NamedTuple):
 
 
 def mistakes(target, arguments, partial=False):
-    return [text for _, text in check_call(target, node(arguments, "!new:x"), partial)]
+    return [text for _, text in Callee(target).check(node(arguments, "!new:x"), partial)]
 
 
 RIGHT = [
@@ -98,7 +100,7 @@ def test_a_partial_leaves_arguments_to_its_caller(target, arguments):
 
 def test_an_unknown_name_tells_the_nearest_and_what_is_accepted():
     linear = "It takes in_features, out_features, bias, device, dtype."
-    found = list(check_call(torch.nn.Linear, node({"in_feature": 3, "out_features": 4}, "!new:x"), False))
+    found = list(Callee(torch.nn.Linear).check(node({"in_feature": 3, "out_features": 4}, "!new:x"), False))
     assert found == [
         (Source("x.yaml", 2, 1), f"Linear has no argument 'in_feature'. Did you mean in_features? {linear}")
     ]
@@ -218,8 +220,6 @@ def test_a_decorator_that_passes_everything_on_is_seen_through(decorator):
 
 
 def test_classes_of_every_kind():
-    from dataclasses import dataclass
-
     @dataclass
     class Item:
         x: int
@@ -247,3 +247,66 @@ def test_classes_of_every_kind():
     assert len(mistakes(Inherits, {"in_features": "a", "out_features": 3})) == 1
     assert mistakes(Unreadable(), {"x": 1}) == []
     assert mistakes(functools.partial(torch.nn.Linear, 3), {"out_features": 3}) == []
+
+
+def test_annotations_that_were_copied_are_not_certain():
+    def takes_text(function):
+        @functools.wraps(function)
+        def wrapper(width, **kwargs):
+            return function(int(width), **kwargs)
+
+        return wrapper
+
+    @takes_text
+    def function(width: int):
+        return width
+
+    class Wrapped:
+        @takes_text
+        def __init__(self, width: int):
+            pass
+
+    for target in (function, Wrapped):
+        assert mistakes(target, {"width": "3"}) == []
+    assert "needs width" in mistakes(function, {})[0]
+
+
+def test_fields_of_a_class_that_converts_them_are_not_certain():
+    @dataclass
+    class Converts:
+        width: int
+
+        def __post_init__(self):
+            self.width = int(self.width)
+
+    @dataclass
+    class Inherits(Converts):
+        depth: int = 1
+
+    for target in (Converts, Inherits):
+        assert mistakes(target, {"width": "3"}) == []
+        assert "Did you mean width?" in mistakes(target, {"widht": 3})[0]
+        assert "needs width" in mistakes(target, {})[0]
+
+
+def test_a_class_whose_metaclass_takes_the_arguments_is_not_certain():
+    class Meta(type):
+        def __call__(cls, width):
+            return super().__call__(int(width))
+
+    class Made(metaclass=Meta):
+        def __init__(self, width: int):
+            pass
+
+    assert mistakes(Made, {"width": "3"}) == []
+
+
+def test_a_literal_of_enum_members_may_be_given_by_text():
+    class Mode(enum.Enum):
+        MIN = "min"
+
+    def function(mode: Literal[Mode.MIN], other: Literal["a", "b"] = "a"):
+        return mode, other
+
+    assert mistakes(function, {"mode": "min"}) == []
+    assert len(mistakes(function, {"mode": [1], "other": "c"})) == 2

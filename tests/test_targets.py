@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+import time
 
 import pytest
 from test_signatures import Call
@@ -154,7 +155,8 @@ def test_a_shared_object_is_checked_once(targets_in):
 def test_attributes_of_a_dataclass_are_compared_before_it_is_built(tmp_path):
     (tmp_path / "sets.py").write_text(
         "from dataclasses import dataclass\n"
-        "@dataclass\nclass Sets:\n    train: int = 1\n    size: int = 2\n    @property\n    def all(self): return 3\n"
+        "@dataclass(frozen=True)\nclass Sets:\n"
+        "    train: int = 1\n    size: int = 2\n    @property\n    def all(self): return 3\n"
         "def load() -> Sets: return Sets()\n"
         "class Open:\n    def __getattr__(self, name): return name\n"
         "def other(): return Sets()\n"
@@ -171,3 +173,175 @@ def test_attributes_of_a_dataclass_are_compared_before_it_is_built(tmp_path):
         "!new:sets.Sets gives no 'trian'. Did you mean train?",
         "!apply:sets.load gives no 'sizes'. Did you mean size?",
     ]
+
+
+CERTAIN = """
+import functools, typing
+from collections import namedtuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+@dataclass
+class Plain:
+    size: int = 1
+    count: int = field(init=False)
+
+@final
+@dataclass
+class Final:
+    size: int = 1
+
+@dataclass(frozen=True)
+class Frozen:
+    size: int = 1
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    size: int = 1
+
+class Pair(NamedTuple):
+    size: int = 1
+
+Old = namedtuple("Old", "size", defaults=[1])
+
+def final_of() -> Final: return Final()
+def frozen() -> Frozen: return Frozen()
+def pair() -> Pair: return Pair()
+"""
+OPEN = """
+import functools, typing
+from dataclasses import dataclass
+
+@dataclass
+class Sets:
+    more: typing.ClassVar
+    size: int = 1
+    def __post_init__(self): self.extra = 1
+
+@dataclass
+class Base:
+    size: int = 1
+
+class OwnInit(Base):
+    def __init__(self): self.extra = 1
+
+@dataclass
+class KeptInit:
+    size: int = 1
+    def __init__(self): self.extra = 1
+
+@dataclass(init=False)
+class NoInit:
+    size: int = 1
+
+@dataclass
+class PostInitOfBase(Sets):
+    other: int = 1
+
+@dataclass
+class New:
+    size: int = 1
+    def __new__(cls):
+        self = super().__new__(cls)
+        self.extra = 1
+        return self
+
+@dataclass
+class LooksUp:
+    size: int = 1
+    def __getattribute__(self, name): return 1
+
+class Pair(typing.NamedTuple):
+    size: int = 1
+
+class MorePair(Pair):
+    def __init__(self): self.extra = 1
+
+@dataclass(frozen=True)
+class Frozen:
+    size: int = 1
+
+@dataclass(frozen=True)
+class MoreFrozen(Frozen):
+    extra: int = 1
+
+def base() -> Base: return OwnInit()
+def frozen() -> Frozen: return MoreFrozen()
+def named() -> Pair: return MorePair()
+async def later() -> Frozen: ...
+
+@dataclass(frozen=True)
+class Result:
+    size: int = 1
+
+def wrapped(function):
+    @functools.wraps(function)
+    def wrapper():
+        return OwnInit()
+    return wrapper
+
+@wrapped
+def decorated() -> Result: ...
+"""
+
+
+def checked_attribute(tmp_path, monkeypatch, code, tag, name):
+    (tmp_path / "kinds.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    mistakes = Mistakes()
+    try:
+        check_targets(node({"x": ("!apply:getattr", [Call(tag), name])}), Trust(recipe_folders=[tmp_path]), mistakes)
+    finally:
+        sys.modules.pop("kinds", None)
+    return list(mistakes)
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [f"!new:kinds.{name}" for name in ("Plain", "Final", "Frozen", "Slots", "Pair", "Old")]
+    + [f"!apply:kinds.{name}" for name in ("final_of", "frozen", "pair")],
+)
+def test_attributes_that_are_certain(tmp_path, monkeypatch, tag):
+    (text,) = checked_attribute(tmp_path, monkeypatch, CERTAIN, tag, "extra")
+    assert f"{tag} gives no 'extra'" in text
+    assert checked_attribute(tmp_path, monkeypatch, CERTAIN, tag, "size") == []
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [f"!new:kinds.{name}" for name in ("Sets", "OwnInit", "KeptInit", "NoInit", "PostInitOfBase", "New", "LooksUp")]
+    + ["!new:kinds.MorePair"]
+    + [f"!apply:kinds.{name}" for name in ("base", "frozen", "named", "later", "decorated")],
+)
+def test_attributes_that_only_the_object_knows(tmp_path, monkeypatch, tag):
+    assert checked_attribute(tmp_path, monkeypatch, OPEN, tag, "extra") == []
+
+
+# Each a file of 1 MiB or less. The bound is wide: they take tenths of a second.
+COSTLY = {
+    "misspelt classes": [Call(f"!new:torch.nn.Linaer{number}") for number in range(19_000)],
+    "misspelt packages": [Call(f"!new:torhc.X{number}") for number in range(19_000)],
+    "missing packages": [Call(f"!new:nosuchmodule{number}.Linear") for number in range(19_000)],
+    "refused names": [Call(f"!new:os.system{number}") for number in range(19_000)],
+    "wrong keywords": [("!new:torch.nn.Linear", {f"in_featurs{number}": 1 for number in range(9_000)})],
+    "right calls": [("!new:torch.nn.Linear", [1, 2]) for _ in range(6_000)],
+    "right names": [Call("!name:torch.nn.ReLU") for _ in range(19_000)],
+    "attributes": [("!apply:getattr", [Call("!apply:my_model.load"), "x"]) for _ in range(6_000)],
+    "wrong types": [("!new:torch.nn.Linear", ["a", "b"]) for _ in range(6_000)],
+}
+
+
+@pytest.mark.parametrize("tree", COSTLY.values(), ids=COSTLY)
+def test_a_file_of_nothing_but_one_kind_of_line_takes_no_time(tmp_path, monkeypatch, tree):
+    (tmp_path / "my_model.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    mistakes, trust = Mistakes(), Trust(recipe_folders=[tmp_path])
+    root = node({"items": []})
+    root.items["items"].items = [node(item, line=line) for line, item in enumerate(tree, start=1)]
+    start = time.process_time()
+    check_targets(root, trust, mistakes)
+    taken = time.process_time() - start
+    sys.modules.pop("my_model", None)
+    print(f"{taken:.3f} s")
+    assert taken < 3
+    assert len(mistakes) <= 310

@@ -38,7 +38,7 @@ def recipe(tmp_path):
 
 def test_the_names_that_a_recipe_reads_from_its_hparams(recipe, tmp_path):
     names = names_in(str(tmp_path))
-    assert names.read == {"label_smoothing", "modules", "opt_class"}
+    assert names.read == {"label_smoothing", "modules"} and names.modules == {"encoder"}
     assert {"first_key", "second_key", "label_smoothing"} <= names.mentioned
 
 
@@ -47,9 +47,9 @@ def test_the_names_that_a_recipe_reads_from_its_hparams(recipe, tmp_path):
     [
         ("label_smoothin", "label_smoothing"),
         ("moduels", "modules"),
-        ("opt_clas", "opt_class"),
         ("max_grad_nrom", "max_grad_norm"),
         ("lr_schedular", "lr_scheduler"),
+        ("Seed", "seed"),
     ],
 )
 def test_a_key_that_nothing_reads_is_a_mistake_if_one_that_is_read_is_near(recipe, key, nearest):
@@ -80,6 +80,8 @@ def test_keys_of_modules_and_of_loaders_are_compared_too(recipe, text, nearest):
         "hidden_size_of_mine: 1\n",  # a key of the user's own
         "seed: 1\nprecision: bf16\nlr_scheduler: null\n",
         "__modulez: 1\n",
+        "opt_clas: 1\n",  # the code can do without `opt_class`
+        "seeds: [1, 2]\ndevices: 2\nlog_interval: 3\nckpt_interval: 3\n",
     ],
 )
 def test_a_key_of_the_users_own_is_no_mistake(recipe, text):
@@ -91,7 +93,17 @@ def test_a_folder_without_code_says_nothing_about_keys(tmp_path):
     check(tmp_path / "x.yaml", recipe_folder=tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"def (:", b"\x00", b"x = '\xff'", b"(" * 5000])
-def test_code_that_cannot_be_parsed_is_left_out(recipe, tmp_path, content):
-    (tmp_path / "other.py").write_bytes(content)
+UNREADABLE = [b"def (:", b"\x00", b"x = '\xff'", b"(" * 5000, b"#" * 600_000, b"hparams[f'lr_{1}']"]
+
+
+@pytest.mark.parametrize("content", UNREADABLE, ids=range(len(UNREADABLE)))
+def test_with_code_that_cannot_be_read_nothing_is_said_of_keys(recipe, tmp_path, content):
     assert "label_smoothing" in recipe("label_smoothin: 1\n")
+    (tmp_path / "other.py").write_bytes(content)
+    assert recipe("label_smoothin: 1\n") == ""
+
+
+def test_code_in_packages_below_is_read_too(recipe, tmp_path):
+    (tmp_path / "lib" / "deeper").mkdir(parents=True)
+    (tmp_path / "lib" / "deeper" / "net.py").write_text("def net(hparams):\n    return hparams['label_smoothin']\n")
+    assert recipe("label_smoothin: 1\n") == ""

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from amp_recipes.checkpoint.state_format import HashedFile, PackedState, file_header, file_sha256, write_state
-from amp_recipes.errors import CheckpointError
+from amp_recipes.errors import CheckpointError, ConfigError
+from amp_recipes.run_files import regular_only
 
 META_FILE = "meta.json"
 MANIFEST_FILE = "MANIFEST.sha256"
@@ -27,6 +28,7 @@ STATE_SUFFIX = ".safetensors"
 TEMPORARY_PREFIX = ".tmp-"
 _FOLDER_PATTERN = re.compile(r"CKPT\+(\d+)")
 _MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+_TEXT_CHARACTERS = 1 << 26  # of a manifest or meta.json, which name every recoverable
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -189,7 +191,7 @@ class Contents:
 def read_contents(path: Path) -> Contents:
     """What a checkpoint says of itself. Raises Damaged."""
     try:
-        content = json.loads((path / META_FILE).read_text(encoding="utf-8"))
+        content = json.loads(_text_of(path / META_FILE))
         contents = Contents(content["format_version"], content["recoverables"], content["meta"])
         kinds = tuple(map(type, (contents.version, contents.names, contents.meta)))
         if kinds != (int, list, dict) or not all(type(name) is str for name in contents.names):
@@ -202,10 +204,19 @@ def read_contents(path: Path) -> Contents:
     return contents
 
 
+def _text_of(file: Path) -> str:
+    """The text of a small regular file: neither a named pipe nor a device can hold a resume up."""
+    with open(file, encoding="utf-8", opener=regular_only) as stream:
+        text = stream.read(_TEXT_CHARACTERS + 1)
+    if len(text) > _TEXT_CHARACTERS:
+        raise ValueError(f"it has more than {_TEXT_CHARACTERS:,} characters")
+    return text
+
+
 def read_manifest(path: Path) -> dict[str, str]:
     """File name -> sha256 of a checkpoint's files. Raises Damaged."""
     try:
-        lines = (path / MANIFEST_FILE).read_text(encoding="utf-8").splitlines()
+        lines = _text_of(path / MANIFEST_FILE).splitlines()
     except (OSError, ValueError) as error:
         raise Damaged(f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})") from error
     matches = [_MANIFEST_LINE.fullmatch(line) for line in lines]
@@ -229,6 +240,8 @@ def verify(path: Path, files: Iterable[str]) -> None:
             found = file_sha256(path / file)
         except OSError as error:
             raise Damaged(f"{file} cannot be read ({error.strerror or error})") from error
+        except ConfigError as error:  # it is a link, a named pipe, a device
+            raise Damaged(str(error)) from error
         if found != sums[file]:
             size = (path / file).stat().st_size
             raise Damaged(f"{file} ({size} bytes) has sha256 {found[:12]}…, {MANIFEST_FILE} says {sums[file][:12]}…")

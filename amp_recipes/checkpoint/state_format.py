@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from amp_recipes.errors import CheckpointError
+from amp_recipes.run_files import regular_only
 
 _METADATA_KEY = "amp_recipes"
 _MAX_DEPTH = 100  # far below Python's recursion limit, also where the save stands deep in other calls
@@ -320,10 +321,10 @@ _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def file_sha256(path: Path) -> str:
-    """The sha256 of a file as it now is on the disk. Raises OSError."""
+    """The sha256 of a file as it now is on the disk. Raises OSError; ConfigError for what is no regular file."""
     digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
     view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=regular_only) as file:
         while count := file.readinto(buffer):
             digest.update(view[:count])
     return digest.hexdigest()

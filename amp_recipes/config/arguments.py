@@ -21,7 +21,7 @@ from ruamel.yaml.events import AliasEvent, NodeEvent
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 from amp_recipes.config.including import expand_includes
-from amp_recipes.config.limits import Budget
+from amp_recipes.config.limits import TEXT_CHARACTERS, Budget
 from amp_recipes.config.nodes import COMMAND_LINE, Mistakes
 from amp_recipes.config.reading import read_file
 from amp_recipes.config.run_options import (
@@ -48,6 +48,8 @@ _ALIASES = {"allow-config-change": "accept_changes", "allow_config_change": "acc
 
 # The words that OmegaConf reads as a bool: only these are taken as the value of a boolean option.
 _BOOL_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "1", "0"})
+# What one value may hold; more is text, as is all that YAML would refuse.
+_ITEMS, _COLLECTIONS, _OPENING = 10_000, 500, ("[", "{", "? ", "- ")
 # A date is left out: nobody who types 2024-01-02 for a folder's name wants a date object.
 _PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str"))
 
@@ -111,8 +113,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
     """
     if loading:
         raise ConfigError(
-            "parse_arguments is called by what a YAML builds: its words, --trust among them, would be the YAML's. "
-            "Call it from the script."
+            "parse_arguments is called by what a YAML names, whose words, --trust among them, would then be its own. "
+            "Call it from the script, below `if __name__ == '__main__':` if a YAML names something of that script."
         )
     if argv is None:
         _show_mistakes_plainly()
@@ -158,7 +160,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
 
 
 class _Loading:
-    """Whether a YAML is being built somewhere in this process: true inside its `with`."""
+    """Whether a YAML is being checked or built somewhere in this process: true inside its `with`."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -229,6 +231,8 @@ def parse_value(text: str) -> Any:
     """The plain value that `text` is in YAML 1.2; `text` itself where YAML would change or refuse it."""
     if not text.strip() or any(char in text for char in "\n\r\x85\u2028\u2029"):
         return text
+    if len(text) > TEXT_CHARACTERS or text.count(",") > _ITEMS or sum(map(text.count, _OPENING)) > _COLLECTIONS:
+        return text  # the YAML reader's time grows with their square
     try:
         return _plain_value(text)
     except Exception:  # whatever makes the YAML reader stumble, the typed text is the value
@@ -316,9 +320,10 @@ def _split(argv: list[str], positional: list[str], mistakes: list[str]) -> Itera
 
 def _without_value(name: str) -> str:
     """What is wrong with an option that has no value: it needs one, or it is a misspelt one that needs none."""
-    if not near_misses([name]):
+    hint = did_you_mean(name, FLAGS, prefix="--")
+    if not hint and not near_misses([name]):
         return f"--{name} needs a value: --{name}=..."
-    hint = did_you_mean(name, OPTION_NAMES, prefix="--")
+    hint = hint or did_you_mean(name, OPTION_NAMES, prefix="--")
     return f"there is no run option {name!r}.{hint} A key of the YAML needs a value: --{name}=..."
 
 

@@ -7,9 +7,11 @@ import math
 import operator
 import re
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 from amp_recipes.config.limits import NUMBER_BITS
+from amp_recipes.config.yaml_words import short
 from amp_recipes.errors import ConfigError
 
 CHARACTERS = 1_000  # of one formula
@@ -26,7 +28,6 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-# Whatever holds more than this is text, and is not even parsed.
 _FORMULA = re.compile(r"(?:[0-9.eE_+*/%()\s-]|True|False)*")
 _PATH_SLASH = re.compile(r"(?<!/)/(?!/)(?:(?<!\s/)|(?!\s))")  # one slash without white space on both sides
 _NUMBER = re.compile(r"[0-9.e+-]{1,300}")
@@ -40,17 +41,22 @@ def is_arithmetic(template: str) -> bool:
     return bool(re.search(r"[-+*/%(]", template)) and not _PATH_SLASH.search(template)
 
 
+def could_be_formula(text: str) -> bool:
+    """Whether text has nothing but numbers, operators and parentheses in it; the rest is text, and is not parsed."""
+    return bool(_FORMULA.fullmatch(text))
+
+
 def evaluate(text: str) -> int | float | None:
     """The result of a formula of numbers with + - * / // % ** and parentheses; None if the text is no formula.
 
     Names and quoted strings make it no formula: it stays text. HyperPyYAML leaves every sign as text (`-3 + 4`).
     Raises ConfigError for a division by zero, and for a result that is too large or not real.
     """
-    if not _FORMULA.fullmatch(text):
+    if not could_be_formula(text):
         return None
     if len(text) > CHARACTERS or _open_at_once(text) > PARENTHESES:
         raise ConfigError(
-            f"{_short(text)} is too long: arithmetic has at most {CHARACTERS:,} characters "
+            f"{short(text)} is too long: arithmetic has at most {CHARACTERS:,} characters "
             f"and {PARENTHESES} parentheses that are open at once."
         )
     try:
@@ -58,7 +64,7 @@ def evaluate(text: str) -> int | float | None:
     except SyntaxError:
         return None
     except (RecursionError, MemoryError) as error:  # a thousand signs in a row
-        raise ConfigError(f"{_short(text)} is nested too deeply.") from error
+        raise ConfigError(f"{short(text)} is nested too deeply.") from error
     return _result(tree.body, text)
 
 
@@ -89,7 +95,7 @@ def _result(body: ast.expr, text: str) -> int | float | None:
             pending += [node.left, node.right]
         elif isinstance(node, ast.UnaryOp):
             pending.append(node.operand)
-        elif not isinstance(node, ast.Constant):
+        elif not isinstance(node, ast.Constant) or node.value is Ellipsis:
             return None
     values: dict[ast.expr, Any] = {}
     for node in reversed(nodes):
@@ -112,11 +118,11 @@ def _apply(symbol: ast.AST, operands: list[Any], text: str) -> int | float:
         result = _OPERATORS[type(symbol)](*operands)
         overflows = isinstance(result, float) and not math.isfinite(result) and all(map(math.isfinite, operands))
     except ZeroDivisionError as error:
-        raise ConfigError(f"{_short(text)} divides by zero.") from error
+        raise ConfigError(f"{short(text)} divides by zero.") from error
     except OverflowError as error:
         raise _too_large(text) from error
     if isinstance(result, complex):
-        raise ConfigError(f"{_short(text)} is not a real number.")
+        raise ConfigError(f"{short(text)} is not a real number.")
     if overflows:
         raise _too_large(text)
     return _bounded(result, text)
@@ -129,16 +135,9 @@ def _bounded(value: Any, text: str) -> int | float:
 
 
 def _too_large(text: str) -> ConfigError:
-    return ConfigError(f"{_short(text)} is too large: numbers have at most {NUMBER_BITS:,} bits.")
+    return ConfigError(f"{short(text)} is too large: numbers have at most {NUMBER_BITS:,} bits.")
 
 
 def _open_at_once(text: str) -> int:
-    most = now = 0
-    for character in text:
-        now += (character == "(") - (character == ")")
-        most = max(most, now)
-    return most
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    depths = accumulate(1 if character == "(" else -1 for character in text if character in "()")
+    return max(depths, default=0)

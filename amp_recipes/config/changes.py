@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
+import os
 from collections.abc import Mapping as AnyMapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,6 +16,7 @@ from amp_recipes.config.reading import plain_value, read_file, read_text
 from amp_recipes.config.run_options import OPTION_NAMES, RunOptions, validate_options
 from amp_recipes.config.tags import ATTRIBUTE, REF, TUPLE
 from amp_recipes.errors import ConfigError
+from amp_recipes.run_files import read_json, refuse_irregular
 
 # What a resumed run may always change. Run options that say how a run is watched, where it goes, or how it is taken up
 # again; beside them keys of the YAML's top level, with all below them: how long to train, and what is told meanwhile.
@@ -27,6 +28,12 @@ _EPOCH_COUNTERS = frozenset(
     for name in ("EpochCounter", "checkpoint.EpochCounter", "checkpoint.epoch_counter.EpochCounter")
 )
 _EPOCH_LIMIT = ("limit", "0")  # by name or by position
+# How batches come to the device; in a mapping for a loader (`loader_kwargs`). Neither changes what is in them.
+_FREE_OF_LOADERS = frozenset({"num_workers", "persistent_workers", "pin_memory", "prefetch_factor", "timeout"})
+
+# A path is written out for each setting: with a few long keys near the top, that would be gigabytes.
+_PATH_CHARACTERS = 1_000
+_CHARACTERS_PER_VALUE = 80  # longer text counts as several values, since each alias writes it out
 
 _ABSENT = "(absent)"
 _WORDS = {None: "null", True: "true", False: "false"}
@@ -63,12 +70,12 @@ class Change:
 
     def __str__(self) -> str:
         was, now = (_ABSENT if text is None else text for text in (self.was, self.now))
-        return f"{self.name}: {was} -> {now}"
+        return one_line(f"{self.name}: {was} -> {now}")
 
 
 def holds_run(folder: Path, resolved_file: Path) -> bool:
     """Whether an earlier run in `folder` left its settings and something to go on from."""
-    return resolved_file.is_file() and any(folder.glob("save/CKPT+*"))
+    return os.path.lexists(resolved_file) and any(folder.glob("save/CKPT+*"))
 
 
 def setting_changes(old: Mapping, new: Mapping) -> list[str]:
@@ -121,6 +128,7 @@ def accepted_changes(folder: Path, resolved_file: Path, new_text: str, accept: b
 
 def read_settings(resolved_file: Path) -> Mapping:
     """The resolved settings that a run left in `resolved_file`. Raises ConfigError."""
+    refuse_irregular(resolved_file)
     mistakes = Mistakes()
     root = read_file(str(resolved_file), mistakes, Budget())
     mistakes.raise_if_any(str(resolved_file))
@@ -131,12 +139,17 @@ def read_settings(resolved_file: Path) -> Mapping:
 def environment_changes(file: Path, new: AnyMapping[str, Any]) -> list[str]:
     """What of the environment differs from the one that `file` describes and can change results: torch, the code."""
     try:
-        old = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):  # none there, or damaged: nothing to compare with
+        old = read_json(file)
+    except (FileNotFoundError, ConfigError):  # none there, or damaged: nothing to compare with
         return []
     compared = {"torch": ("packages", "torch"), "git commit": ("git", "commit")}
     found = ((what, _entry(old, *keys), _entry(new, *keys)) for what, keys in compared.items())
-    return [f"{what}: {was or _ABSENT} -> {now or _ABSENT}" for what, was, now in found if was != now]
+    return [one_line(f"{what}: {was or _ABSENT} -> {now or _ABSENT}") for what, was, now in found if was != now]
+
+
+def one_line(text: str) -> str:
+    """`text` with an escape for each character that does not just show, such as those that a terminal obeys."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 # ---------------------------------------------------------------------- the settings of a tree
@@ -171,11 +184,15 @@ class _Flat:
         self._folder = output_folder.rstrip("/")
 
     def add(self, path: KeyPath, node: Node, free: bool) -> None:
-        """Add what stands at and below a node."""
+        """Add what stands at and below a node. Raises ConfigError for a path that is longer than any person's."""
+        if sum(map(len, path)) > _PATH_CHARACTERS:
+            raise ConfigError(f"{node.source}: the keys that lead here have more than {_PATH_CHARACTERS:,} characters.")
         if reference := self._reference(path, node):
             self.add_value(path, REF, reference, free)
             return
         free_below = _EPOCH_LIMIT if node.tag in _EPOCH_COUNTERS else ()
+        if not node.tag and "loader" in path[-1]:
+            free_below = _FREE_OF_LOADERS
         if not children(node) or (_is_plain_list(node) and not free_below):
             # That an object takes no arguments can be written in three ways, which are the same.
             value = "" if node.tag not in ("", TUPLE) and not children(node) else _value(node)
@@ -247,7 +264,8 @@ def _check_size(root: Mapping) -> None:
         pending += unknown
         if not unknown:
             pending.pop()
-            sizes[id(node)] = 1 + sum(sizes[id(child)] for child in below)
+            characters = len(str(node.value)) if isinstance(node, Scalar) else 0
+            sizes[id(node)] = 1 + characters // _CHARACTERS_PER_VALUE + sum(sizes[id(child)] for child in below)
     if sizes[id(root)] > EXPANDED_NODES:
         raise ConfigError(f"{root.source.file}: more than {EXPANDED_NODES:,} values once its anchors are written out.")
 

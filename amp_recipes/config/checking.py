@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -43,8 +45,10 @@ Call = Callable[[str, "list[Any]", "dict[str, Any]"], Any]
 class Settings:
     """A YAML with its includes and overrides, read as data: no object is built, no function called.
 
-    root: the tree as it was written; resolved: without references, values of `!applyref:` unknown; options: the run
-    options that the YAML and the overrides set, as their types; objects: how many objects the YAML describes.
+    root: the tree with overrides; resolved: without references, values of `!applyref:` unknown; options: the run
+    options that the YAML and the overrides set, as their types; objects: how many objects the YAML describes; tree: as
+    it was read, without overrides, where it has been checked; unread: top-level keys that neither the YAML, the
+    framework nor the recipe's code reads, as far as that can be told.
     """
 
     file: str
@@ -52,6 +56,8 @@ class Settings:
     resolved: MappingNode
     options: dict[str, Any]
     objects: int = 0
+    tree: MappingNode | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def has_unknown(self) -> bool:
@@ -82,15 +88,32 @@ class Settings:
         return found
 
 
+def read_tree(
+    path: str | os.PathLike[str], folders: Iterable[str], mistakes: Mistakes, budget: Budget
+) -> MappingNode | None:
+    """The YAML at `path` with the files that it includes; None, with a mistake, where it cannot be read.
+
+    folders: from where it may include files, beside its own.
+    """
+    root = read_file(os.fspath(path), mistakes, budget)
+    if root is not None:
+        expand_includes(root, tuple(folders), mistakes, budget)
+    return root
+
+
 def read_settings(
-    path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None = None, folders: Iterable[str] = ()
+    path: str | os.PathLike[str],
+    overrides: Mapping[str, Any] | str | None = None,
+    folders: Iterable[str] = (),
+    tree: MappingNode | None = None,
 ) -> Settings:
     """The YAML at `path` with its includes and overrides, without a look at the objects that it names.
 
-    folders: from where it may include files, beside its own. Raises ConfigError that names every mistake.
+    tree: what `read_tree` gave, which is changed; None: read the file. Raises ConfigError that names every mistake.
     """
-    mistakes = Mistakes()
-    settings = _read(path, overrides, folders, mistakes)
+    mistakes, budget = Mistakes(), Budget()
+    root = tree or read_tree(path, folders, mistakes, budget)
+    settings = None if root is None else _settings(path, root, overrides, mistakes, budget)
     mistakes.raise_if_any(os.fspath(path))
     assert settings is not None  # a file that cannot be read is a mistake
     return settings
@@ -107,16 +130,17 @@ def check_settings(
     recipe_folder: with the recipe's Python files, which say what keys they read. Raises ConfigError that names every
     mistake in the YAML, in what it includes, in the overrides and in the arguments of objects; builds nothing.
     """
-    mistakes = Mistakes()
-    settings = _read(path, overrides, trust.folders, mistakes)
-    if settings is None:
+    mistakes, budget = Mistakes(), Budget()
+    root = read_tree(path, trust.folders, mistakes, budget)
+    if root is None:
         mistakes.raise_if_any(os.fspath(path))
         raise AssertionError("a file that cannot be read is a mistake")
+    tree = copy.deepcopy(root)
+    settings = _settings(path, root, overrides, mistakes, budget)
     objects = check_targets(settings.resolved, trust, mistakes)
-    if recipe_folder is not None:
-        find_unread_keys(settings.root, recipe_folder, mistakes)
+    unread = () if recipe_folder is None else find_unread_keys(settings.root, recipe_folder, mistakes)
     mistakes.raise_if_any(settings.file)
-    return Settings(settings.file, settings.root, settings.resolved, settings.options, objects)
+    return dataclasses.replace(settings, tree=tree, objects=objects, unread=unread)
 
 
 def resolve_all(settings: Settings, trust: Trust | None, call: Call) -> Settings:
@@ -129,7 +153,7 @@ def resolve_all(settings: Settings, trust: Trust | None, call: Call) -> Settings
     options = run_options_in(resolved, mistakes)
     objects = check_targets(resolved, trust, mistakes) if trust is not None and not mistakes else settings.objects
     mistakes.raise_if_any(settings.file)
-    return Settings(settings.file, settings.root, resolved, options | settings.options, objects)
+    return dataclasses.replace(settings, resolved=resolved, options=options | settings.options, objects=objects)
 
 
 def as_mapping(overrides: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
@@ -159,17 +183,13 @@ def run_options_in(resolved: MappingNode, mistakes: Mistakes) -> dict[str, Any]:
     return {name: options[name] for name in found}
 
 
-def _read(
+def _settings(
     path: str | os.PathLike[str],
+    root: MappingNode,
     overrides: Mapping[str, Any] | str | None,
-    folders: Iterable[str],
     mistakes: Mistakes,
-) -> Settings | None:
-    file, budget = os.fspath(path), Budget()
-    root = read_file(file, mistakes, budget)
-    if root is None:
-        return None
-    expand_includes(root, tuple(folders), mistakes, budget)
+    budget: Budget,
+) -> Settings:
     of_command_line = isinstance(overrides, Overrides)
     source = COMMAND_LINE if of_command_line else "overrides"
     apply_overrides(root, _as_mapping(overrides, mistakes), mistakes, source, "--" if of_command_line else "")
@@ -178,7 +198,7 @@ def _read(
         if name in root.items:
             root.items[name] = to_nodes(value, Source(source), mistakes, name)
     resolved = resolve(root, mistakes, budget)
-    return Settings(file, root, resolved, run_options_in(resolved, mistakes) | explicit)
+    return Settings(os.fspath(path), root, resolved, run_options_in(resolved, mistakes) | explicit)
 
 
 def _as_mapping(overrides: Mapping[str, Any] | str | None, mistakes: Mistakes) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from amp_recipes.config.arguments import Overrides
 from amp_recipes.config.checking import Settings
-from amp_recipes.config.run_options import RunOptions, display
+from amp_recipes.config.run_options import RunOptions, display, printable
 from amp_recipes.config.sweep import RunSettings, SweepRequest, run_sweep
 from amp_recipes.config.writing import to_yaml, with_sources
 
@@ -45,9 +45,11 @@ def obey(overrides: Overrides, settings: Settings, check_with: CheckWith) -> int
 
 
 def summary(settings: Settings) -> str:
-    """One line that says what was checked."""
-    values = sum(1 for _ in settings.sources)
-    return f"{settings.file}: nothing is wrong ({values} values, {settings.objects} objects to build)."
+    """What was checked, in a line, and which keys nothing seems to read: a misspelt one may be among them."""
+    text = f"{settings.file}: nothing is wrong ({len(settings.sources)} values, {settings.objects} objects to build)."
+    if settings.unread:
+        text += f"\nRead by nothing that the check can see: {', '.join(map(printable, settings.unread))}."
+    return text
 
 
 def shown(settings: Settings) -> str:

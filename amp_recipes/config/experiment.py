@@ -18,11 +18,19 @@ import torch
 
 from amp_recipes.config.arguments import Overrides
 from amp_recipes.config.changes import accepted_changes, environment_changes, holds_run
-from amp_recipes.config.checking import as_mapping, explicit_options, read_settings
-from amp_recipes.config.hparams import Hparams, Loaded, find_loaded, overrides_text, resolved_text
+from amp_recipes.config.checking import as_mapping, explicit_options
+from amp_recipes.config.hparams import (
+    Hparams,
+    Loaded,
+    find_loaded,
+    overrides_text,
+    resolved_text,
+    settings_again,
+)
 from amp_recipes.config.run_options import OPTION_NAMES, RunOptions
 from amp_recipes.errors import ConfigError
 from amp_recipes.folder_lock import lock_folder
+from amp_recipes.run_files import regular_only, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +58,7 @@ _OF_ONE_START = frozenset({"accept_changes", "resume"})
 
 # Process and real path of each folder that was prepared here -> the settings that `ensure_experiment_directory` wrote
 # there, or None if the recipe prepared it itself. With the process: a forked one begins with a copy of this.
-_prepared: dict[tuple[int, str], tuple[str, ...] | None] = {}
+_prepared: dict[tuple[int, str], tuple[Any, ...] | None] = {}
 
 
 def create_experiment_directory(
@@ -96,10 +104,12 @@ def _prepare(folder: Path, start: _Start) -> None:
         keep = start.tries_out
         if start.resumes:
             warnings = _changes(folder, start, environment)
+    if start.yaml is not None and os.path.realpath(start.yaml) == os.path.realpath(folder / RESOLVED_FILE):
+        start.files.pop(ORIGINAL_FILE)  # the run's own settings again: what they came from stays
     files = {} if keep else {**start.files, ENVIRONMENT_FILE: (json.dumps(environment, indent=2) + "\n").encode()}
     try:
         for name, content in files.items():
-            _write_atomically(folder / name, content)
+            write_atomically(folder / name, content)
         log_to(folder / LOG_FILE)
     except OSError as error:
         raise ConfigError(f"output folder {folder} is not writable: {error.strerror} ({error.filename}).") from error
@@ -123,13 +133,14 @@ def ensure_experiment_directory(
     key = _key(folder)
     if _prepared.get(key, ()) is None:
         return
-    if not os.path.isfile(hparams.path):
+    loaded = find_loaded(hparams.path, hparams.overrides)
+    if loaded is None and not os.path.isfile(hparams.path):
         logger.warning("%s is gone: the settings of this run are neither kept nor compared.", hparams.path)
         return
     overrides = _with_options(hparams.overrides, run_opts)
-    settings = (hparams.path, Path(hparams.path).read_text(encoding="utf-8"), overrides_text(overrides))
+    original = loaded.original if loaded else Path(hparams.path).read_bytes()
+    settings = (hparams.path, original, overrides_text(overrides))
     if _prepared.get(key) != settings:
-        loaded = find_loaded(hparams.path, hparams.overrides)
         _prepare(Path(folder), _Start(hparams.path, overrides, loaded))
         _prepared[key] = settings
 
@@ -159,15 +170,15 @@ class _Start:
     ) -> None:
         options = {**as_mapping(overrides), **explicit_options(overrides)}
         self.trust = loaded.names if loaded else ()
+        self.yaml = yaml
         self.files: dict[str, bytes] = {}
         self.resolved: str | None = None
         kept = _without(_OF_ONE_START, overrides)
         if yaml is not None:
-            folders = loaded.trust.folders if loaded else ()
-            options = read_settings(yaml, overrides, folders).options
+            options = settings_again(yaml, overrides, loaded).options
             self.resolved = resolved_text(yaml, kept, loaded)
             self.files[RESOLVED_FILE] = self.resolved.encode()
-            self.files[ORIGINAL_FILE] = Path(yaml).read_bytes()
+            self.files[ORIGINAL_FILE] = loaded.original if loaded else Path(yaml).read_bytes()
         self.files[OVERRIDES_FILE] = overrides_text(kept).encode()
         options = RunOptions.from_mapping({name: options[name] for name in OPTION_NAMES & options.keys()}, "overrides")
         self.tries_out = options.debug or options.test_only
@@ -243,21 +254,10 @@ def log_to(file: Path) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """A handler of our own type, so that a second call finds it."""
+    """A handler of our own type, so that a second call finds it; no link leads it elsewhere."""
 
-
-def _write_atomically(file: Path, content: bytes) -> None:
-    """Write `file` whole or not at all: a run that dies here leaves no half of it."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, file)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    def _open(self) -> Any:
+        return open(self.baseFilename, self.mode, encoding=self.encoding, errors=self.errors, opener=regular_only)
 
 
 def _versions() -> dict[str, str]:

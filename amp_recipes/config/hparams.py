@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import os
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +28,16 @@ from amp_recipes.config.checking import (
 )
 from amp_recipes.config.commands import obey
 from amp_recipes.config.instantiate import build
+from amp_recipes.config.limits import FILE_BYTES
+from amp_recipes.config.nodes import Mapping as MappingNode
 from amp_recipes.config.nodes import Mistakes, Source
 from amp_recipes.config.overriding import to_nodes
-from amp_recipes.config.run_options import MAX_SEED
+from amp_recipes.config.run_options import MAX_SEED, OPTION_NAMES
 from amp_recipes.config.trust import Trust
 from amp_recipes.config.writing import to_yaml
 from amp_recipes.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
@@ -62,19 +68,24 @@ class Hparams(dict[str, Any]):
 
 @dataclass
 class Loaded:
-    """What a load decided that writing its settings down must not decide again.
+    """What a load read and decided, so that writing its settings down neither reads nor decides again.
 
-    names: what was trusted beside the defaults; results: what each `!applyref:` function returned, in the order of the
-    calls.
+    original: the YAML file, byte for byte; tree: as it was read with its includes; names: what was trusted beside the
+    defaults; results: what each `!applyref:` function returned, in the order of the calls.
     """
 
+    original: bytes
+    tree: MappingNode | None
     trust: Trust
     names: tuple[str, ...]
     results: list[Any] = field(default_factory=list)
 
 
-# The latest load of each YAML with each set of overrides, by their text.
+RESOLVED_HEADER = "Resolved settings of a run: in place of each reference stands its value"
+
+# The newest loads, each by the YAML and the text of its overrides: for `create_experiment_directory`, which gets those.
 _loaded: dict[tuple[str, str], Loaded] = {}
+_REMEMBERED_LOADS = 16
 
 
 def load_hparams(
@@ -103,21 +114,23 @@ def load_hparams(
     code_folder = _code_folder(caller)
 
     def checked(given: Mapping[str, Any] | str | None) -> Settings:
-        return check_settings(path, given, trusted, code_folder)
+        with loading:  # what the YAML names is imported
+            return check_settings(path, given, trusted, code_folder)
 
+    original = _bytes_of(path)
     settings = checked(overrides)
     if isinstance(overrides, Overrides) and overrides.request.action != "run":
         raise SystemExit(obey(overrides, settings, checked))
-    loaded = Loaded(trusted, names)
+    _warn_of_resolved(path, original, overrides)
+    loaded = Loaded(original, settings.tree, trusted, names)
     _seed_if_set(settings.options)
     with loading:
         if settings.has_unknown:
-            known_before = settings.options.get("seed")
             settings = resolve_all(settings, trusted, _calling(trusted, loaded.results))
-            if known_before is None:  # an `!applyref:` decided about it
-                _seed_if_set(settings.options)
+            # Again, since the functions may have drawn: the resolved YAML, which calls none, gives the same objects.
+            _seed_if_set(settings.options)
         values = build(settings.resolved, trusted)
-    _loaded[_identity(path, overrides)] = loaded
+    _remember(_identity(path, overrides), loaded)
     return Hparams(values, path, copy.deepcopy(overrides), names, settings.sources)
 
 
@@ -191,6 +204,13 @@ def find_loaded(path: str | os.PathLike[str], overrides: Mapping[str, Any] | str
     return _loaded.get(_identity(path, overrides))
 
 
+def settings_again(
+    path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None, loaded: Loaded | None
+) -> Settings:
+    """The settings of the YAML as it was loaded, whatever has become of the file; if it was not: as it is now."""
+    return read_settings(path, overrides, tree=copy.deepcopy(loaded.tree) if loaded else None)
+
+
 def resolved_text(
     path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None, loaded: Loaded | None = None
 ) -> str:
@@ -200,8 +220,7 @@ def resolved_text(
     What the functions of `!applyref:` returned is taken from `loaded`. Without it they are called, with the seed of
     the run, and the generators are left as they were.
     """
-    folders = loaded.trust.folders if loaded else ()
-    settings = read_settings(path, overrides, folders)
+    settings = settings_again(path, overrides, loaded)
     if settings.has_unknown and loaded:
         settings = resolve_all(settings, None, _replaying(loaded.results))
     elif settings.has_unknown:
@@ -215,7 +234,7 @@ def resolved_text(
         if name not in root.items:
             root.items[name] = to_nodes(value, Source("command line"), Mistakes(), name)
     names = loaded.names if loaded else ()
-    return to_yaml(root, [f"Loads with --trust {','.join(names)}"] if names else [])
+    return to_yaml(root, [RESOLVED_HEADER, *([f"Loads with --trust {','.join(names)}"] if names else [])])
 
 
 def overrides_text(overrides: Mapping[str, Any] | str | None) -> str:
@@ -264,6 +283,33 @@ def _host_generators_restored() -> Iterator[None]:
             random.setstate(python_state)
             if numpy:
                 numpy.random.set_state(numpy_state)
+
+
+def _warn_of_resolved(path: str | os.PathLike[str], original: bytes, overrides: Mapping[str, Any] | str | None) -> None:
+    """Say that an override of a resolved file changes its own key alone, where the original's references followed."""
+    keys = [key for key in as_mapping(overrides) if key not in OPTION_NAMES]
+    if keys and original.startswith(f"# {RESOLVED_HEADER}".encode()):
+        logger.warning(
+            "%s holds resolved settings: an override (%s) changes nothing but that key itself. To have references "
+            "follow it, load the YAML that they came from (hyperparams_original.yaml beside it).",
+            os.fspath(path),
+            ", ".join(map(str, keys)),
+        )
+
+
+def _remember(identity: tuple[str, str], loaded: Loaded) -> None:
+    _loaded.pop(identity, None)
+    _loaded[identity] = loaded
+    while len(_loaded) > _REMEMBERED_LOADS:
+        del _loaded[next(iter(_loaded))]
+
+
+def _bytes_of(path: str | os.PathLike[str]) -> bytes:
+    """The content of a file that is about to be checked; empty where that will say what is wrong with it."""
+    try:
+        return Path(path).read_bytes() if Path(path).is_file() and os.stat(path).st_size <= FILE_BYTES else b""
+    except (OSError, ValueError):
+        return b""
 
 
 def _identity(path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None) -> tuple[str, str]:

@@ -195,7 +195,7 @@ def _holds_keys(node: Node | None) -> bool:
 
 
 def _holds_nothing(node: Node) -> bool:
-    """Whether anything may stand here instead, without losing what the file says."""
+    """Whether anything may stand here instead, without losing what the file says (an empty mapping just gets keys)."""
     empty = isinstance(node, Scalar) and (node.tag == PLACEHOLDER or (not node.tag and node.value is None))
     return empty or isinstance(node, Unknown)
 

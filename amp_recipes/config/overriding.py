@@ -51,7 +51,8 @@ def apply_overrides(
     overrides: nested as the YAML is, or with dots in its keys. A key must be in the tree, or be a run option, which
         then becomes a new key at the top. A mapping changes single keys of a mapping, or arguments of a call, and
         replaces only what holds nothing; every other value replaces what stands there.
-    source_name: where the new values say that they are from; dashes: what stands before a key where it is typed.
+    source_name: where the new values say that they are from, and mistakes in them are told; dashes: what stands
+        before a key where it is typed.
     Raises LimitError.
     """
     if not isinstance(overrides, AnyMapping):
@@ -68,7 +69,7 @@ def overrides_from_text(text: str, mistakes: Mistakes, budget: Budget) -> dict[A
     node = read_text(text, OVERRIDES, mistakes, budget)
     if node is None:
         return {}
-    values = _plain_value(node, (), mistakes, budget)
+    values = _written_out(node, (), mistakes, budget)
     if values is None:  # nothing but comments
         return {}
     if not isinstance(values, dict):
@@ -124,7 +125,7 @@ class _Overriding:
             nested[key] = value
 
     def below(self, node: Mapping | Sequence, overrides: dict[Any, Any], path: KeyPath, where: Source) -> None:
-        """Write overrides below `node`, which stands at `path`; `where`: the nearest line for messages."""
+        """Write overrides below `node`, which stands at `path`, and in the YAML at the line `where`."""
         for given, value in overrides.items():
             key, given_path = _find_key(node, given), (*path, str(given))
             if key is not None:
@@ -136,21 +137,22 @@ class _Overriding:
                 joined = {f"{given}.{deeper}": item for deeper, item in value.items()}
                 self.below(node, joined, path, where)
             elif isinstance(node, Sequence):
-                text = f"{dotted(path)} is a list of {len(node.items)}; expected one of its indices, from 0."
-                self.mistakes.add(where, f"{self._name(given_path)}: {text}")
+                text = f"{_standing(path, where)} is a list of {len(node.items)}; expected one of its indices, from 0."
+                self.mistakes.add(self.source, f"{self._name(given_path)}: {text}")
             else:
                 text = f"{self._name(given_path)} is neither a key of the YAML nor a run option."
-                self.mistakes.add(where, text + self._suggestion(dotted(given_path)))
+                self.mistakes.add(self.source, text + self._suggestion(dotted(given_path)))
 
     def _write(self, parent: Mapping | Sequence, key: Any, value: Any, path: KeyPath, where: Source) -> None:
         """Write one override over what stands at `key`, or below it."""
         old = parent.items[key]
         where = parent.key_sources.get(key, where) if isinstance(parent, Mapping) else old.source
-        if not isinstance(value, dict) or _holds_nothing(old):
+        if not isinstance(value, dict) or _takes_a_mapping(old):
             if isinstance(old, Sequence) and isinstance(value, str) and re.fullmatch(r"\(.*\)", value):
                 # On a command line this is text, which no call that wants two numbers would understand.
-                text = f"{self._name(path)} is the text {_shown(value)}, but replaces a list; expected a list, [1, 2]."
-                self.mistakes.add(where, text)
+                given = f"{self._name(path)} is the text {_shown(value)}"
+                place = f"replaces the list at {_line(where)}; expected a list, [1, 2]"
+                self.mistakes.add(self.source, f"{given}, but {place}.")
             else:
                 self._replace(parent, key, value, path)
         elif isinstance(old, Mapping | Sequence):
@@ -159,7 +161,7 @@ class _Overriding:
             given = self._name((*path, *map(str, list(value)[:1])))
             written = f"{old.tag} {old.value}".strip() if old.tag else _shown(old.value)
             known = "; override what it refers to" if old.tag in REFERENCES else ", which has no keys"
-            self.mistakes.add(where, f"{given}: {dotted(path)} is {written}{known}.")
+            self.mistakes.add(self.source, f"{given}: {_standing(path, where)} is {written}{known}.")
 
     def _replace(self, parent: Mapping | Sequence, key: Any, value: Any, path: KeyPath) -> None:
         node = _node(value, self.source, self.mistakes, self._name(path), self.budget, len(path))
@@ -193,6 +195,15 @@ class _Overriding:
         return f" Did you mean {self.dashes}{spelt[near[0]]}?" if near else ""
 
 
+def _standing(path: KeyPath, where: Source) -> str:
+    """A key of the YAML for a message, with its line."""
+    return f"{dotted(path)} ({_line(where)})"
+
+
+def _line(where: Source) -> str:
+    return str(Source(where.file, where.line))
+
+
 def _find_key(node: Mapping | Sequence, given: Any) -> tuple[Key] | None:
     """The key of a mapping, or the index in a list, that `given` names; alone in a tuple, since null is a key too."""
     if isinstance(node, Sequence):
@@ -206,8 +217,11 @@ def _find_key(node: Mapping | Sequence, given: Any) -> tuple[Key] | None:
     return next(((key,) for key in node.items if not isinstance(key, str) and str(key) == text), None)
 
 
-def _holds_nothing(node: Node) -> bool:
-    """Whether a mapping may stand here instead: it has no keys that a typo could miss."""
+def _takes_a_mapping(node: Node) -> bool:
+    """Whether a mapping may stand here instead: it has no keys that a typo could miss.
+
+    Not the rule of an include, in whose file new keys are allowed: there only null and a placeholder give way.
+    """
     if isinstance(node, Scalar):
         return node.tag == PLACEHOLDER or (not node.tag and node.value is None)
     return is_plain_mapping(node) and not children(node)
@@ -280,37 +294,40 @@ def _wrong_text(text: str) -> str:
     return ""
 
 
-def _plain_value(node: Node, path: KeyPath, mistakes: Mistakes, budget: Budget) -> Any:
+def _written_out(node: Node, path: KeyPath, mistakes: Mistakes, budget: Budget) -> Any:
     """The plain data that nodes stand for; aliases are written out, each counted. A tag is a mistake, and null."""
     budget.take_nodes(1, node.source)
     if isinstance(node, Sequence) and node.tag in ("", TUPLE):
-        items = [_plain_value(item, (*path, str(at)), mistakes, budget) for at, item in enumerate(node.items)]
+        items = [_written_out(item, (*path, str(at)), mistakes, budget) for at, item in enumerate(node.items)]
         return tuple(items) if node.tag else items
     if node.tag:
         start = f"{dotted(path)}: " if path else ""
         mistakes.add(node.source, f"{start}an override is plain data, without a tag, but has {node.tag}.")
         return None
     if isinstance(node, Mapping):
-        return {key: _plain_value(item, (*path, str(key)), mistakes, budget) for key, item in node.items.items()}
+        return {key: _written_out(item, (*path, str(key)), mistakes, budget) for key, item in node.items.items()}
     return node.value if isinstance(node, Scalar) else None
 
 
 def _dotted_keys(root: Mapping) -> list[str]:
-    """The keys of a tree as they are typed, upper ones first; through aliases too, so at most so many."""
+    """The keys of a tree as they are typed, upper ones first; through aliases too, so at most so many.
+
+    Long ones are left out, as to compare them takes time.
+    """
     names: list[str] = []
     pending: deque[tuple[KeyPath, Node]] = deque([((), root)])
     while pending and len(names) < _SUGGESTED_KEYS:
         path, node = pending.popleft()
         count = _SUGGESTED_ITEMS if isinstance(node, Sequence) else _SUGGESTED_KEYS - len(names)
-        below = [((*path, str(key)), child) for key, child in children(node)[:count]]
+        below = [((*path, str(key)[: _NAME_CHARACTERS + 1]), child) for key, child in children(node)[:count]]
         names += [dotted(key_path) for key_path, _ in below]
         pending += below
-    return names
+    return [name for name in names if len(name) <= _NAME_CHARACTERS]
 
 
 def _plain_spelling(name: str) -> str:
     """A name without what people confuse: `Model[max-len]` as `model.max_len`."""
-    return re.sub(r"\[([^\]]*)\]", r".\1", name).replace("-", "_").lower()
+    return re.sub(r"\[([^][]*)\]", r".\1", name).replace("-", "_").lower()
 
 
 def _no_mapping(values: Any) -> str:

@@ -11,15 +11,15 @@ Where HyperPyYAML's meaning hangs on the order of the keys or loses what was wri
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 
-from amp_recipes.config.arithmetic import evaluate, is_arithmetic, number_of
+from amp_recipes.config.arithmetic import could_be_formula, evaluate, is_arithmetic, number_of
 from amp_recipes.config.limits import (
     DEPTH,
     EXPANDED_NODES,
@@ -44,9 +44,10 @@ from amp_recipes.config.nodes import (
     walk,
 )
 from amp_recipes.config.overriding import to_nodes
-from amp_recipes.config.reading import read_text
-from amp_recipes.config.run_options import did_you_mean
+from amp_recipes.config.reading import read_tuple
+from amp_recipes.config.run_options import did_you_mean, printable
 from amp_recipes.config.tags import APPLYREF, ATTRIBUTE, COPY, INCLUDE, PLACEHOLDER, REF, REFERENCES, TUPLE
+from amp_recipes.config.yaml_words import short
 from amp_recipes.errors import AmpRecipesError, ConfigError
 
 Call = Callable[[str, list[Any], dict[str, Any]], Any]
@@ -54,6 +55,8 @@ Call = Callable[[str, list[Any], dict[str, Any]], Any]
 _REFERENCE = re.compile(r"<([^<>]*)>")  # HyperPyYAML lets `<` stand in a key, at quadratic time
 _PARTS = re.compile(r"([^.\[\]]+)((?:\[[^\[\]]*\])*)((?:\.[^.\[\]]+)*)")  # key [key] ... .attribute ...
 _NUMBER_IN_TEXT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+
+_STAND_IN = re.compile(r"ref[0-9]+x")
 
 _STEPS = 3 * DEPTH  # references and nodes that lead on to each other; below what Python's own stack holds
 # The search for the nearest name takes seconds where there are thousands.
@@ -154,9 +157,9 @@ class _Resolver:
         if not text:
             return self._wrong(scalar, f"{scalar.tag} needs a reference behind it: {scalar.tag} <key>.")
         if key in self._scope(scalar).items and _PARTS.fullmatch(text):
-            return self._wrong(scalar, f"{scalar.tag} {_short(text)}: write <{_short(text)}> to refer to that key.")
+            return self._wrong(scalar, f"{scalar.tag} {short(text)}: write <{short(text)}> to refer to that key.")
         if text.lstrip().startswith("<") or text.rstrip().endswith(">"):
-            return self._wrong(scalar, f"{scalar.tag} {_short(text)}: a reference has < and > around it: <key>.")
+            return self._wrong(scalar, f"{scalar.tag} {short(text)}: a reference has < and > around it: <key>.")
         return Scalar("", text, scalar.source, text)
 
     def _calculate(self, scalar: Scalar, text: str, nodes: dict[str, Node]) -> Node | None:
@@ -164,17 +167,20 @@ class _Resolver:
         operands = {reference: _operand(node) for reference, node in nodes.items()}
         if None in operands.values():
             return None
+        if not could_be_formula(_REFERENCE.sub("0", text)):
+            return None
+        length = len(text) + sum(len(str(operands[reference])) for reference in _REFERENCE.findall(text))
+        self._budget.take_formula(length, scalar.source)  # before the numbers are put in
         try:
             number = evaluate(_REFERENCE.sub(lambda found: str(operands[found[1]]), text))
         except ConfigError as error:
-            return self._wrong(scalar, f"{_short(text)}: {error}")
+            return self._wrong(scalar, f"{short(text)}: {error}")
         return None if number is None else Scalar("", number, scalar.source, str(number))
 
     def _tuple(self, scalar: Scalar, text: str) -> Node:
         """A tuple, of which each item may be a reference, arithmetic or text with references."""
-        stand_in = "ref"
-        while stand_in in text:
-            stand_in += "_"
+        taken = set(_STAND_IN.findall(text))
+        stand_in = next(name for name in map("ref{}x".format, count()) if name not in taken)
         references: list[str] = []
 
         def put_away(found: re.Match[str]) -> str:
@@ -182,13 +188,12 @@ class _Resolver:
             return f"{stand_in}{len(references) - 1}."
 
         mistakes = Mistakes()
-        root = read_text(_REFERENCE.sub(put_away, text), str(scalar.source), mistakes, self._budget)
-        nodes = [root, *(node for _, node in walk(root))] if root else []
-        if not nodes or mistakes or any(isinstance(node, Mapping) for node in nodes):
-            return self._wrong(scalar, f"{_short(text)} is no tuple: expected values with commas between them.")
-        put_back = re.compile(re.escape(stand_in) + r"([0-9]+)\.")
+        root = read_tuple(_REFERENCE.sub(put_away, text), scalar.source, mistakes, self._budget)
+        nodes: list[Node] = [root, *(node for _, node in walk(root))]
+        if mistakes or any(isinstance(node, Mapping) for node in nodes):
+            return self._wrong(scalar, f"{short(text)} is no tuple: expected values with commas between them.")
+        put_back = re.compile(rf"{stand_in}([0-9]+)\.")
         for node in nodes:
-            node.source = scalar.source
             self._names[node] = self._name(scalar)
             if isinstance(node, Scalar) and isinstance(node.value, str) and put_back.search(node.value):
                 node.value = node.text = put_back.sub(lambda found: references[int(found[1])], node.value)
@@ -204,7 +209,7 @@ class _Resolver:
                 what = "an attribute" if node.tag == ATTRIBUTE else node.tag or "a list or mapping with an object in it"
                 return self._wrong(
                     scalar,
-                    f"<{_short(reference)}> is {what}, which cannot stand in text: it is built after this is read. "
+                    f"<{short(reference)}> is {what}, which cannot stand in text: it is built after this is read. "
                     f"Refer to it alone, or to a value that it is built from.",
                 )
             values[reference] = str(value)
@@ -247,7 +252,7 @@ class _Resolver:
     def _find(self, scalar: Scalar, reference: str) -> Node:
         parts = _PARTS.fullmatch(reference)
         if not parts:
-            shown = _short(reference)
+            shown = short(reference)
             return self._wrong(scalar, f"<{shown}> is no reference; expected <key>, <key[sub]> or <key.attribute>.")
         node: Node = self._scope(scalar)
         keys = [parts[1], *parts[2][1:-1].split("][")] if parts[2] else [parts[1]]
@@ -282,18 +287,18 @@ class _Resolver:
         return None
 
     def _attribute(self, scalar: Scalar, parts: re.Match[str], node: Node) -> Node:
-        shown, start, names = _short(parts[0]), _short(parts[1] + parts[2]), parts[3].split(".")[1:]
+        shown, start, names = short(parts[0]), short(parts[1] + parts[2]), parts[3].split(".")[1:]
         node = self._through(node)
         if isinstance(node, Unknown):
             return node
         if scalar.tag == COPY:
             return self._wrong(scalar, f"<{shown}> is an attribute of an object, which !copy cannot copy; use !ref.")
         if node.tag in ("", TUPLE):
-            key = f" Write <{start}[{_short(names[0])}]>." if self._below(node, names[0]) is not None else ""
+            key = f" Write <{start}[{short(names[0])}]>." if self._below(node, names[0]) is not None else ""
             return self._wrong(scalar, f"<{shown}>: {start} is {_words(node)}, which has no attributes.{key}")
         wrong = next((name for name in names if not (name.isascii() and name.isidentifier())), None)
         if wrong is not None:
-            return self._wrong(scalar, f"<{shown}>: {_short(wrong)!r} cannot be the name of an attribute.")
+            return self._wrong(scalar, f"<{shown}>: {short(wrong)!r} cannot be the name of an attribute.")
         if any(name.startswith("_") for name in names):
             return self._wrong(scalar, f"<{shown}>: attributes that begin with _ are closed to a YAML.")
         made = self.resolved(node)
@@ -304,15 +309,15 @@ class _Resolver:
 
     def _not_there(self, scalar: Scalar, reference: str, node: Node, keys: list[str], depth: int) -> str:
         """What is wrong with a reference whose key at `depth` is not in `node`, and what it may have meant."""
-        start, shown, key = "".join(f"[{above}]" for above in keys[1:depth]), _short(reference), keys[depth]
-        above = _short(keys[0] + start)
+        start, shown, key = "".join(f"[{above}]" for above in keys[1:depth]), short(reference), keys[depth]
+        above = short(keys[0] + start)
         scope = self._scope(scalar)
         if isinstance(node, Sequence) and node.tag in ("", TUPLE):
             return f"<{shown}>: {above} is a list of {len(node.items)}; expected one of its indices, from 0."
         if not isinstance(node, Mapping):
             built = "built only later" if node.tag else "without keys"
             return f"<{shown}>: {above} is {_words(node)}, {built}."
-        text = f"<{shown}>: {above} has no {_short(key)}." if depth else f"<{shown}> refers to a key that is not there."
+        text = f"<{shown}>: {above} has no {short(key)}." if depth else f"<{shown}> refers to a key that is not there."
         if len(self._mistakes) >= _HINTED_MISTAKES or len(key) > 100:
             return text
         hint = did_you_mean(key, list(node.items)[:_HINTED_KEYS])
@@ -341,7 +346,8 @@ class _Resolver:
         except Exception as error:  # the function that the YAML names may raise anything
             words = str(error) if isinstance(error, AmpRecipesError) else f"{type(error).__name__}: {error}"
             cause = None if isinstance(error, AmpRecipesError) else error
-            raise ConfigError(f"{node.source}: {self._name(node)}: {node.tag} failed: {words}") from cause
+            told = printable(f"{node.source}: {self._name(node)}: {node.tag} failed: {words}")
+            raise ConfigError(told) from cause
         said = f"{self._name(node)}: what {node.tag} returned (for an object, use !apply:)"
         made = self.resolved(to_nodes(result, node.source, self._mistakes, said))
         self._budget.take_nodes(self._sizes[made].nodes, node.source)
@@ -414,6 +420,7 @@ class _Resolver:
         return self._unknown(node)
 
     def _unknown(self, node: Node) -> Node:
+        self._budget.take_nodes(1, node.source)  # one text may hold thousands of wrong references
         return self._measured(Unknown(node.tag, node.source))
 
     def _name(self, node: Node) -> str:
@@ -430,7 +437,9 @@ def _rebuilt(node: Node, make: Callable[[Node], Node]) -> Node:
         return Mapping(node.tag, items, node.source, dict(node.key_sources), dict(node.comments))
     if isinstance(node, Sequence):
         return Sequence(node.tag, [make(item) for item in node.items], node.source)
-    return dataclasses.replace(node)
+    if isinstance(node, Scalar):
+        return Scalar(node.tag, node.value, node.source, node.text, node.scope)
+    return node
 
 
 def _operand(node: Node) -> str | None:
@@ -453,7 +462,7 @@ def _words(node: Node) -> str:
         return "a mapping"
     if isinstance(node, Sequence) and node.tag in ("", TUPLE):
         return "a tuple" if node.tag else "a list"
-    return node.tag or _short(getattr(node, "text", "") or str(getattr(node, "value", "")))
+    return node.tag or short(getattr(node, "text", "") or str(getattr(node, "value", "")))
 
 
 def _elsewhere(key: str, scope: Mapping) -> str:
@@ -464,7 +473,3 @@ def _elsewhere(key: str, scope: Mapping) -> str:
         return ""
     head, *below = paths[nearest[0]]
     return f" Did you mean <{head}{''.join(f'[{name}]' for name in below)}>?"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."

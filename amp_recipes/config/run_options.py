@@ -18,8 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from amp_recipes.errors import ConfigError
 
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _TOLD = 100  # mistakes in one message
+_INTEGER_BITS = 64  # no option counts further
 _COMPARED_CHARACTERS, _COMPARED_NAMES = 200, 3_000
 
 MAX_SEED = 2**32 - 1  # what numpy.random.seed takes; torch and random take more
@@ -313,12 +314,12 @@ def validate_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         try:
             OmegaConf.update(schema, name, _plain(name, value))
         except (OmegaConfBaseException, ValueError):
-            mistakes[name] = f"{name} is {value!r}, but must be {_expected(name)}.{_nearest(name, value)}"
+            mistakes[name] = f"{name} is {_shown(value)}, but must be {_expected(name)}.{_nearest(name, value)}"
     values: dict[str, Any] = OmegaConf.to_container(schema, resolve=False)  # type: ignore[assignment]
     for option in fields(RunOptions):
         within, value = option.metadata["within"], values[option.name]
         if option.name not in mistakes and within and value is not None and not within.holds(value):
-            mistakes[option.name] = f"{option.name} is {value!r}, but must be {within.text}."
+            mistakes[option.name] = f"{option.name} is {_shown(value)}, but must be {within.text}."
     if not mistakes and values["min_scale"] > values["init_scale"]:
         floor, start = values["min_scale"], values["init_scale"]
         mistakes["min_scale"] = f"min_scale is {floor!r}, but must be at most init_scale ({start!r})."
@@ -349,12 +350,17 @@ def join_mistakes(mistakes: list[str], where: str) -> str:
     Of hundreds, the first are told: nobody reads more, and mending one often mends others. What a terminal would obey
     (a YAML may hold it) is shown as an escape.
     """
-    mistakes = [_CONTROL.sub(lambda found: repr(found[0])[1:-1], text) for text in mistakes[:_TOLD]] + mistakes[_TOLD:]
+    told = [printable(text) for text in mistakes[:_TOLD]]
     if len(mistakes) == 1:
-        return mistakes[0]
+        return told[0]
     left_off = len(mistakes) - _TOLD
     more = [f"... and {left_off} more."] if left_off > 0 else []
-    return "\n  ".join([f"{len(mistakes)} mistakes in {where}:", *mistakes[:_TOLD], *more])
+    return "\n  ".join([f"{len(mistakes)} mistakes in {printable(where)}:", *told, *more])
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal would obey, and what turns the direction of writing, as escapes."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -370,18 +376,36 @@ def _plain(name: str, value: Any) -> Any:
     if hint is bool:
         if not isinstance(value, bool | str) and value not in (0, 1):
             raise ValueError(name)
-    elif isinstance(value, bool):
+    elif isinstance(value, bool) or (isinstance(value, int) and value.bit_length() > _INTEGER_BITS):
         raise ValueError(name)
+    if name == "device" and isinstance(value, str):
+        try:
+            torch.device(value)
+        except RuntimeError as error:
+            raise ValueError(name) from error
     # OmegaConf reads ${...} and ??? in a string as its own syntax and lets them pass any type.
     if isinstance(value, str) and ("${" in value or value == "???"):
         raise ValueError(name)
     return value
 
 
+def _shown(value: Any) -> str:
+    """A value for a message: not at length, and not where Python refuses to write it (a number of 10,000 digits)."""
+    if isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
+        return f"a whole number of {value.bit_length():,} bits"
+    try:
+        text = repr(value)
+    except ValueError:  # such a number in a list
+        return f"a {type(value).__name__}"
+    return text if len(text) <= _COMPARED_CHARACTERS else f"{text[:_COMPARED_CHARACTERS]}..."
+
+
 def _expected(name: str) -> str:
     hint = OPTION_TYPES[name]
     if choices := option_choices(name):
         return f"{', '.join(choices[:-1])} or {choices[-1]}"
+    if name == "device":
+        return "a device that torch knows, such as cpu, cuda, cuda:1 or mps"
     words = {
         list[str]: "a list of strings",
         bool: "true or false",
@@ -395,4 +419,5 @@ def _expected(name: str) -> str:
 
 
 def _nearest(name: str, value: Any) -> str:
-    return did_you_mean(value, option_choices(name))
+    choices = ("cpu", "cuda", "mps", "xpu") if name == "device" else option_choices(name)
+    return did_you_mean(value, choices) if isinstance(value, str) else ""

@@ -7,6 +7,7 @@ says nothing of plain data. Where Python itself is lenient (a list for a tuple, 
 from __future__ import annotations
 
 import collections.abc
+import enum
 import functools
 import inspect
 import os
@@ -29,51 +30,67 @@ _TRANSPARENT_WRAPPERS = frozenset({"contextlib", "torch.utils._contextlib", "tor
 _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.MutableSequence)
 _ANY_ITERABLE = (collections.abc.Iterable, collections.abc.Collection)
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-_NOT_PLAIN = {torch.dtype: "a dtype, as in !name:torch.float32", torch.nn.Module: "a module, as !new: makes one"}
+_NOT_PLAIN = {
+    torch.dtype: "a dtype, as in !name:torch.float32",
+    torch.nn.Module: "a module, as !new: makes one",
+    torch.Tensor: "a tensor",
+}
+_CONVERTING = ("__post_init__", "__attrs_post_init__")  # after which a field need not be what its annotation says
 _SHOWN_ITEMS = 6
+_GUESSES = 20  # misspelt names that are compared with what is missing
 _OLD_BOOLEANS = frozenset({"yes", "no", "on", "off", "true", "false"})
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def check_call(target: Any, node: Node, partial: bool) -> Iterator[tuple[Source, str]]:
-    """What is wrong with the arguments at `node` for a class or function: where, and what in words.
+class Callee:
+    """A class or function as its caller sees it, read once: its name, parameters and annotations.
 
-    partial: for `!name:`, whose caller gives the arguments that are missing.
+    parameters: None where Python cannot tell them for certain.
+    hints: the annotations that can be resolved and are certain, of the parameters and of what it returns.
     """
-    signature = _signature_of(target)
-    if signature is None:
-        return
-    name = getattr(target, "__qualname__", None) or type(target).__name__
-    parameters = signature.parameters
-    given: dict[str, Node] = {}
-    if isinstance(node, Mapping):
-        yield from _wrong_names(name, parameters, node)
-        given = {key: item for key, item in node.items.items() if isinstance(key, str)}
-    elif isinstance(node, Sequence):
-        by_position = [parameter.name for parameter in parameters.values() if parameter.kind in _POSITIONAL]
-        if len(node.items) > len(by_position) and not _has(parameters, inspect.Parameter.VAR_POSITIONAL):
-            takes = f"{len(by_position)} ({', '.join(by_position)})" if by_position else "none"
-            yield (
-                node.items[len(by_position)].source,
-                f"{name} takes {takes} by position, but {len(node.items)} are given.",
-            )
-        given = dict(zip(by_position, node.items, strict=False))
-    if not partial and (missing := _missing(parameters, given)):
-        yield node.source, f"{name} needs {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'} below."
-    hints = _hints_of(target)
-    for argument, item in given.items():
-        parameter = parameters.get(argument)
-        if parameter is None or parameter.kind not in (*_POSITIONAL, *_NAMED) or argument not in hints:
-            continue
-        hint = hints[argument]
-        if not _fits(item, hint) and not (parameter.default is None and _is_null(item)):
-            yield item.source, f"{argument} of {name} is {_shown(item)}, but must be {_words(hint)}.{_hint(item, hint)}"
 
+    def __init__(self, target: Any) -> None:
+        signature = _signature_of(target)
+        self.name: str = getattr(target, "__qualname__", None) or type(target).__name__
+        self.parameters = None if signature is None else signature.parameters
+        self.hints = {} if signature is None else _hints_of(target)
 
-def return_type(function: Any) -> Any:
-    """What a function says that it returns; None where it does not say, or it cannot be resolved."""
-    return _hints_of(function).get("return")
+    def check(self, node: Node, partial: bool) -> Iterator[tuple[Source, str]]:
+        """What is wrong with the arguments at `node`: where, and what in words.
+
+        partial: for `!name:`, whose caller gives the arguments that are missing.
+        """
+        name, parameters = self.name, self.parameters
+        if parameters is None:
+            return
+        given: dict[str, Node] = {}
+        if isinstance(node, Mapping):
+            yield from _wrong_names(name, parameters, node)
+            given = {key: item for key, item in node.items.items() if isinstance(key, str)}
+        elif isinstance(node, Sequence):
+            by_position = [parameter.name for parameter in parameters.values() if parameter.kind in _POSITIONAL]
+            if len(node.items) > len(by_position) and not _has(parameters, inspect.Parameter.VAR_POSITIONAL):
+                takes = f"{len(by_position)} ({', '.join(by_position)})" if by_position else "none"
+                yield (
+                    node.items[len(by_position)].source,
+                    f"{name} takes {takes} by position, but {len(node.items)} are given.",
+                )
+            given = dict(zip(by_position, node.items, strict=False))
+        if not partial and (missing := _missing(parameters, given)):
+            yield node.source, f"{name} needs {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'} below."
+        yield from self._wrong_types(given)
+
+    def _wrong_types(self, given: dict[str, Node]) -> Iterator[tuple[Source, str]]:
+        for argument, item in given.items():
+            parameter = (self.parameters or {}).get(argument)
+            if parameter is None or parameter.kind not in (*_POSITIONAL, *_NAMED) or argument not in self.hints:
+                continue
+            hint = self.hints[argument]
+            if _fits(item, hint) or (parameter.default is None and _is_null(item)):
+                continue
+            must = f"must be {_words(hint)}.{_hint(item, hint)}"
+            yield item.source, f"{argument} of {self.name} is {_shown(item)}, but {must}"
 
 
 def _wrong_names(name: str, parameters: Any, node: Mapping) -> Iterator[tuple[Source, str]]:
@@ -96,7 +113,8 @@ def _wrong_names(name: str, parameters: Any, node: Mapping) -> Iterator[tuple[So
 
 def _missing(parameters: Any, given: dict[str, Node]) -> list[str]:
     """The arguments without a default that are not given; one that is only misspelt has been told already."""
-    guessed = {did_you_mean(key, _accepted(parameters)) for key in given.keys() - parameters.keys()}
+    unknown = [key for key in given if key not in parameters][:_GUESSES]
+    guessed = {did_you_mean(key, _accepted(parameters)) for key in unknown}
     return [
         parameter.name
         for parameter in parameters.values()
@@ -136,12 +154,16 @@ def _unwrapped(target: Any) -> Any:
 
 
 def _hints_of(target: Any) -> dict[str, Any]:
-    """The annotations of the parameters that can be resolved."""
+    """The annotations that can be resolved, where they say what the code that runs takes and returns."""
     function = _unwrapped(target)
     if inspect.isclass(target):
+        if any(hasattr(target, name) for name in _CONVERTING) or type(target).__call__ is not type.__call__:
+            return {}
         # What a class takes is said by the first of the two that it, or the nearest class above it, defines.
         definer = next((base for base in target.__mro__ if {"__init__", "__new__"} & vars(base).keys()), object)
-        function = vars(definer).get("__init__") or definer.__new__
+        function = _unwrapped(vars(definer).get("__init__") or definer.__new__)
+    if hasattr(function, "__wrapped__") or hasattr(function, "__signature__"):
+        return {}  # copied by functools.wraps from a function that may be called with other arguments
     function = getattr(function, "__func__", function)
     annotations, namespace = getattr(function, "__annotations__", {}), getattr(function, "__globals__", {})
     hints: dict[str, Any] = {}
@@ -164,7 +186,10 @@ def _fits(node: Node, hint: Any) -> bool:
     if origin is typing.Annotated:
         return _fits(node, inner[0])
     if origin is typing.Literal:
-        return isinstance(node, Scalar) and any(type(x) is type(node.value) and x == node.value for x in inner)
+        if not isinstance(node, Scalar):
+            return False
+        is_named = isinstance(node.value, str) and any(isinstance(x, enum.Enum) for x in inner)  # perhaps by its text
+        return is_named or any(type(x) is type(node.value) and x == node.value for x in inner)
     kind = origin or hint
     if kind in (None, type(None)):
         return _is_null(node)

@@ -36,6 +36,7 @@ from amp_recipes.config.sweep_axes import (
 from amp_recipes.config.sweep_trials import import_optuna, open_study, run_trials
 from amp_recipes.errors import ConfigError
 from amp_recipes.folder_lock import lock_folder, unlock_folder
+from amp_recipes.run_files import read_json, regular_only, write_atomically
 
 SCHEMA_VERSION = 1
 """Version of the layout of `sweep.json` and `sweep_run.json`."""
@@ -271,7 +272,7 @@ class _Runs:
         command = [*self._command, *overrides, f"--output_folder={folder}"]
         output = folder / OUTPUT_FILE
         start = time.monotonic()
-        with open(output, "ab") as stream:
+        with open(output, "ab", opener=regular_only) as stream:
             before = stream.tell()
             exit_status = self._signals.run(command, stream)
         seconds = earlier_seconds + time.monotonic() - start
@@ -413,8 +414,8 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(file)
+    except (OSError, ConfigError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -424,13 +425,7 @@ def _to_json(content: dict[str, Any]) -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    """Put `text` into the file at once: a reader, or a crash, finds the old file or the new one, whole."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
+    write_atomically(file, text.encode())
 
 
 def _tail(file: Path, start: int) -> list[str]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import builtins
 import collections
+import copy
+import difflib
 import functools
 import importlib
-import importlib.machinery
 import inspect
 import os
 import re
 import sys
 import sysconfig
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any
@@ -25,17 +26,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from amp_recipes.config.module_files import (
+    bare_folder,
+    files_of,
+    is_below,
+    module_exists,
+    spec_of,
+    submodule_exists,
+)
 from amp_recipes.config.run_options import did_you_mean
 from amp_recipes.config.trusted_names import (
-    AMP_RECIPES,
     STANDARD,
     VALUE_TYPES,
     amp_recipes_objects,
     key_of,
     listed_keys,
+    listed_names,
+    nearest_listed,
     parents,
     standard_objects,
-    torch_objects,
     walkable_modules,
 )
 from amp_recipes.errors import ConfigError
@@ -47,6 +56,7 @@ _LISTED_PACKAGES = frozenset({"amp_recipes", "torch"})  # judged by their lists 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _STANDARD_LIBRARY = tuple({os.path.realpath(sysconfig.get_paths()[key]) for key in ("stdlib", "platstdlib")})
 _NAME_CHARACTERS = 500
+_SUGGESTIONS = 20  # for one load: each takes milliseconds, and nobody reads more
 _MISSING = object()
 
 
@@ -56,6 +66,10 @@ class NotTrusted(ConfigError):
 
 class NotFound(ConfigError):
     """A YAML names something that does not exist, or that cannot be imported."""
+
+
+class _NotImported(Exception):
+    """To know more, a module would have to be imported."""
 
 
 class Trust:
@@ -83,15 +97,17 @@ class Trust:
         self._names = frozenset(names)
         self._recipe_folders = tuple(os.path.realpath(folder) for folder in recipe_folders)
         self._recipe_modules: dict[str, bool] = {}
+        self._suggestions_left = _SUGGESTIONS
+        self._rehearses = False  # whether this only tries what one more trusted name would admit
 
     def locate(self, name: str) -> Any:
         """The object that a dotted name leads to. Raises NotTrusted or NotFound."""
         parts = _parts_of(name)
         top = parts[0]
-        if name in standard_objects() and not (len(parts) == 1 and _module_exists(name)):
+        if name in standard_objects() and not (len(parts) == 1 and module_exists(name)):
             return standard_objects()[name]
-        if not _module_exists(top) and hasattr(builtins, top):  # else Python would import the file `max.py`, say
-            value: Any = self._judged(getattr(builtins, top), top, "builtins")
+        if not module_exists(top) and hasattr(builtins, top):  # else Python would import the file `max.py`, say
+            value: Any = self._judged(getattr(builtins, top), top, "builtins", name)
         else:
             value = self._entered(top, name)
         module = top
@@ -101,7 +117,7 @@ class Trust:
             if isinstance(value, ModuleType):
                 module = walked
             else:
-                self._judged(value, walked, module)
+                self._judged(value, walked, module, name)
         return value
 
     def module(self, name: str) -> ModuleType:
@@ -119,21 +135,25 @@ class Trust:
             raise NotFound(f"{name!r} is no attribute: expected one name without dots.")
         if isinstance(owner, ModuleType):
             return self._attribute_of_module(owner, name, what)
-        if problem := self._problem(owner, None, of_an_object=True):
-            raise _not_trusted(what, *problem)
+        self._check_value(owner, what)
         try:
             value = getattr(owner, name)
         except AttributeError as error:
             known = [known for known in dir(owner) if not known.startswith("_")]
             hint = did_you_mean(name, known)
             raise NotFound(f"{_description(owner)} has no attribute {name!r}.{hint}") from error
-        if problem := self._problem(value, None, of_an_object=True):
-            raise _not_trusted(what, *problem)
+        self._check_value(value, what)
         return value
+
+    def _check_value(self, value: Any, what: str) -> None:
+        """Raise NotTrusted unless a YAML may read this attribute of an object, or read attributes of this object."""
+        if problem := self._problem(value, None, of_an_object=True):
+            reason, home = problem
+            raise self._refusal(what, reason, [_entry_for_home(home)], lambda trust: trust._check_value(value, what))
 
     def _attribute_of_module(self, owner: ModuleType, name: str, what: str) -> Any:
         if sys.modules.get(owner.__name__) is not owner:
-            raise _not_trusted(what, f"{owner.__name__} is not a module that can be named", owner.__name__)
+            raise NotTrusted(f"{what} is not trusted: {owner.__name__} is not a module that can be named.")
         value = self.locate(f"{owner.__name__}.{name}")
         if isinstance(value, ModuleType):
             raise NotTrusted(f"{what} is a module, and a reference does not go from one module to another.")
@@ -141,10 +161,11 @@ class Trust:
 
     def _entered(self, top: str, wanted: str) -> ModuleType:
         """The module that a name begins with, imported if a YAML may use it."""
-        if not _module_exists(top) and not self._is_named(top):
-            raise NotFound(f"{wanted}: there is no module {top}.{self._near_top(wanted)}")
+        if not module_exists(top) and not self._is_named(top):
+            hint = self._near_top(wanted) or f" If it is a package: install it, and trust it (--trust {top})."
+            raise NotFound(f"{wanted}: there is no module {top}.{hint}")
         module, _, name = wanted.rpartition(".")
-        if module in STANDARD and not hasattr(sys.modules.get(module), name):
+        if module in STANDARD and module in sys.modules and not hasattr(sys.modules[module], name):
             near = did_you_mean(name, STANDARD[module].split(), f"{module}.")
             raise NotFound(f"{wanted}: {module} has no {name!r}.{near}")
         return self._imported(top, wanted)
@@ -152,12 +173,16 @@ class Trust:
     def _step(self, owner: Any, part: str, walked: str, wanted: str) -> Any:
         """What `part` is in `owner`, one step of a walk; a module must be what its name says, and allowed."""
         if not isinstance(owner, ModuleType):
-            value = getattr(owner, part, _MISSING)
-        elif walked not in sys.modules and _submodule_exists(owner, walked):
+            # A rehearsal goes on where the walk has ended, so it must not run an object's own code.
+            get = inspect.getattr_static if self._rehearses and not inspect.isclass(owner) else getattr
+            value = get(owner, part, _MISSING)
+        elif walked not in sys.modules and submodule_exists(owner, walked):
             self._imported(walked, wanted)
             value = getattr(owner, part, _MISSING)
-        elif walked.partition(".")[0] in _LISTED_PACKAGES and not self._is_named(walked):
+        elif self._rehearses or (walked.partition(".")[0] in _LISTED_PACKAGES and not self._is_named(walked)):
             value = vars(owner).get(part, _MISSING)  # torch imports what it is asked for and has not yet
+            if value is _MISSING and self._rehearses and "__getattr__" in vars(owner):
+                raise _NotImported
         else:
             value = getattr(owner, part, _MISSING)
         if value is _MISSING:
@@ -166,13 +191,15 @@ class Trust:
         if isinstance(value, ModuleType):
             if value.__name__ != walked and sys.modules.get(walked) is not value:  # os.path is posixpath
                 own = f"{value.__name__}{wanted.removeprefix(walked)}"
-                allow = "" if own in {*torch_objects(), *standard_objects()} else own
-                raise _not_trusted(wanted, f"{walked} is the module {value.__name__}; its own name is {own}", allow)
+                reason = f"{walked} is the module {value.__name__}; its own name is {own}"
+                raise NotTrusted(f"{wanted} is not trusted: {reason}.")
             self._check_module(walked, wanted)
         return value
 
     def _imported(self, module_name: str, wanted: str) -> ModuleType:
         self._check_module(module_name, wanted)
+        if module_name not in sys.modules and self._rehearses:
+            raise _NotImported
         try:
             importlib.import_module(module_name)
         except (Exception, SystemExit) as error:
@@ -180,7 +207,7 @@ class Trust:
             raise NotFound(f"{wanted}: the module {module_name} cannot be imported: {reason}") from error
         module = sys.modules[module_name]
         if not isinstance(module, ModuleType):
-            raise _not_trusted(wanted, f"{module_name} puts something else in its place when it is imported", "")
+            raise NotTrusted(f"{wanted}: the module {module_name} puts something else in its place.")
         self._recipe_modules.pop(module_name, None)
         self._check_module(module_name, wanted)
         return module
@@ -190,16 +217,41 @@ class Trust:
         named = self._is_named(module_name) or (self._is_named(wanted) and module_name in parents(self._names))
         if named or module_name in walkable_modules() or self._is_recipe(module_name):
             return
-        raise _not_trusted(wanted, "", wanted)
+        folder = next((bare for file in files_of(module_name) for bare in self._bare_folders(file) if bare), "")
+        reason = f"{folder} has no __init__.py: add one, or trust it" if folder else ""
+        raise self._refusal(wanted, reason, [_entry_for(wanted), wanted], lambda trust: trust.locate(wanted))
 
-    def _judged(self, value: Any, walked: str, module: str) -> Any:
-        """`value`, which a walk found in `module`. Raises NotTrusted."""
-        if walked.removeprefix("builtins.") not in self._names and (problem := self._problem(value, module)):
+    def _judged(self, value: Any, walked: str, module: str, wanted: str) -> Any:
+        """`value`, which a walk to `wanted` found in `module`. Raises NotTrusted."""
+        exact = {walked, wanted, walked.removeprefix("builtins."), wanted.removeprefix("builtins.")}
+        if self._names.isdisjoint(exact) and (problem := self._problem(value, module)):
             reason, home = problem
-            same_package = walked.partition(".")[0] in (walked, home.partition(".")[0])
-            by_itself = same_package or (_is_of_lists(home) and "._" in f".{home}")  # a private name cannot be given
-            raise _not_trusted(walked, "" if reason == f"it is {walked}" else reason, walked if by_itself else home)
+            is_at_home = walked.partition(".")[0] in (walked, home.partition(".")[0])
+            entries = [_entry_for(wanted) if is_at_home else _entry_for_home(home), wanted]
+            reason = "" if reason == f"it is {walked}" else reason
+            raise self._refusal(walked, reason, entries, lambda trust: trust.locate(wanted))
         return value
+
+    def _refusal(self, what: str, reason: str, entries: Iterable[str], attempt: Callable[[Trust], Any]) -> NotTrusted:
+        """The error with what, why, and the first of the entries for `trust` with which the attempt would succeed."""
+        why = reason or "of torch, amp_recipes and Python, a YAML may name only what can do no harm; of others, nothing"
+        entry = next((entry for entry in entries if self._is_enough(entry, attempt)), "")
+        allow = f' To allow it: trust=("{entry}",) in load_hparams, or --trust {entry}.' if entry else ""
+        return NotTrusted(f"{what} is not trusted: {why}.{allow}")
+
+    def _is_enough(self, entry: str, attempt: Callable[[Trust], Any]) -> bool:
+        """Whether an attempt would succeed with one more trusted name, as far as can be known without an import."""
+        if self._rehearses or entry in ("", "builtins", *_LISTED_PACKAGES):
+            return False
+        rehearsal = copy.copy(self)
+        rehearsal._names, rehearsal._rehearses = self._names | {entry, entry.removeprefix("builtins.")}, True
+        try:
+            attempt(rehearsal)
+        except _NotImported:
+            return True
+        except ConfigError:
+            return False
+        return True
 
     def _problem(self, value: Any, module: str | None, of_an_object: bool = False) -> tuple[str, str] | None:
         """Why a YAML may not use a value, and the full name of what it is; None if it may.
@@ -262,37 +314,56 @@ class Trust:
                 return False
             file = getattr(module, "__file__", None)
             return file is None or self._is_recipe_file(file)  # without a file, a person types it
-        spec = _spec_of(module_name)
+        spec = spec_of(module_name)
         if spec is not None and spec.origin is not None and not spec.has_location:
             return False  # of the interpreter itself: its origin is `built-in` or `frozen`, which is no file
-        files = {getattr(spec, "origin", None), getattr(module, "__file__", None)} - {None}
-        if files:
-            return all(self._is_recipe_file(file) for file in files)
-        # A folder without __init__.py: it holds no code itself.
-        locations = getattr(spec, "submodule_search_locations", None) or ()
-        return any(self._is_recipe_file(location) for location in locations)
+        files = files_of(module_name)
+        return bool(files) and all(map(self._is_recipe_file, files))
 
     def _is_recipe_file(self, file: str) -> bool:
         real = os.path.realpath(file)
         is_installed = not _INSTALLED.isdisjoint(Path(real).parts)
-        if is_installed or not os.path.isabs(file) or any(_is_below(real, folder) for folder in _STANDARD_LIBRARY):
+        if is_installed or not os.path.isabs(file) or any(is_below(real, folder) for folder in _STANDARD_LIBRARY):
             return False
-        return any(_is_below(real, folder) for folder in self._recipe_folders)
+        return "" in self._bare_folders(real)
+
+    def _bare_folders(self, file: str) -> list[str]:
+        """For each recipe folder above a file: the first folder between the two that is no regular package, or ""."""
+        real = os.path.realpath(file)
+        return [bare_folder(real, folder) for folder in self._recipe_folders if is_below(real, folder)]
+
+    def _may_suggest(self) -> bool:
+        """Whether a name may be looked for that is near to a wrong one."""
+        self._suggestions_left -= 1
+        return not self._rehearses and self._suggestions_left >= 0
 
     def _near_top(self, wanted: str) -> str:
-        """The nearest of the names that a YAML may begin with, and of the listed objects with the same last part."""
-        top, leaf = wanted.partition(".")[0], wanted.rpartition(".")[2]
-        if same := [name for name in _listed_names() if name.rpartition(".")[2].lower() == leaf.lower()]:
-            return f" Did you mean {min(same, key=len)}?"
+        """The nearest of the names that a YAML may use to one whose first part does not exist."""
+        if not self._may_suggest():
+            return ""
+        top, _, rest = wanted.partition(".")
         folders = [Path(folder) for folder in self._recipe_folders if os.path.isdir(folder)]
         files = [path for folder in folders for path in folder.iterdir()]
         own = {path.stem for path in files if path.suffix == ".py" or (path / "__init__.py").is_file()}
-        return did_you_mean(top, own | _LISTED_PACKAGES | {name.partition(".")[0] for name in self._names})
+        own |= {name.partition(".")[0] for name in self._names}
+        listed = {name.partition(".")[0] for name in listed_names() if "." in name}
+        (nearest,) = difflib.get_close_matches(top, sorted(own | listed), 1) or [""]
+        corrected = f"{nearest}.{rest}"
+        if nearest in own and rest and _is_findable(corrected):
+            return f" Did you mean {corrected}?"
+        near = nearest_listed(corrected) if nearest in listed else ""
+        # `Linear` alone, without its module; but not `speechbrain.nnet.linear.Linear`, which is another one.
+        anywhere = nearest_listed(wanted, anywhere=True) if nearest or not rest else ""
+        if near := near or anywhere or nearest:
+            return f" Did you mean {near}?"
+        return ""
 
     def _near_member(self, owner: Any, part: str, walked: str) -> str:
         """The nearest name that a YAML may use in `owner`, or the same name in another of torch's modules."""
+        if not self._may_suggest():
+            return ""
         place = walked.rpartition(".")[0]
-        below = [name.removeprefix(f"{place}.") for name in _listed_names() if name.startswith(f"{place}.")]
+        below = [name.removeprefix(f"{place}.") for name in listed_names() if name.startswith(f"{place}.")]
         known = {name.partition(".")[0] for name in below}
         if not isinstance(owner, ModuleType):
             known |= {name for name in dir(owner) if not name.startswith("_")}
@@ -303,8 +374,8 @@ class Trust:
             return f" Did you mean {place}.{same[0]}?"
         if near := did_you_mean(part, known, f"{place}."):
             return near
-        elsewhere = [name for name in _listed_names() if name.rpartition(".")[2] == part]
-        return f" Did you mean {min(elsewhere, key=len)}?" if elsewhere else ""
+        elsewhere = nearest_listed(walked, anywhere=True)
+        return f" Did you mean {elsewhere}?" if elsewhere else ""
 
 
 def _parts_of(name: str) -> list[str]:
@@ -332,20 +403,26 @@ def _existing_folder(entry: str) -> str:
     return real
 
 
-def _not_trusted(wanted: str, reason: str, name: str) -> NotTrusted:
-    """The error with what, why, and how to allow it: by the name of the object, or of the package that it is in."""
-    why = reason or "of torch, amp_recipes and Python, a YAML may name only what can do no harm; of others, nothing"
-    entry = _suggestion(name)
-    allow = f' To allow it: trust=("{entry}",) in load_hparams, or --trust {entry}.' if entry else ""
-    return NotTrusted(f"{wanted} is not trusted: {why}.{allow}")
-
-
-def _suggestion(name: str) -> str:
+def _entry_for(name: str) -> str:
     """What to trust for a name: of Python and torch the one object, of anything else the package."""
+    top, dot, _ = name.partition(".")
+    return name if _is_of_lists(name) or (not dot and hasattr(builtins, name)) else top
+
+
+def _entry_for_home(name: str) -> str:
+    """The same for the full name of a class or function; empty if it cannot be found or given by that name."""
+    entry = _entry_for(name)
+    is_private = any(part.startswith("_") for part in entry.split("."))
+    return entry if not is_private and _is_findable(entry) else ""
+
+
+def _is_findable(name: str) -> bool:
+    """Whether a dotted name leads to something, by the modules that are imported."""
     parts = name.split(".")
-    public = parts[: next((depth for depth, part in enumerate(parts) if part.startswith("_")), len(parts))]
-    builtin = len(parts) == 1 and hasattr(builtins, name)
-    return ".".join(public if builtin or _is_of_lists(name) else public[:1])
+    value = None
+    for depth, part in enumerate(parts, start=1):
+        value = sys.modules.get(".".join(parts[:depth])) or inspect.getattr_static(value, part, None)
+    return value is not None
 
 
 def _is_of_lists(name: str) -> bool:
@@ -404,37 +481,3 @@ def _description(value: Any) -> str:
     if inspect.isclass(value):
         return f"the class {value.__name__}"
     return f"the function {value.__name__}" if inspect.isroutine(value) else f"a {type(value).__name__}"
-
-
-def _module_exists(top: str) -> bool:
-    """Whether Python has, or would find, a module of that name; nothing is imported."""
-    return top in sys.modules or _spec_of(top) is not None
-
-
-def _submodule_exists(owner: ModuleType, name: str) -> bool:
-    """Whether a package would import a module of that name; nothing is imported."""
-    path = getattr(owner, "__path__", None)
-    return path is not None and importlib.machinery.PathFinder.find_spec(name, path) is not None
-
-
-def _spec_of(module_name: str) -> importlib.machinery.ModuleSpec | None:
-    """Where a module comes from, or would come from; those above it must be imported."""
-    if (module := sys.modules.get(module_name)) is not None:
-        return getattr(module, "__spec__", None)
-    parent, _, _ = module_name.rpartition(".")
-    if parent:
-        path = getattr(sys.modules.get(parent), "__path__", None)
-        return importlib.machinery.PathFinder.find_spec(module_name, path) if path is not None else None
-    # The finder of setuptools imports what it is asked for.
-    finders = [finder for finder in sys.meta_path if type(finder).__module__ != "_distutils_hack"]
-    found = (finder.find_spec(module_name, None) for finder in finders if hasattr(finder, "find_spec"))
-    return next((spec for spec in found if spec is not None), None)
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return os.path.commonpath([path, folder]) == folder
-
-
-def _listed_names() -> list[str]:
-    declared = [f"{module}.{name}" for module, names in AMP_RECIPES.items() for name in names.split()]
-    return [*torch_objects(), *declared, *standard_objects()]

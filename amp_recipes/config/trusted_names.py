@@ -2,9 +2,12 @@
 
 A name is here only if no arguments that a YAML can give make it read, write, import, execute or walk attributes. That
 is why `getattr`, `operator.attrgetter`, `functools.partial` (`!name:` with arguments makes one), `torch.load`,
-`torch.nn.ParameterDict` (it sets any attribute that it is told) and whatever computes without bound from a small
-number (`math.factorial`, `decimal.Decimal`, `operator.pow`) are missing. What is listed of amp_recipes writes, if at
-all, what a run writes: checkpoints, metrics and a summary, in the folder that it is given.
+`torch.nn.ParameterDict` (it sets any attribute that it is told) are missing, and with them what makes one huge number
+of small ones (`math.factorial`, `math.prod`, `decimal.Decimal`, `operator.pow`). What is listed of amp_recipes writes,
+if at all, what a run writes: checkpoints, metrics and a summary, in the folder that it is given.
+
+Nothing here bounds memory or time: a call with large arguments makes large values, as `torch.zeros`, `range` in a
+`list`, and `operator.mul` of a text and a number do. `limits` bounds what the YAML itself says.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import builtins
 import collections
 import datetime
+import difflib
 import functools
 import inspect
 import math
@@ -34,11 +38,12 @@ import torch.optim.swa_utils
 import torch.utils.data
 from torch import nn
 
-_UNBOUNDED = frozenset({"comb", "factorial", "perm"})
+_UNBOUNDED = frozenset({"comb", "factorial", "perm", "prod"})
 _STANDARD_MODULES = {
     "builtins": builtins,
     "collections": collections,
     "datetime": datetime,
+    "datetime.timezone": datetime.timezone,
     "math": math,
     "operator": operator,
     "os.path": os.path,
@@ -53,6 +58,7 @@ STANDARD = {
     """,
     "collections": "Counter OrderedDict defaultdict deque",
     "datetime": "date datetime time timedelta timezone",
+    "datetime.timezone": "utc",
     "math": " ".join(name for name in vars(math) if not name.startswith("_") and name not in _UNBOUNDED),
     "operator": "add eq floordiv ge gt le lt mul ne neg pos sub truediv",
     "os.path": "basename dirname join normpath splitext",
@@ -170,11 +176,37 @@ def listed_keys() -> frozenset[int]:
 
 @functools.cache
 def walkable_modules() -> frozenset[str]:
-    """Modules of torch and amp_recipes that a name may go through: those of the lists, and where their objects live."""
+    """Modules that a name may go through: of torch and amp_recipes those of the lists and where their objects live.
+
+    And `math`, of which nothing but numbers and functions of numbers can be had.
+    """
     names = [*torch_objects(), *(f"{module}.{name}" for module, names in AMP_RECIPES.items() for name in names.split())]
     objects = [*torch_objects().values(), *amp_recipes_objects().values()]
     homes = {value.__module__ for value in objects if inspect.isclass(value) or inspect.isfunction(value)}
-    return frozenset(name for name in parents([*names, *(f"{home}." for home in homes)]) if _is_of_lists(name))
+    return frozenset(
+        {"math", *(name for name in parents([*names, *(f"{home}." for home in homes)]) if _is_of_lists(name))}
+    )
+
+
+def listed_names() -> list[str]:
+    """Every name that a YAML may use without being told to, also of amp_recipes' modules that are not imported."""
+    declared = [f"{module}.{name}" for module, names in AMP_RECIPES.items() for name in names.split()]
+    return [*torch_objects(), *declared, *standard_objects()]
+
+
+def nearest_listed(name: str, anywhere: bool = False) -> str:
+    """The listed name that is nearest in the same module; empty if none is near.
+
+    anywhere: with the same last part in any module instead, if only but for upper and lower case.
+    """
+    place, _, leaf = name.rpartition(".")
+    if anywhere:
+        same = [listed for listed in listed_names() if listed.rpartition(".")[2].lower() == leaf.lower()]
+        return min(same, key=lambda listed: (listed.rpartition(".")[2] != leaf, len(listed)), default="")
+    members = {listed.rpartition(".")[2] for listed in listed_names() if listed.rpartition(".")[0] == place}
+    same = [member for member in members if member.lower() == leaf.lower()]
+    near = sorted(same, key=lambda member: member != leaf) or difflib.get_close_matches(leaf, sorted(members), 1)
+    return f"{place}.{near[0]}" if near else ""
 
 
 def _is_of_lists(name: str) -> bool:

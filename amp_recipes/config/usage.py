@@ -6,6 +6,7 @@ import ast
 import difflib
 import functools
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,8 +23,14 @@ FRAMEWORK_KEYS = frozenset({"lr_scheduler"})
 # What a mapping for a loader (`loader_kwargs`, `dataloader_options`) may hold.
 LOADER_KEYS = frozenset(inspect.signature(DataLoader).parameters)
 
-_CUTOFF = 0.8  # a key that nobody reads is a mistake only if it is this near to one that somebody would
-_FILES, _FILE_BYTES = 100, 500_000
+# A key that nobody reads is a mistake only if it is this near to one that somebody does: `seeds` and `log_interval` are
+# no slips for run options of nearly that name.
+_CUTOFF, _OPTION_CUTOFF = 0.8, 0.85
+_FILES, _FILE_BYTES = 300, 500_000
+_COMPUTED = (ast.JoinedStr, ast.BinOp, ast.Call)
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__", "build"})
+_NAME_CHARACTERS = 100
+_SUGGESTIONS = 50  # comparing names takes time
 _REFERENCE = re.compile(r"<([^<>\[\].]+)")
 
 
@@ -31,8 +38,8 @@ _REFERENCE = re.compile(r"<([^<>\[\].]+)")
 class NamesInCode:
     """Names in a recipe's Python files.
 
-    read: those that it asks hparams for; modules: those that it asks a Brain's `modules` for; mentioned: all names and
-    all strings.
+    read: those that it asks hparams for, and cannot do without; modules: those that it asks a Brain's `modules` for;
+    mentioned: all names and all strings.
     """
 
     read: set[str] = field(default_factory=set)
@@ -40,19 +47,20 @@ class NamesInCode:
     mentioned: set[str] = field(default_factory=set)
 
 
-def find_unread_keys(root: Mapping, folder: str, mistakes: Mistakes) -> None:
-    """Note each key that nothing reads, where one that is read and not there has nearly its name.
+def find_unread_keys(root: Mapping, folder: str, mistakes: Mistakes) -> tuple[str, ...]:
+    """The top-level keys that nothing reads; where one that is read and not there has nearly its name, a mistake.
 
     Looked at are the top-level keys, and those of `modules` and of mappings for a loader. A key counts as read if the
-    YAML refers to it, if it is a run option, or if its name stands anywhere in the Python files of `folder`. So a key
-    of the user's own is never refused because nobody needs it.
+    YAML refers to it, if it is a run option, or if its name stands anywhere in the Python files in and below `folder`;
+    if not all of those can be read, nothing is said. So a key of the user's own is never refused because nobody needs
+    it.
     """
     names = names_in(folder)
-    if not names.mentioned:
-        return
+    if names is None or not names.mentioned:
+        return ()
     referred = {name for _, node in walk(root) if isinstance(node, Scalar) for name in _references(node)}
     known = names.mentioned | referred
-    _compare(root, "", OPTION_NAMES | FRAMEWORK_KEYS | names.read, known, mistakes)
+    _compare(root, "", FRAMEWORK_KEYS | names.read, known, mistakes)
     for path, node in walk(root):
         if not isinstance(node, Mapping) or not is_plain_mapping(node):
             continue
@@ -60,6 +68,8 @@ def find_unread_keys(root: Mapping, folder: str, mistakes: Mistakes) -> None:
             _compare(node, "modules.", names.modules, known, mistakes)
         elif "loader" in path[-1]:
             _compare(node, f"{dotted(path)}.", LOADER_KEYS, known, mistakes)
+    read = OPTION_NAMES | FRAMEWORK_KEYS | known
+    return tuple(key for key in root.items if isinstance(key, str) and key not in read and not key.startswith("_"))
 
 
 def _compare(
@@ -67,41 +77,61 @@ def _compare(
 ) -> None:
     """Note the keys that are neither read nor known, and near to one that is read and missing."""
     missing = sorted(read - mapping.items.keys())
-    for key in mapping.items:
-        if not isinstance(key, str) or key in read or key in known or key.startswith("_"):
+    options = [] if start else sorted(OPTION_NAMES - mapping.items.keys())
+    strange = [key for key in mapping.items if isinstance(key, str) and key not in read and key not in known]
+    for key in strange[:_SUGGESTIONS]:
+        if key.startswith("_") or len(key) > _NAME_CHARACTERS or (not start and key in OPTION_NAMES):
             continue
-        nearest = difflib.get_close_matches(key, missing, n=1, cutoff=_CUTOFF)
+        nearest = [name for name in (*missing, *options) if name.lower() == key.lower()]
+        nearest = (
+            nearest
+            or difflib.get_close_matches(key, missing, n=1, cutoff=_CUTOFF)
+            or [
+                name
+                for name in difflib.get_close_matches(key, options, n=1, cutoff=_OPTION_CUTOFF)
+                if key.rstrip("s") != name.rstrip("s")
+            ]
+        )
         if nearest:
             source = mapping.key_sources.get(key, mapping.items[key].source)
             text = f"{start}{key} is read by nothing: not by this YAML, the recipe's code or the framework."
             mistakes.add(source, f"{text} Did you mean {start}{nearest[0]}?")
 
 
-def names_in(folder: str) -> NamesInCode:
-    """The names in the Python files of a folder; those that cannot be read or parsed are left out."""
+def names_in(folder: str) -> NamesInCode | None:
+    """The names in the Python files in and below a folder; None if there are too many, or one cannot be read."""
     names = NamesInCode()
-    for file in sorted(Path(folder).glob("*.py"))[:_FILES]:
+    for count, file in enumerate(_python_files(folder)):
         try:
-            state = file.stat()
+            state = os.stat(file)
+            found = _names_in_file(file, state.st_mtime_ns, state.st_size) if state.st_size <= _FILE_BYTES else None
         except OSError:
-            continue
-        if state.st_size <= _FILE_BYTES:
-            found = _names_in_file(file, state.st_mtime_ns, state.st_size)
-            names.read |= found.read
-            names.modules |= found.modules
-            names.mentioned |= found.mentioned
+            return None
+        if found is None or count == _FILES:
+            return None
+        names.read |= found.read
+        names.modules |= found.modules
+        names.mentioned |= found.mentioned
     return names
 
 
+def _python_files(folder: str) -> Iterator[str]:
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("."))
+        yield from (os.path.join(place, name) for name in sorted(files) if name.endswith(".py"))
+
+
 @functools.lru_cache(maxsize=_FILES)
-def _names_in_file(file: Path, modified: int, size: int) -> NamesInCode:
+def _names_in_file(file: str, modified: int, size: int) -> NamesInCode | None:
     """The names in one file; asked for again only when it has changed: a sweep checks the YAML for each of its runs."""
-    names = NamesInCode()
     try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return names  # Python itself will say what is wrong with it
+        tree = ast.parse(Path(file).read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None  # Python itself will say what is wrong with it
+    names = NamesInCode()
     for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and _is_hparams(node.value) and isinstance(node.slice, _COMPUTED):
+            return None  # `hparams[f"lr_{stage}"]`: what is read is known only then
         names.read.update(_read_from_hparams(node))
         if isinstance(node, ast.Attribute) and _name_of(node.value) == "modules":
             names.modules.add(node.attr)
@@ -110,15 +140,11 @@ def _names_in_file(file: Path, modified: int, size: int) -> NamesInCode:
 
 
 def _read_from_hparams(node: ast.AST) -> Iterator[str]:
-    """`hparams["x"]`, `self.hparams.x`, `hparams.get("x")`."""
+    """`hparams["x"]` and `self.hparams.x`; not `hparams.get("x")`, which can do without."""
     if isinstance(node, ast.Subscript) and _is_hparams(node.value):
         yield from _text(node.slice)
-    elif isinstance(node, ast.Attribute) and _is_hparams(node.value):
-        if not hasattr(dict, node.attr):
-            yield node.attr
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_hparams(node.func.value):
-        for argument in node.args[:1]:
-            yield from _text(argument)
+    elif isinstance(node, ast.Attribute) and _is_hparams(node.value) and not hasattr(dict, node.attr):
+        yield node.attr
 
 
 def _mentioned(node: ast.AST) -> Iterator[str]:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 from amp_recipes.config.nodes import Key, KeyPath, Mapping, Node, Scalar, Sequence, Unknown, children
-from amp_recipes.config.reading import TUPLE_TEXT, plain_value
+from amp_recipes.config.reading import plain_value
 from amp_recipes.config.tags import TUPLE
+from amp_recipes.config.yaml_words import TUPLE_TEXT
 from amp_recipes.errors import ConfigError
 
 # A line of text, and the key that stands on it.

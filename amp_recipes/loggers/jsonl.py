@@ -12,14 +12,18 @@ from os import SEEK_END, PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from amp_recipes.errors import ConfigError
 from amp_recipes.loggers.strict_json import encode
 from amp_recipes.records import SCHEMA_VERSION, Logger, RunSummary, StageRecord, StepRecord
+from amp_recipes.run_files import regular_only
 
 log = logging.getLogger(__name__)
 
 FILE_NAME = "metrics.jsonl"
 FLUSH_SECONDS = 5.0
 _BLOCK_BYTES = 1 << 16
+_RECORD_BYTES = 1 << 20  # a record has some hundred
+_TORN_BYTES = 1 << 26  # of zeros, which a power loss can leave behind the last record
 
 
 class JsonlLogger(Logger):
@@ -29,8 +33,9 @@ class JsonlLogger(Logger):
     checkpoint and the crash is then logged again, so a reader keeps the last record of a stage, epoch, step.
 
     Records wait in memory until the stage ends, `flush_seconds` have passed or the logger is closed. A disk
-    that fails during the run costs records, not the run: one warning, then each flush tries again. Raises
-    OSError only in the constructor, where the folder cannot be made or written.
+    that fails during the run costs records, not the run: one warning, then each flush tries again. Only the
+    constructor raises: OSError where the folder cannot be made or written, ConfigError where the file's place is
+    taken by something else (a link, a named pipe), or by a file that is none of records.
     """
 
     def __init__(self, folder: str | PathLike[str], flush_seconds: float = FLUSH_SECONDS) -> None:
@@ -40,7 +45,7 @@ class JsonlLogger(Logger):
         self._flushed_at = time.monotonic()
         self._warned = False
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: FileIO | None = open_for_append(self.path)
+        self._file: FileIO | None = open_records(self.path)
 
     def log_step(self, record: StepRecord) -> None:
         """Keep the record for the next flush."""
@@ -73,12 +78,12 @@ class JsonlLogger(Logger):
         self._records.clear()
         try:
             if self._file is None:
-                self._file = open_for_append(self.path)
+                self._file = open_records(self.path)
             write_all(self._file, data)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self._give_up_file(error)
 
-    def _give_up_file(self, error: OSError) -> None:
+    def _give_up_file(self, error: Exception) -> None:
         """Drop the file, which may end in half a line; the next flush repairs and opens it again."""
         if self._file is not None:
             with suppress(OSError):
@@ -89,10 +94,10 @@ class JsonlLogger(Logger):
             log.warning("Metrics are missing from %s (%s). Training goes on.", self.path, error)
 
 
-def open_for_append(path: Path) -> FileIO:
+def open_records(path: Path) -> FileIO:
     """The file at `path`, ending in a whole line and headed by a record with the current schema version."""
     # Unbuffered: a buffer of Python's would keep what a full disk refused, and raise again at every close.
-    file = open(path, "ab", buffering=0)  # noqa: SIM115
+    file = open(path, "ab", buffering=0, opener=regular_only)  # noqa: SIM115
     try:
         if file.tell() > 0:
             repair_last_line(path)
@@ -112,42 +117,52 @@ def header() -> dict[str, Any]:
 
 def schema_version(path: Path) -> int | None:
     """The version in the file's first line; None for an empty file or a first line that is no header."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular_only) as file:
         record = parsed(file.readline(_BLOCK_BYTES))
     return record.get("schema_version") if record is not None else None
 
 
 def repair_last_line(path: Path) -> None:
-    """Make the file end in a newline: end a whole last record that lacks one, cut off half a record."""
-    with open(path, "r+b") as file:
+    """Make the file end in a newline: end a whole last record that lacks one, cut off half a record.
+
+    Raises ConfigError for a file whose last line is longer than what a crash leaves.
+    """
+    with open(path, "r+b", opener=regular_only) as file:
         end = file.seek(0, SEEK_END)
         start = start_of_last_line(file, end)
+        if start is None:
+            raise ConfigError(
+                f"{path}: the last line has more than {_TORN_BYTES:,} bytes: no file of records. Remove it."
+            )
         if start == end:
             return
         file.seek(start)
-        if parsed(file.read()) is not None:
+        if end - start <= _RECORD_BYTES and parsed(file.read()) is not None:
             file.write(b"\n")
         else:
             file.truncate(start)
 
 
-def start_of_last_line(file: BinaryIO, end: int) -> int:
-    """Where the text after the last newline before `end` starts; `end` if the newline ends the file."""
-    while end > 0:
-        block_start = max(0, end - _BLOCK_BYTES)
+def start_of_last_line(file: BinaryIO, end: int) -> int | None:
+    """Where the text after the last newline before `end` starts; `end` if the newline ends the file.
+
+    None if that is too far from the end to be worth the search.
+    """
+    block_start = end
+    while block_start > 0 and end - block_start <= _TORN_BYTES:
+        block_end, block_start = block_start, max(0, block_start - _BLOCK_BYTES)
         file.seek(block_start)
-        newline = file.read(end - block_start).rfind(b"\n")
+        newline = file.read(block_end - block_start).rfind(b"\n")
         if newline >= 0:
             return block_start + newline + 1
-        end = block_start
-    return 0
+    return None if block_start > 0 else 0
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
     """The record in a line; None if it is not a whole JSON object."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import TextIO
@@ -20,6 +18,7 @@ from amp_recipes.loggers.text import (
     format_values,
 )
 from amp_recipes.records import Logger, RunSummary
+from amp_recipes.run_files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -54,17 +53,7 @@ class SummaryLogger(Logger):
 def replace_text(path: Path, text: str) -> None:
     """Put `text` into the file at once: a reader, or a crash, finds the old file or the new one, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    write_atomically(path, text.encode())
 
 
 def format_summary(summary: RunSummary) -> str:

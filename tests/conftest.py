@@ -1,8 +1,11 @@
 """Fixtures that several test files share."""
 
+import copy
 from contextlib import suppress
 
 import pytest
+import ruamel.yaml
+import yaml
 
 with suppress(ImportError):
     # Inductor imports it, which fails once another package has imported the standard library's distutils.
@@ -21,3 +24,25 @@ def host(request, monkeypatch):
     if request.param == "queued":
         monkeypatch.setattr(HostCopy, "immediate", False)
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def yaml_libraries_as_they_were():
+    """Each test finds PyYAML and ruamel as they are: HyperPyYAML, to which some compare, changes both."""
+    functions = [
+        yaml.constructor.BaseConstructor.construct_object,
+        ruamel.yaml.constructor.BaseConstructor.construct_object,
+    ]
+    defaults = [function.__defaults__ for function in functions]
+    resolvers = list(ruamel.yaml.resolver.implicit_resolvers)
+    registered = {name: value for name, value in vars(ruamel.yaml.Loader).items() if name.startswith("yaml_")}
+    copies = {name: copy.deepcopy(value) for name, value in registered.items()}
+    yield
+    for function, default in zip(functions, defaults, strict=True):
+        function.__defaults__ = default
+    ruamel.yaml.resolver.implicit_resolvers[:] = resolvers
+    for name in [name for name in vars(ruamel.yaml.Loader) if name.startswith("yaml_")]:
+        if name in copies:
+            setattr(ruamel.yaml.Loader, name, copies[name])
+        else:
+            delattr(ruamel.yaml.Loader, name)

@@ -100,7 +100,7 @@ def test_a_boolean_option_takes_false(argv):
 
 
 def test_text_options_keep_what_was_typed():
-    options = parse_arguments(["p.yaml", "--output_folder=007", "--device", "0", "--early_stop_metric=null"])[1]
+    options = parse_arguments(["p.yaml", "--output_folder=007", "--init_from", "0", "--early_stop_metric=null"])[1]
     assert (options.output_folder, options.init_from, options.early_stop_metric) == ("007", "0", None)
     assert "early_stop_metric" in options.explicit
 

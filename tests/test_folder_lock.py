@@ -373,7 +373,9 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path, blocked):
         (tmp_path / blocked).mkdir(parents=True)
     else:
         (tmp_path / blocked).write_text("a file")
-    with pytest.raises(ConfigError, match=r"run is not writable: .*\(.*\)\.|\.lock is a folder; expected a regular file"):
+    with pytest.raises(
+        ConfigError, match=r"run is not writable: .*\(.*\)\.|\.lock is a folder; expected a regular file"
+    ):
         lock_folder(folder)
     assert os.path.realpath(folder) not in folder_lock._held
 

@@ -7,6 +7,7 @@ import pytest
 from hyperpyyaml import load_hyperpyyaml
 from ruamel.yaml import Loader
 
+from amp_recipes.config import load_hparams
 from amp_recipes.config.including import expand_includes
 from amp_recipes.config.limits import INCLUDED_FILES, Budget, LimitError
 from amp_recipes.config.nodes import (
@@ -22,6 +23,7 @@ from amp_recipes.config.nodes import (
 )
 from amp_recipes.config.overriding import apply_overrides
 from amp_recipes.config.reading import read_file
+from amp_recipes.errors import ConfigError
 
 
 @pytest.fixture
@@ -425,3 +427,13 @@ def test_no_node_stands_twice_where_a_file_is_included_twice(write):
     root = tree_of(write("a: !include:net.yaml\nb: !include:net.yaml\n"))
     ids = [id(child) for _, node in [((), root), *walk(root)] for _, child in children(node)]
     assert len(ids) == len(set(ids)) == 10
+
+
+def test_a_value_for_a_key_that_the_file_has_nearly_is_a_mistake(tmp_path):
+    (tmp_path / "part.yaml").write_text("hidden: 4\nlayer: {size: 1}\n")
+    for given, nearest in (("hiden: 3", "hidden"), ("layer: {sizee: 3}", "size")):
+        (tmp_path / "main.yaml").write_text(f"net: !include:part.yaml {{{given}}}\n")
+        with pytest.raises(ConfigError, match=f"Did you mean {nearest}\\?"):
+            load_hparams(tmp_path / "main.yaml")
+    (tmp_path / "main.yaml").write_text("net: !include:part.yaml {depth: 3, layers: 2}\n")
+    assert load_hparams(tmp_path / "main.yaml")["net"] == {"hidden": 4, "layer": {"size": 1}, "depth": 3, "layers": 2}

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from amp_recipes.config import load_hparams
 from amp_recipes.config.limits import DEPTH, NODES, TEXT_CHARACTERS, Budget, LimitError
 from amp_recipes.config.nodes import COMMAND_LINE, Mapping, Mistakes, Scalar, Sequence, Source, Unknown, walk
 from amp_recipes.config.overriding import apply_overrides, overrides_from_text, to_nodes
 from amp_recipes.config.reading import read_text
+from amp_recipes.errors import ConfigError
 
 
 def tree_of(text: str) -> Mapping:
@@ -450,3 +452,14 @@ def test_values_are_nodes_of_their_own():
     root = override("a: 1\nb: 1\n", {"a": shared, "b": shared})[0]
     assert root.items["a"] is not root.items["b"]
     assert isinstance(root.items["a"].items[0], Scalar) and shared == [1]
+
+
+@pytest.mark.parametrize("value", [3, "gelu", [1, 2], True])
+def test_plain_data_takes_the_place_of_no_object(tmp_path, value):
+    file = tmp_path / "x.yaml"
+    file.write_text("model: !new:torch.nn.ReLU\nopt: !name:torch.optim.SGD {lr: 1}\nnumber: !apply:abs [-1]\n")
+    for key in ("model", "opt"):
+        with pytest.raises(ConfigError, match=f"^overrides: {key} replaces the !n"):
+            load_hparams(file, {key: value})
+        assert load_hparams(file, {key: None})[key] is None and load_hparams(file, {key: False})[key] is False
+    assert load_hparams(file, {"number": value})["number"] == value

@@ -31,6 +31,7 @@ from amp_recipes.config.tags import PLACEHOLDER, REFERENCES, TUPLE
 
 OVERRIDES = "overrides"  # the source of overrides that are not from the command line
 
+_OBJECTS = ("!new:", "!name:", "!module:")  # what `!apply:` gives may as well be a number
 _PLAIN_VALUES = "null, true or false, a number, a string, or lists and mappings of these"
 # Each key is compared with each unknown override, which takes up to 25 microseconds a pair.
 _SUGGESTED_KEYS = 1_000
@@ -148,7 +149,10 @@ class _Overriding:
         old = parent.items[key]
         where = parent.key_sources.get(key, where) if isinstance(parent, Mapping) else old.source
         if not isinstance(value, dict) or _takes_a_mapping(old):
-            if isinstance(old, Sequence) and isinstance(value, str) and re.fullmatch(r"\(.*\)", value):
+            if old.tag.startswith(_OBJECTS) and not (value is None or value is False):
+                text = f"replaces the {old.tag} at {_line(where)} by {_shown(value)}, and plain data is no object"
+                self.mistakes.add(self.source, f"{self._name(path)} {text}; null or false leaves it out.")
+            elif isinstance(old, Sequence) and isinstance(value, str) and re.fullmatch(r"\(.*\)", value):
                 # On a command line this is text, which no call that wants two numbers would understand.
                 given = f"{self._name(path)} is the text {_shown(value)}"
                 place = f"replaces the list at {_line(where)}; expected a list, [1, 2]"

@@ -331,7 +331,8 @@ def _report(runs: _Runs, words: list[str], sweep: SweepRequest) -> None:
     best = results[0] if results and not rank(results[0])[0] else None
     table = "\n".join(_table(results, best, metric))
     better = "higher" if mode == "max" else "lower"
-    ranking = f"By {metric} on the validation set, {better} is better; in the best epoch if the run watched it."
+    stage = "validation" if any("valid" in result.last for result in runs.results.values()) else "training"
+    ranking = f"By {metric} on the {stage} set, {better} is better; in the best epoch if the run watched it."
     typed = ["--sweep", *sweep.axes, *([] if sweep.trials is None else ["--sweep-trials", str(sweep.trials)])]
     command = shlex.join(["python", *words, *typed])
     _write(runs.folder / "sweep.md", f"# Sweep\n\n    {command}\n\n{ranking}\n\n{table}\n")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from amp_recipes.config.changes import written
 from amp_recipes.config.nodes import KeyPath, Mapping, Node, Scalar, Sequence, children, dotted, is_plain_mapping
-from amp_recipes.config.run_options import OPTION_NAMES
 from amp_recipes.config.tags import CALLS, TUPLE
 
 _NAME_COLUMNS = 44  # a longer name and value push the comment to the next line
@@ -33,7 +32,7 @@ class _Row:
 def keys_help(root: Mapping, width: int | None = None) -> str:
     """The YAML's own keys, one a line: dotted name, value as it is written, comment; empty where there are none.
 
-    Run options are left out, since `--help` has them already. `--name` marks what takes a value on the command line;
+    `--name` marks what takes a value on the command line;
     an object is named without dashes above its arguments. width: of the terminal, by default.
     """
     rows = list(_Rows(root))
@@ -53,7 +52,7 @@ def keys_help(root: Mapping, width: int | None = None) -> str:
 
 
 class _Rows:
-    """Every key but the run options, in the order of the file; a node that several keys share is entered once."""
+    """Every key, in the order of the file; a node that several keys share is entered once."""
 
     def __init__(self, root: Mapping) -> None:
         self.root = root
@@ -65,8 +64,6 @@ class _Rows:
 
     def _below(self, parent: Node, parent_path: KeyPath) -> Iterator[_Row]:
         for key, node in children(parent):
-            if parent is self.root and key in OPTION_NAMES:
-                continue
             path = (*parent_path, str(key))
             name = _visible(dotted(path))
             comment = _visible(parent.comments.get(key, "")) if isinstance(parent, Mapping) else ""

@@ -147,6 +147,18 @@ def test_the_command_of_the_package_checks_without_running_the_script(recipe):
     assert "nothing is wrong" in done.stdout
 
 
+def test_a_sweep_may_give_what_the_yaml_leaves_open(recipe):
+    (recipe.folder / "x.yaml").write_text("output_folder: out\nmodel: !PLACEHOLDER\n")
+    done = recipe("--sweep", "model=1,2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in (recipe.folder / "out" / "sweep").iterdir() if path.is_dir()) == [
+        "model=1",
+        "model=2",
+    ]
+    done = recipe("--sweep", "modle=1,2")
+    assert done.returncode == 1 and "model is a placeholder" in done.stderr
+
+
 def test_a_sweep_trains_each_combination_in_a_folder_of_its_own(tmp_path):
     script, yaml = ROOT / "recipes/image_classification/train.py", ROOT / "configs/image_classification.yaml"
     words = ["--debug", "--debug_epochs=1", "--noprogressbar", f"--output_folder={tmp_path / 'run'}"]

@@ -18,14 +18,14 @@ from amp_recipes.config.writing import to_yaml, with_sources
 CheckWith = Callable[[Overrides], Settings]
 
 
-def obey(overrides: Overrides, settings: Settings, check_with: CheckWith) -> int:
-    """Do what the command line asks for instead of a run; the exit status."""
+def obey(overrides: Overrides, hparams_file: str, check_with: CheckWith) -> int:
+    """Do what the command line asks for instead of a run; the exit status. Raises ConfigError."""
     request = overrides.request
     if request.action == "show_config":
-        sys.stdout.write(shown(settings))
+        sys.stdout.write(shown(check_with(overrides)))
         return 0
     if request.action == "check":
-        print(summary(settings))
+        print(summary(check_with(overrides)))
         return 0
     assert request.action == "sweep"
 
@@ -41,7 +41,7 @@ def obey(overrides: Overrides, settings: Settings, check_with: CheckWith) -> int
         )
 
     sweep = SweepRequest(request.axes, request.trials)
-    return run_sweep(sweep, _script(), settings.file, list(request.words), check)
+    return run_sweep(sweep, _script(), hparams_file, list(request.words), check)
 
 
 def summary(settings: Settings) -> str:

@@ -117,10 +117,10 @@ def load_hparams(
         with loading:  # what the YAML names is imported
             return check_settings(path, given, trusted, code_folder)
 
+    if isinstance(overrides, Overrides) and overrides.request.action != "run":
+        raise SystemExit(obey(overrides, os.fspath(path), checked))
     original = _bytes_of(path)
     settings = checked(overrides)
-    if isinstance(overrides, Overrides) and overrides.request.action != "run":
-        raise SystemExit(obey(overrides, settings, checked))
     _warn_of_resolved(path, original, overrides)
     loaded = Loaded(original, settings.tree, trusted, names)
     _seed_if_set(settings.options)

@@ -406,7 +406,13 @@ class Model(nn.Linear):
         self.forwards = 9
 
 
-def test_globals_closures_classes_objects_data_sets_and_modules_are_looked_into():
+@pytest.fixture
+def every_entry(monkeypatch):
+    """No limit on what is looked at: all test files, with their tables, lie in the folder of this one."""
+    monkeypatch.setattr(remembered, "_MAX_ENTRIES", 10**6)
+
+
+def test_globals_closures_classes_objects_data_sets_and_modules_are_looked_into(every_entry):
     found = remembered_values(Recipe(), Path(__file__).parent)
     expected = {
         "test_resume_check.py: CALLS": "3",
@@ -425,7 +431,7 @@ def test_globals_closures_classes_objects_data_sets_and_modules_are_looked_into(
     assert "train_set.big" not in found  # 4 MB would be read before every update
 
 
-def test_a_generators_draw_shows():
+def test_a_generators_draw_shows(every_entry):
     recipe = Recipe()
     before = remembered_values(recipe, Path(__file__).parent)
     recipe.hparams.rng.random()
@@ -441,7 +447,7 @@ class Found(Brain):
     steps_seen = 8
 
 
-def test_a_brain_among_the_globals_is_not_walked_into(monkeypatch):
+def test_a_brain_among_the_globals_is_not_walked_into(monkeypatch, every_entry):
     brain = Found({"model": nn.Linear(1, 1)}, torch.optim.SGD)
     monkeypatch.setattr(sys.modules[__name__], "BRAIN", brain, raising=False)
     monkeypatch.setattr(sys.modules[__name__], "STEP", brain.fit_batch, raising=False)

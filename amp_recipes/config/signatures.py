@@ -33,10 +33,17 @@ _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _NOT_PLAIN = {
     torch.dtype: "a dtype, as in !name:torch.float32",
     torch.nn.Module: "a module, as !new: makes one",
-    torch.Tensor: "a tensor",
 }
 _CONVERTING = ("__post_init__", "__attrs_post_init__")  # after which a field need not be what its annotation says
 _SHOWN_ITEMS = 6
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+    torch.Tensor: "a tensor",
+}
 _GUESSES = 20  # misspelt names that are compared with what is missing
 _OLD_BOOLEANS = frozenset({"yes", "no", "on", "off", "true", "false"})
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -219,6 +226,8 @@ def _fits_list(node: Scalar | Sequence | Mapping, kind: Any, inner: tuple[Any, .
 def _scalar_fits(value: Any, kind: Any) -> bool:
     if kind is bool:
         return isinstance(value, bool) or value in (0, 1)
+    if kind is torch.Tensor:  # many make one of a number or a list, but none of text
+        return not isinstance(value, str)
     if kind is int:
         return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if kind in (float, complex):
@@ -266,8 +275,7 @@ def _words(hint: Any) -> str:
         return "a mapping"
     if kind is collections.abc.Callable:
         return "a function, as in !name:torch.nn.functional.relu"
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
-    return words.get(kind) or ("a path" if _takes_path(kind) else f"a {getattr(kind, '__name__', kind)}")
+    return _WORDS.get(kind) or ("a path" if _takes_path(kind) else f"a {getattr(kind, '__name__', kind)}")
 
 
 def _list_words(kind: Any, inner: tuple[Any, ...]) -> str:

@@ -352,8 +352,8 @@ class Trust:
         if nearest in own and rest and _is_findable(corrected):
             return f" Did you mean {corrected}?"
         near = nearest_listed(corrected) if nearest in listed else ""
-        # `Linear` alone, without its module; but not `speechbrain.nnet.linear.Linear`, which is another one.
-        anywhere = nearest_listed(wanted, anywhere=True) if nearest or not rest else ""
+        # `nn.Linear` and `Linear` lack their module; `speechbrain.nnet.linear.Linear` is another one.
+        anywhere = nearest_listed(wanted, anywhere=True) if nearest or "." not in rest else ""
         if near := near or anywhere or nearest:
             return f" Did you mean {near}?"
         return ""

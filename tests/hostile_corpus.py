@@ -661,7 +661,7 @@ INCLUDES = [
     Payload("include_device_link", "a: !include:zero.yaml\n", links={"zero.yaml": "/dev/zero"}, live=False),
     Payload("include_standard_input", "a: !include:/dev/stdin\n", live=False),
     Payload("include_process", "a: !include:/proc/self/environ\n", live=False),
-    Payload("include_process_environment", "a: !include:/proc/self/environ\n", live=False),
+    Payload("include_first_process", "a: !include:/proc/1/environ\n", live=False),
     Payload("include_home", "a: !include:~/.bashrc\n", live=False),
     Payload("include_variable", "a: !include:$HOME/.bashrc\n", live=False),
     Payload("include_url", "a: !include:file:///etc/passwd\n", live=False),

@@ -5,10 +5,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
+
+from amp_recipes.config import check
+from amp_recipes.config.commands import shown
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = """\
@@ -127,6 +131,15 @@ def test_check_names_the_keys_that_nothing_reads(recipe):
         done.returncode == 0
         and "Read by nothing that the check can see: half, part, share, counted, sead, own." in done.stdout
     )
+
+
+def test_the_config_of_a_wide_yaml_is_shown_in_linear_time(tmp_path):
+    # Measured: 0.1 s; 47 s when the source of each key was looked up by its path.
+    (tmp_path / "wide.yaml").write_text("".join(f"k{n}: v\n" for n in range(8000)))
+    settings = check(tmp_path / "wide.yaml")
+    start = time.process_time()
+    assert shown(settings).count(f"# {tmp_path / 'wide.yaml'}:") == 8000
+    assert time.process_time() - start < 3
 
 
 def test_two_commands_at_once_are_refused(recipe):

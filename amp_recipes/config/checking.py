@@ -18,7 +18,6 @@ from amp_recipes.config.nodes import (
     KeyPath,
     Mistakes,
     Node,
-    Sequence,
     Source,
     Unknown,
     children,
@@ -63,16 +62,6 @@ class Settings:
     def has_unknown(self) -> bool:
         """Whether a value is known only when a function is called (`!applyref:`)."""
         return any(isinstance(node, Unknown) for _, node in walk(self.resolved))
-
-    def source_of(self, path: KeyPath) -> str:
-        """Where the value at a path was written: `file:line`, `command line`, or `default` for one that is nowhere."""
-        node: Node = self.resolved
-        for part in path:
-            below = dict(children(node)) if isinstance(node, Sequence) else {str(k): v for k, v in children(node)}
-            node = below.get(int(part) if isinstance(node, Sequence) and part.isdecimal() else part)
-            if node is None:
-                return "default"
-        return _place(node)
 
     @property
     def sources(self) -> dict[str, str]:

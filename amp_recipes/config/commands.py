@@ -10,6 +10,7 @@ from typing import Any
 
 from amp_recipes.config.arguments import Overrides
 from amp_recipes.config.checking import Settings
+from amp_recipes.config.nodes import dotted
 from amp_recipes.config.run_options import RunOptions, display, printable
 from amp_recipes.config.sweep import RunSettings, SweepRequest, run_sweep
 from amp_recipes.config.writing import to_yaml, with_sources
@@ -54,7 +55,8 @@ def summary(settings: Settings) -> str:
 
 def shown(settings: Settings) -> str:
     """The resolved YAML with the place that each value came from; then the run options that nobody set."""
-    lines = [with_sources(settings.resolved, settings.source_of)]
+    sources = settings.sources
+    lines = [with_sources(settings.resolved, lambda path: sources.get(dotted(path), ""))]
     defaults = RunOptions()
     rest = {name: value for name, value in settings.options.items() if name not in settings.resolved.items}
     lines += [f"{name}: {display(value) or 'null'}  # command line\n" for name, value in rest.items()]

@@ -29,8 +29,8 @@ from amp_recipes.config.checking import (
 from amp_recipes.config.commands import obey
 from amp_recipes.config.instantiate import build
 from amp_recipes.config.limits import FILE_BYTES
+from amp_recipes.config.nodes import COMMAND_LINE, Mistakes, Source
 from amp_recipes.config.nodes import Mapping as MappingNode
-from amp_recipes.config.nodes import Mistakes, Source
 from amp_recipes.config.overriding import to_nodes
 from amp_recipes.config.run_options import MAX_SEED, OPTION_NAMES
 from amp_recipes.config.trust import Trust
@@ -148,9 +148,10 @@ def check(
     names = (*_trust_names(trust), *(overrides.request.trust if isinstance(overrides, Overrides) else ()))
     if recipe_folder is None:
         caller = sys._getframe(1).f_globals.get("__file__")
-        return check_settings(path, overrides, Trust(names, recipe_folders(caller)), _code_folder(caller))
+        with loading:
+            return check_settings(path, overrides, Trust(names, recipe_folders(caller)), _code_folder(caller))
     folder = os.path.realpath(recipe_folder)
-    with _as_script_folder(folder):
+    with loading, _as_script_folder(folder):
         return check_settings(path, overrides, Trust(names, [folder]), folder)
 
 
@@ -232,7 +233,7 @@ def resolved_text(
     root = settings.resolved
     for name, value in explicit_options(overrides).items():
         if name not in root.items:
-            root.items[name] = to_nodes(value, Source("command line"), Mistakes(), name)
+            root.items[name] = to_nodes(value, Source(COMMAND_LINE), Mistakes(), name)
     names = loaded.names if loaded else ()
     return to_yaml(root, [RESOLVED_HEADER, *([f"Loads with --trust {','.join(names)}"] if names else [])])
 

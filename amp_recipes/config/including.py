@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -23,10 +22,10 @@ from amp_recipes.config.nodes import (
     walk,
 )
 from amp_recipes.config.reading import read_file
-from amp_recipes.config.run_options import did_you_mean
+from amp_recipes.config.run_options import did_you_mean, slip_of
 from amp_recipes.config.tags import INCLUDE, PLACEHOLDER, REFERENCES
 
-_SLIP, _NAME_CHARACTERS, _COMPARED_NAMES = 0.85, 60, 100
+_SLIP, _COMPARED_NAMES = 0.85, 100
 _REFERENCE_TO_KEYS = re.compile(r"<([^<>.]+)>")  # without the attribute of an object: those are no mappings
 
 # The real paths of the files from the main YAML down to the one whose tags are looked at.
@@ -158,18 +157,11 @@ class _Including:
                         text = f"{dotted(key_path)}: a mapping is given here, but {where} holds a value without keys."
                         self.mistakes.add(given.key_sources.get(key, value.source), text)
                         continue
-                if old is None and (hint := self._slip(key, target)):
-                    text = f"{dotted(key_path)} is no key of the included file, but nearly one of its keys.{hint}"
+                if old is None and (nearest := _slip(key, target)):
+                    text = f"{dotted(key_path)} is no key of the included file, but nearly one of its keys."
+                    text += f" Did you mean {nearest}?"
                     self.mistakes.add(given.key_sources.get(key, value.source), text)
                 _put(target, key, value, given)
-
-    def _slip(self, key: Key, target: Mapping) -> str:
-        """` Did you mean hidden?` for a new key that is nearly one of the file's: another new key is the user's own."""
-        known = [name for name in target.items if isinstance(name, str) and len(name) <= _NAME_CHARACTERS]
-        if not isinstance(key, str) or len(key) > _NAME_CHARACTERS or len(known) > _COMPARED_NAMES:
-            return ""
-        near = difflib.get_close_matches(key, known, n=1, cutoff=_SLIP)
-        return f" Did you mean {near[0]}?" if near and near[0].rstrip("s") != key.rstrip("s") else ""
 
     def _with_arguments(self, call: Node, arguments: Node) -> Mapping:
         assert isinstance(arguments, Mapping)
@@ -185,6 +177,12 @@ class _Including:
             for _, node in walk(old):
                 if isinstance(node, Scalar) and node.scope is old:
                     node.scope = new
+
+
+def _slip(key: Key, target: Mapping) -> str:
+    """The key of an included file that a new one is a slip of; of files with hundreds of keys, none is looked for."""
+    known = [name for name in target.items if isinstance(name, str)]
+    return slip_of(key, known, _SLIP) if isinstance(key, str) and len(known) <= _COMPARED_NAMES else ""
 
 
 def _put(target: Mapping, key: Key, value: Node, given: Mapping) -> None:

@@ -344,6 +344,20 @@ def did_you_mean(name: Any, known: Any, prefix: str = "") -> str:
     return f" Did you mean {prefix}{nearest[0]}?" if nearest else ""
 
 
+def slip_of(key: str, known: Iterable[str], cutoff: float, plurals: bool = False) -> str:
+    """The known name of which `key` is probably a slip; empty if it is rather a name of its own.
+
+    cutoff: as of `difflib.get_close_matches`, high where a name of its own must not be refused; plurals: whether `seeds`
+    may be a slip of `seed`.
+    """
+    names = [name for name in known if len(name) <= _COMPARED_CHARACTERS]
+    if len(key) > _COMPARED_CHARACTERS or len(names) > _COMPARED_NAMES:
+        return ""
+    same = [name for name in names if name.lower() == key.lower()]
+    near = same or difflib.get_close_matches(key, names, n=1, cutoff=cutoff)
+    return near[0] if near and (same or plurals or near[0].rstrip("s") != key.rstrip("s")) else ""
+
+
 def join_mistakes(mistakes: list[str], where: str) -> str:
     """One message for all mistakes: the mistake itself if it is alone, else a count and one per line.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import inspect
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 from torch.utils.data import DataLoader
 
 from amp_recipes.config.nodes import Mapping, Mistakes, Scalar, dotted, is_plain_mapping, walk
-from amp_recipes.config.run_options import OPTION_NAMES
+from amp_recipes.config.run_options import OPTION_NAMES, slip_of
 from amp_recipes.config.tags import REFERENCES
 
 # The keys that a Brain itself looks for in its hparams, beside the run options.
@@ -29,7 +28,6 @@ _CUTOFF, _OPTION_CUTOFF = 0.8, 0.85
 _FILES, _FILE_BYTES = 300, 500_000
 _COMPUTED = (ast.JoinedStr, ast.BinOp, ast.Call)
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__", "build"})
-_NAME_CHARACTERS = 100
 _SUGGESTIONS = 50  # comparing names takes time
 _REFERENCE = re.compile(r"<([^<>\[\].]+)")
 
@@ -80,22 +78,12 @@ def _compare(
     options = [] if start else sorted(OPTION_NAMES - mapping.items.keys())
     strange = [key for key in mapping.items if isinstance(key, str) and key not in read and key not in known]
     for key in strange[:_SUGGESTIONS]:
-        if key.startswith("_") or len(key) > _NAME_CHARACTERS or (not start and key in OPTION_NAMES):
+        if key.startswith("_") or (not start and key in OPTION_NAMES):
             continue
-        nearest = [name for name in (*missing, *options) if name.lower() == key.lower()]
-        nearest = (
-            nearest
-            or difflib.get_close_matches(key, missing, n=1, cutoff=_CUTOFF)
-            or [
-                name
-                for name in difflib.get_close_matches(key, options, n=1, cutoff=_OPTION_CUTOFF)
-                if key.rstrip("s") != name.rstrip("s")
-            ]
-        )
-        if nearest:
+        if nearest := slip_of(key, missing, _CUTOFF, plurals=True) or slip_of(key, options, _OPTION_CUTOFF):
             source = mapping.key_sources.get(key, mapping.items[key].source)
             text = f"{start}{key} is read by nothing: not by this YAML, the recipe's code or the framework."
-            mistakes.add(source, f"{text} Did you mean {start}{nearest[0]}?")
+            mistakes.add(source, f"{text} Did you mean {start}{nearest}?")
 
 
 def names_in(folder: str) -> NamesInCode | None:

@@ -347,8 +347,8 @@ def did_you_mean(name: Any, known: Any, prefix: str = "") -> str:
 def slip_of(key: str, known: Iterable[str], cutoff: float, plurals: bool = False) -> str:
     """The known name of which `key` is probably a slip; empty if it is rather a name of its own.
 
-    cutoff: as of `difflib.get_close_matches`, high where a name of its own must not be refused; plurals: whether `seeds`
-    may be a slip of `seed`.
+    cutoff: as of `difflib.get_close_matches`, high where a name of its own must not be refused; plurals: whether
+    `seeds` may be a slip of `seed`.
     """
     names = [name for name in known if len(name) <= _COMPARED_CHARACTERS]
     if len(key) > _COMPARED_CHARACTERS or len(names) > _COMPARED_NAMES:

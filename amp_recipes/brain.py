@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections import deque
@@ -17,35 +16,21 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
 
 from amp_recipes import distributed
-from amp_recipes.data import (
-    LoadingStopped,
-    as_batches,
-    batch_length,
-    length,
-    loader_faults,
-    make_loader,
-    set_epoch,
-    to_device,
-    windows,
-)
+from amp_recipes.data import LoadingStopped, batch_length, length, loader_faults, set_epoch, windows
 from amp_recipes.errors import CheckpointError, DataError, RecipeError
+from amp_recipes.examined_run import ExaminedRun
 from amp_recipes.hooks import Stage
 from amp_recipes.host_copy import Ticket
 from amp_recipes.ledger import Window
 from amp_recipes.loss_average import LossAverage
 from amp_recipes.precision import Update, as_scalar, clear_gradients
-from amp_recipes.resumable_run import ResumableRun
 
 logger = logging.getLogger(__name__)
 
 
-_SET_NAMES = {Stage.TRAIN: "Training set", Stage.VALID: "Validation set", Stage.TEST: "Test set"}
-
-
-class Brain(ResumableRun):
+class Brain(ExaminedRun):
     """Trains and evaluates `modules`; subclass it with `compute_forward` and `compute_objectives`.
 
     modules: name -> nn.Module, moved to the device; opt_class: takes parameters, returns an optimizer; hparams:
@@ -72,6 +57,8 @@ class Brain(ResumableRun):
         train_set, valid_set: a torch Dataset yields samples (a loader is made of it with the loader kwargs); a
         DataLoader or any other iterable yields batches. progressbar: default, the run option `noprogressbar`.
         """
+        if self._done_instead(train_set, train_loader_kwargs):
+            return
         if self.test_only:
             logger.info("test_only is set: fit does nothing")
             return
@@ -135,11 +122,19 @@ class Brain(ResumableRun):
 
     def _fit_window(self, batches: Sequence[Any]) -> None:
         """One iteration: the batches whose gradients make one update."""
-        weights = lengths = [batch_length(batch) for batch in batches]
-        if self._own_batch_weight:  # of the batch as it was loaded: nothing to wait for
-            weights = [float(self.batch_weight(batch)) for batch in batches]
-        samples = sum(lengths)
-        self._ledger.open(weights, samples)
+        weights, samples = self._weigh(batches)
+        self._ledger.open(weights, samples, self._before_step(batches))
+        losses = self._take_batches(batches, weights)
+        self._plan.updates.update_scale()
+        self._plan.updates.drop_losses()
+        self._ledger.end(losses, self.step, self._plain_losses, by_hand=self._stepped_by_hand)
+        self._log.advance(len(batches), samples)
+        self._plan.report_dead_pins()
+        if self._own_fit_batch:
+            self._plan.report_missing_context()
+
+    def _take_batches(self, batches: Sequence[Any], weights: Sequence[float]) -> list[torch.Tensor]:
+        """`fit_batch` on each batch of a window; what it returned."""
         self._stepped_by_hand = False
         self._window_size, self._window_weight = len(batches), sum(weights)
         losses = []
@@ -152,20 +147,11 @@ class Brain(ResumableRun):
                 losses.append(self._returned_loss(loss, "fit_batch") if self._own_fit_batch else loss)
         finally:
             self._window_size, self.should_step = 1, True
-        self._plan.updates.update_scale()
-        self._plan.updates.drop_losses()
-        self._ledger.end(losses, self.step, self._plain_losses, by_hand=self._stepped_by_hand)
-        self._log.advance(len(batches), samples)
-        self._plan.report_dead_pins()
-        if self._own_fit_batch:
-            self._plan.report_missing_context()
+        return losses
 
     def _overrides(self, name: str) -> bool:
         """Whether the recipe has a method of its own under this name."""
         return getattr(type(self), name) is not getattr(Brain, name)
-
-    def _to_device(self, batch: Any) -> Any:
-        return to_device(batch, self.device, non_blocking=self.device.type == "cuda")
 
     def _returned_loss(self, loss: Any, method: str) -> torch.Tensor:
         if isinstance(loss, (int, float)):
@@ -266,11 +252,14 @@ class Brain(ResumableRun):
         progressbar: bool | None = None,
         test_loader_kwargs: Mapping[str, Any] = {},
     ) -> float:
-        """The average loss on `test_set`, weighted by `batch_weight`; NaN if no batch had a finite one.
+        """The average loss on `test_set`, weighted by `batch_weight`; NaN if no batch had a finite one, or if the script
+        was started with --diagnose or --replay.
 
         max_key, min_key: load the checkpoint that is best in that metric first. Called from a hook of `fit`, training
         goes on afterwards as if it had not been.
         """
+        if self.run_opts.purpose.action != "train":
+            return math.nan
         loader = self._batches_of(test_set, Stage.TEST, test_loader_kwargs)
         self._ledger.settle()
         with self._set_aside(weights=bool(max_key or min_key)) if self._in_fit else self._interrupts:
@@ -339,33 +328,6 @@ class Brain(ResumableRun):
             loss = self.compute_objectives(outputs, batch, stage)
         return as_scalar(loss, "compute_objectives").detach()
 
-    # ------------------------------------------------------------------ data
-
-    def make_dataloader(self, dataset: Dataset, stage: Stage, **loader_kwargs: Any) -> DataLoader:
-        """A loader over the samples of `dataset`; its order depends on `seed` and the epoch alone."""
-        shuffle = loader_kwargs.pop("shuffle", False)
-        if stage is Stage.TRAIN and self.train_sampler is not None:
-            loader_kwargs.setdefault("sampler", self.train_sampler)
-        return make_loader(
-            dataset,
-            shuffle=shuffle,
-            seed=self.seed or 0,
-            device=self.device,
-            name=_SET_NAMES[stage],
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
-            **loader_kwargs,
-        )
-
-    def _batches_of(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Iterable[Any]:
-        make = functools.partial(self.make_dataloader, stage=stage)
-        batches = as_batches(data, _SET_NAMES[stage], loader_kwargs, make)
-        if length(batches) == 0:
-            raise DataError(f"{_SET_NAMES[stage]} is empty: its {type(data).__name__} holds no batch.")
-        if getattr(batches, "num_workers", 0) and hasattr(batches, "stop"):  # a signal need not wait for a slow batch
-            batches.stop = functools.partial(self._may_leave, stage)
-        return batches
-
     # ------------------------------------------------------------------ what settles after a step
 
     @property
@@ -395,9 +357,11 @@ class Brain(ResumableRun):
         if update.taken:
             self._optimizer_step += 1
             self._schedulers.after_update(update.grad_norms)
+            cause = ""
         else:
             self._skipped_steps += 1
-        self._plan.patience.observe(update, lambda: self._where(window.step), self._skipped_steps)
+            cause = self._cause_of_skip(update, window)
+        self._plan.patience.observe(update, lambda: self._where(window.step), self._skipped_steps, cause)
 
     def _on_window(self, window: Window) -> None:
         """An iteration's verdicts are known: move the averages and tell the loggers."""

@@ -15,7 +15,10 @@ from amp_recipes.config.run_options import OPTION_TYPES, RunOptions, option_choi
 SHELLS = ("bash", "zsh")
 
 # What a recipe's script takes beside run options and the keys of its YAML.
-_SCRIPT_OPTIONS = ("help", "check", "show-config", "trust", "allow-config-change", "sweep", "sweep-trials")
+_SCRIPT_OPTIONS = (
+    *("help", "check", "show-config", "diagnose", "replay", "trust"),
+    *("allow-config-change", "sweep", "sweep-trials"),
+)
 
 
 @dataclass(frozen=True)

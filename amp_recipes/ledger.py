@@ -18,10 +18,11 @@ class Window:
     weights: of each batch, in averages; samples: in all of them; step: batches done in the epoch, at the last update
     or the end; stepped: whether `optimizers_step` was called; taken: whether any update was; last: the last update;
     rates: learning rate per optimizer that it used; differentiated: how many losses each update was made from;
-    by_hand: the recipe stepped an optimizer itself.
+    by_hand: the recipe stepped an optimizer itself; before: what it takes to take the step again, where that is kept.
     """
 
     __slots__ = (
+        "before",
         "by_hand",
         "differentiated",
         "ended",
@@ -36,9 +37,10 @@ class Window:
         "weights",
     )
 
-    def __init__(self, weights: Sequence[float] = (), samples: int = 0) -> None:
+    def __init__(self, weights: Sequence[float] = (), samples: int = 0, before: Any = None) -> None:
         self.weights = weights
         self.samples = samples
+        self.before = before
         self.step = 0
         self.stepped = self.taken = self.ended = self.by_hand = False
         self.last: Update | None = None
@@ -80,9 +82,9 @@ class Ledger:
         """Forget windows that were left behind by an exception, or left open by `fit_batch` without `fit`."""
         self._windows.clear()
 
-    def open(self, weights: Sequence[float], samples: int) -> None:
+    def open(self, weights: Sequence[float], samples: int, before: Any = None) -> None:
         """A new window begins."""
-        self._windows.append(Window(weights, samples))
+        self._windows.append(Window(weights, samples, before))
 
     def add(self, pending: PendingUpdate | None, rates: Mapping[str, Any], step: int) -> None:
         """`optimizers_step` was called, and made this update if there were gradients."""

@@ -63,6 +63,26 @@ def _set_accelerators(kind: str, states: list[torch.Tensor]) -> None:
             backend.set_rng_state(device_state)
 
 
+def torch_random_state(device: torch.device) -> list[torch.Tensor]:
+    """The states of torch's global generators that a step on `device` draws from; taken in microseconds.
+
+    Python's and NumPy's take twenty times as long.
+    """
+    states = [torch.default_generator.get_state()]
+    backend = None if device.type == "cpu" else getattr(torch, device.type, None)
+    if hasattr(backend, "get_rng_state"):
+        states.append(backend.get_rng_state(device) if device.type == "cuda" else backend.get_rng_state())
+    return states
+
+
+def set_torch_random_state(states: list[torch.Tensor], device: torch.device) -> None:
+    """Take what `torch_random_state` returned for the same device."""
+    torch.default_generator.set_state(states[0])
+    for state in states[1:]:
+        backend = getattr(torch, device.type)
+        backend.set_rng_state(state, device) if device.type == "cuda" else backend.set_rng_state(state)
+
+
 def generator_state(generator: Any) -> Any:
     """The state of one of `GENERATORS`, as plain values, a tensor or arrays."""
     if isinstance(generator, torch.Generator):

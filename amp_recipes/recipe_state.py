@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 # Statistics are small and always kept; weights and tables are kept once they differ from what they were at first.
 _SMALL_BYTES = 64 * 1024
+_LARGE_BYTES = 2**26
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _CHUNK = 2**20
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 divided by the golden ratio, as a signed number: spreads neighbours far apart
@@ -61,7 +63,7 @@ class RecipeState:
         """By name: `values` that changed, and the states of `generators`, `objects` and `modules`."""
         generators, objects, left_out = {}, {}, {}
         for name, value in self._holders():
-            state = generator_state(value) if isinstance(value, GENERATORS) else value.state_dict()
+            state = _state_of(value)
             problem = self._problem(state)
             if problem is not None:
                 left_out[name] = problem
@@ -101,6 +103,32 @@ class RecipeState:
             if saved is not None and saved.shape == part.shape:
                 _fill(part, saved)
                 self._moved.add(f"{name}:{key}")
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Within it, the recipe may change what it remembers, and set new attributes; then all is as it was.
+
+        Settings too, whether they have changed before or not. Large tensors are left out: weights and data.
+        """
+        values = {name: _copy(value) for name, value in self._plain_values().items() if _size(value) <= _LARGE_BYTES}
+        holders = [(holder, _copy(_state_of(holder))) for _, holder in self._holders()]
+        parts = [(part, part.detach().clone()) for _, _, part in self._module_parts() if part.nbytes <= _SMALL_BYTES]
+        names = set(self._attributes())
+        try:
+            yield
+        finally:
+            for name in self._attributes().keys() - names:
+                holder, _, leaf = name.rpartition(".")
+                delattr(self._recipe.hparams if holder else self._recipe, leaf)
+            for name, value in values.items():
+                self._set(name, value, _on_device(value))
+            for holder, state in holders:
+                if isinstance(holder, GENERATORS):
+                    set_generator_state(holder, state)
+                else:
+                    holder.load_state_dict(state)
+            for part, value in parts:
+                part.data.copy_(value)
 
     # ------------------------------------------------------------------ what there is
 
@@ -165,6 +193,18 @@ class RecipeState:
 
 def _has_state(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _state_of(holder: Any) -> Any:
+    return generator_state(holder) if isinstance(holder, GENERATORS) else holder.state_dict()
+
+
+def _size(value: Any) -> int:
+    """Bytes of the tensors and arrays in it."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.nbytes
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else ()
+    return sum(map(_size, inside))
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

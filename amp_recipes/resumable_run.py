@@ -24,7 +24,7 @@ from amp_recipes.errors import CheckpointError
 from amp_recipes.hooks import Stage
 from amp_recipes.position import Moment
 from amp_recipes.randomness import random_state, set_random_state
-from amp_recipes.run_setup import RunSetup
+from amp_recipes.run_data import RunData
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _SUMMARY_TOTALS = ("seconds", "training_seconds", "epochs", "samples", "samples_per_second", "last", "best")
 
 
-class ResumableRun(RunSetup):
+class ResumableRun(RunData):
     """Base of `Brain`: saves the loop's state, at intervals and when a signal asks, and goes on from it."""
 
     # ------------------------------------------------------------------ going on

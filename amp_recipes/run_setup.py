@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from amp_recipes import distributed
 from amp_recipes.checkpoint import Checkpointer, CheckpointKeeper, clean_name, plain_problem
-from amp_recipes.config import RunOptions, ensure_experiment_directory, near_misses
+from amp_recipes.config import Purpose, RunOptions, ensure_experiment_directory, near_misses
 from amp_recipes.early_stopping import MetricWatch
 from amp_recipes.ema import WeightAverage
 from amp_recipes.errors import ConfigError
@@ -58,7 +58,7 @@ class RunSetup(Hooks):
     ) -> None:
         before = set(vars(self))
         loaded, hparams = hparams, dict(hparams or {})
-        options = run_opts if isinstance(run_opts, RunOptions) else RunOptions.from_mapping(run_opts or {})
+        options = run_opts if isinstance(run_opts, RunOptions) else _options_from(run_opts or {}, loaded)
         self.run_opts = options.with_defaults_from(hparams)
         for name, value in self.run_opts.items():
             setattr(self, name, value)
@@ -134,7 +134,7 @@ class RunSetup(Hooks):
     def _set_up_folder(self, hparams: Mapping[str, Any] | None, options: RunOptions) -> None:
         """Make the output folder this run's, and write down its settings if `hparams` came from a YAML."""
         folder = self.output_folder
-        if folder is None or not distributed.is_main_process():
+        if folder is None or not distributed.is_main_process() or self.run_opts.purpose.action != "train":
             return
         if self.test_only and os.path.isdir(folder) and not os.access(folder, os.W_OK):
             return  # somebody else's run, to evaluate
@@ -143,7 +143,7 @@ class RunSetup(Hooks):
             ensure_experiment_directory(folder, hparams, options)
 
     def _set_up_checkpoints(self, checkpointer: Checkpointer | None) -> None:
-        writes = distributed.is_main_process()
+        writes = distributed.is_main_process() and self.run_opts.purpose.action == "train"
         folder = None if self.output_folder is None or self.debug else Path(self.output_folder) / "save"
         if folder is not None and checkpointer is None:
             refuse_link(folder)  # a copied run folder may have one, and old checkpoints are deleted
@@ -231,3 +231,10 @@ class RunSetup(Hooks):
                     f"optimizers_step('{name}'): there is no such optimizer; expected one of "
                     f"{', '.join(self.optimizers_dict) or '(none)'}." + (f" Did you mean '{near[0]}'?" if near else "")
                 )
+
+
+def _options_from(run_opts: Mapping[str, Any], loaded: Mapping[str, Any] | None) -> RunOptions:
+    """The options that a dict sets; what the script was started for comes with what `load_hparams` returned."""
+    overrides = getattr(loaded, "overrides", None)
+    known = getattr(overrides, "run_options", None)
+    return RunOptions.from_mapping(run_opts, purpose=known.purpose if known is not None else Purpose())

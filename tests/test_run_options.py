@@ -26,6 +26,7 @@ def test_defaults_are_those_of_the_contract():
         "max_grad_norm": 5.0,
         "grad_accumulation_factor": 1,
         "nonfinite_patience": 3,
+        "locate_nonfinite": True,
         "lr_scheduler_interval": "step",
         "early_stop_mode": "min",
         "early_stop_patience": 5,

@@ -3,11 +3,12 @@
 from amp_recipes.config.arguments import Overrides, parse_arguments
 from amp_recipes.config.experiment import create_experiment_directory, ensure_experiment_directory
 from amp_recipes.config.hparams import Hparams, check, load_hparams, seed_everything
-from amp_recipes.config.run_options import RunOptions, near_misses, options_table
+from amp_recipes.config.run_options import Purpose, RunOptions, near_misses, options_table
 
 __all__ = [
     "Hparams",
     "Overrides",
+    "Purpose",
     "RunOptions",
     "check",
     "create_experiment_directory",

@@ -27,6 +27,7 @@ from amp_recipes.config.reading import read_file
 from amp_recipes.config.run_options import (
     OPTION_NAMES,
     OPTION_TYPES,
+    Purpose,
     RunOptions,
     did_you_mean,
     display,
@@ -43,6 +44,7 @@ from amp_recipes.errors import ConfigError
 FLAGS = {
     "check": "Check YAML and command line, build nothing, and end.",
     "show-config": "Print the resolved YAML with the place that each value came from, and end.",
+    "diagnose": "Say what the precision does to the model, in place of training it, and end.",
 }
 _ALIASES = {"allow-config-change": "accept_changes", "allow_config_change": "accept_changes"}
 
@@ -95,7 +97,7 @@ class Overrides(dict[str, Any]):
                 _nest(overrides, name, value, mistakes)
         if mistakes:
             raise ConfigError(join_mistakes(mistakes, "the command line"))
-        overrides.run_options = RunOptions.from_mapping(options, COMMAND_LINE)
+        overrides.run_options = RunOptions.from_mapping(options, COMMAND_LINE, self.run_options.purpose)
         return overrides
 
 
@@ -154,7 +156,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
     if mistakes:
         lines = [f"{COMMAND_LINE}: {text}" for text in mistakes]
         raise ConfigError(join_mistakes(lines, "the command line"))
-    overrides.run_options = RunOptions.from_mapping(options, COMMAND_LINE)
+    overrides.run_options = RunOptions.from_mapping(options, COMMAND_LINE, asked.purpose())
     overrides.request = asked.request()
     return positional[0], overrides.run_options, overrides
 
@@ -189,6 +191,7 @@ class _Asked:
         self.trust: list[str] = []
         self.axes: list[str] = []
         self.trials: str | None = None
+        self.replay: str | None = None
         self.words: list[str] = []
 
     def takes(self, name: str, text: str | None, mistakes: list[str]) -> bool:
@@ -204,6 +207,8 @@ class _Asked:
             self.axes.append(text)
         elif name == "sweep-trials" and text is not None:
             self.trials = text
+        elif name == "replay" and text is not None:
+            self.replay = text
         else:
             return False
         return True
@@ -213,7 +218,8 @@ class _Asked:
             yield f"--sweep-trials is {self.trials!r}, but must be a whole number, 1 or more."
         if self.trials is not None and not self.axes:
             yield "--sweep-trials needs --sweep with the keys to try: --sweep 'lr=1e-5..1e-2:log'."
-        actions = [f"--{flag}" for flag in dict.fromkeys(self.flags)] + (["--sweep"] if self.axes else [])
+        actions = [f"--{flag}" for flag in dict.fromkeys(self.flags)]
+        actions += ["--sweep"] * bool(self.axes) + ["--replay"] * (self.replay is not None)
         if len(actions) > 1:
             yield f"{' and '.join(actions)} cannot be done at once; give one of them."
 
@@ -223,8 +229,13 @@ class _Asked:
         trust, axes = tuple(self.trust), tuple(self.axes)
         if self.axes:
             return Request("sweep", trust, axes, trials, tuple(words))
-        action = self.flags[0].replace("-", "_") if self.flags else "run"
-        return Request(action, trust)  # type: ignore[arg-type]
+        instead = [flag.replace("-", "_") for flag in self.flags if flag != "diagnose"]
+        return Request(instead[0] if instead else "run", trust)  # type: ignore[arg-type]
+
+    def purpose(self) -> Purpose:
+        if self.replay is not None:
+            return Purpose("replay", self.replay)
+        return Purpose("diagnose") if "diagnose" in self.flags else Purpose()
 
 
 def parse_value(text: str) -> Any:
@@ -419,6 +430,9 @@ def help_parser() -> argparse.ArgumentParser:
         "--sweep-trials",
         metavar="N",
         help="let Optuna choose N combinations; keys may then have ranges: 'lr=1e-5..1e-2:log', 'hidden=32..256'",
+    )
+    instead.add_argument(
+        "--replay", metavar="FOLDER", help="show again how a step went nonfinite (a folder nonfinite-N), and end"
     )
     instead.add_argument("--allow-config-change", action="store_true", help="the same as --accept_changes")
     defaults = RunOptions()

@@ -82,12 +82,13 @@ def create_experiment_directory(
     The folder is locked for this process until it ends. If it holds a run with checkpoints (`save/CKPT+...`), which
     will be resumed, the settings must be those of that run: all that differs and can change the training is listed
     in a ConfigError, or, with the run option `accept_changes`, in a warning. With `debug` or `test_only` the files
-    of such a run stay as they are; `resume: never` compares nothing.
+    of such a run stay as they are; `resume: never` compares nothing. With --diagnose and --replay nothing is done.
     Raises FolderInUseError if another process runs in the folder, and ConfigError if it cannot be written, or, as
     `load_hparams`, if YAML or overrides are wrong.
     """
     folder = Path(folder)
-    if os.environ.get("RANK", "0") != "0":
+    tried = isinstance(overrides, Overrides) and overrides.run_options.purpose.action != "train"
+    if tried or os.environ.get("RANK", "0") != "0":
         return folder
     loaded = None if hyperparams_to_save is None else find_loaded(hyperparams_to_save, overrides)
     _prepare(folder, _Start(hyperparams_to_save, overrides, loaded))

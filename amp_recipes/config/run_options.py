@@ -29,6 +29,17 @@ PrecisionName = Literal["fp32", "bf16", "fp16", "auto"]
 
 
 @dataclass(frozen=True)
+class Purpose:
+    """What a script is started for: to train, to be diagnosed, or to show again how a step went nonfinite.
+
+    folder: what `--replay` was given.
+    """
+
+    action: Literal["train", "diagnose", "replay"] = "train"
+    folder: str | None = None
+
+
+@dataclass(frozen=True)
 class _Range:
     """Which numbers an option takes, as a test and in words."""
 
@@ -113,6 +124,13 @@ class RunOptions(Mapping[str, Any]):
         "Optimization",
         "Nonfinite updates in a row that end the run (in fp16 only those at the scale's floor count).",
         _AT_LEAST_ONE,
+    )
+    locate_nonfinite: bool = _option(
+        True,
+        "Optimization",
+        "Take a step that went nonfinite again to say where the value was born, and keep it for `amp-recipes replay`. "
+        "`false`: nothing is noted for it.",
+        changes_training=False,
     )
     optimizer_step_limit: int | None = _option(
         None, "Optimization", "Updates after which training stops, over all epochs.", _AT_LEAST_ONE
@@ -209,11 +227,18 @@ class RunOptions(Mapping[str, Any]):
         self._set(options, "RunOptions")
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any] | None, where: str = "run_opts") -> RunOptions:
+    def from_mapping(
+        cls, mapping: Mapping[str, Any] | None, where: str = "run_opts", purpose: Purpose = Purpose()
+    ) -> RunOptions:
         """The options that `mapping` sets; `where` opens each error message."""
         options = cls.__new__(cls)
-        options._set({} if mapping is None else mapping, where)
+        options._set({} if mapping is None else mapping, where, purpose)
         return options
+
+    @property
+    def purpose(self) -> Purpose:
+        """What the command line asks for beside the options: no YAML can say it, and it is not written down."""
+        return self._purpose
 
     @property
     def explicit(self) -> frozenset[str]:
@@ -225,15 +250,16 @@ class RunOptions(Mapping[str, Any]):
         names = OPTION_NAMES - self.explicit
         found = {name: hparams[name] for name in names if name in hparams} if hparams else {}
         explicit = {name: self[name] for name in self.explicit}
-        return self.from_mapping({**found, **explicit}, where)
+        return self.from_mapping({**found, **explicit}, where, self.purpose)
 
-    def _set(self, options: Mapping[str, Any], where: str) -> None:
+    def _set(self, options: Mapping[str, Any], where: str, purpose: Purpose = Purpose()) -> None:
         values, mistakes = validate_options(options)
         if mistakes:
             raise ConfigError(join_mistakes([f"{where}: {text}" for text in mistakes.values()], where))
         for name, value in values.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
         object.__setattr__(self, "_explicit", frozenset(options))
+        object.__setattr__(self, "_purpose", purpose)
 
     def __getitem__(self, name: str) -> Any:
         if name not in OPTION_NAMES:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -120,6 +121,34 @@ def pin_fp32(modules: nn.Module, patterns: Sequence[str]) -> Pins:
     trace_log = _TraceLog()
     # named_modules() gives a module that stands under several names once, under the first.
     return Pins({name: _pin(module, trace_log) for name, module in modules.named_modules() if module in targets})
+
+
+@contextmanager
+def pinned_only(modules: nn.Module, names: Iterable[str]) -> Iterator[Pins]:
+    """Within it, the modules of these names are pinned to fp32, and no others; then those that were before.
+
+    names: as in `modules.named_modules()`; each must have a forward. A forward that `fwd_default_precision` decorates
+    stays as it is. Yields the pins, which know whether they were called.
+    """
+    chosen = {name: modules.get_submodule(name) for name in names}
+    before = [(module, vars(module).get("forward")) for module in modules.modules()]
+    trace_log = _TraceLog()
+    try:
+        for module, forward in before:
+            pin = getattr(forward, "__self__", None)
+            if isinstance(pin, _Pin):
+                _put_forward(module, pin.previous)
+        yield Pins({name: _pin(module, trace_log) for name, module in chosen.items()})
+    finally:
+        for module, forward in before:
+            _put_forward(module, forward)
+
+
+def _put_forward(module: nn.Module, forward: Callable | None) -> None:
+    """Let `forward` stand on the instance, or the class's own where it is None."""
+    vars(module).pop("forward", None)
+    if forward is not None:
+        module.forward = forward
 
 
 def decorated_modules(modules: nn.Module) -> list[str]:

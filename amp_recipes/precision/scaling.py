@@ -332,8 +332,8 @@ class Patience:
         """Take a state that `state_dict` returned."""
         self._in_a_row = state["in_a_row"]
 
-    def observe(self, update: Update, where: Callable[[], str], skipped_in_all: int) -> None:
-        """Count `update`. where: says which batch it was."""
+    def observe(self, update: Update, where: Callable[[], str], skipped_in_all: int, cause: str = "") -> None:
+        """Count `update`. where: says which batch it was; cause: where the nonfinite value was born, if known."""
         if update.taken:
             self._in_a_row = 0
             return
@@ -343,7 +343,11 @@ class Patience:
             self._alarm(where())
         self._in_a_row += 1
         if self._in_a_row >= self.limit:
-            self._verdict = self._message(update, where(), skipped_in_all)
+            self._verdict = self._message(update, where(), skipped_in_all, cause)
+
+    def backs_off(self, update: Update) -> bool:
+        """Whether a skipped update is ordinary fp16 back-off: the loss is finite, and the scale can still fall."""
+        return update.scale is not None and update.scale > self._min_scale and all(map(math.isfinite, update.losses))
 
     def check(self) -> None:
         """Raise NonfiniteError if `limit` updates in a row were skipped. Apart, so that they can be logged first."""
@@ -362,7 +366,7 @@ class Patience:
             self._min_scale,
         )
 
-    def _message(self, update: Update, where: str, skipped_in_all: int) -> str:
+    def _message(self, update: Update, where: str, skipped_in_all: int, cause: str) -> str:
         losses = " and ".join(f"{loss:g}" for loss in update.losses) or "unknown"
         norms = ", ".join(f"{name}: {norm:g}" for name, norm in update.grad_norms.items())
         advice = ["look for NaN or Inf in the data", "lower the learning rate", "lower max_grad_norm"]
@@ -373,9 +377,8 @@ class Patience:
             f"(nonfinite_patience={self.limit}; {skipped_in_all} skipped in all). Last: loss {losses}, gradient "
             f"norm {norms or 'none'}"
             + (f", loss scale {update.scale:g}" if update.scale is not None else "")
-            + f", precision {self._precision}. The weights are as after the last good update. What to try: "
-            + "; ".join(advice)
-            + "."
+            + f", precision {self._precision}. The weights are as after the last good update. "
+            + (cause or f"What to try: {'; '.join(advice)}.")
         )
 
 

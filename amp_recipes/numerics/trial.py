@@ -1,0 +1,253 @@
+"""A training step that can be taken again and again from the same state, at any precision, leaving nothing behind."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from amp_recipes.numerics.preserved import preserved
+from amp_recipes.precision import LossScaler, PendingUpdate, Pins, TorchAutocast, UpdateOwner, pinned_only
+
+# Batches whose gradients make one update.
+Window = Sequence[Any]
+
+
+@dataclass
+class Outcome:
+    """What one window's forward and backward gave.
+
+    losses: of each batch (0-d, detached, on the device), not divided by the window's length; gradients: by the
+    parameter's name, unscaled, fp32 (float64 stays), in memory of their own; scale: the loss scale it ran at;
+    seconds: of forward and backward; pins: those it ran with, where it was told which.
+    """
+
+    losses: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    scale: float
+    seconds: float
+    pins: Pins | None = None
+
+    @property
+    def loss_is_finite(self) -> bool:
+        return all(bool(torch.isfinite(loss).all()) for loss in self.losses)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every loss and every gradient is."""
+        return self.loss_is_finite and all(bool(torch.isfinite(it).all()) for it in self.gradients.values())
+
+
+@dataclass
+class Course:
+    """What some steps of training gave: the mean loss of each window, and how long they took; all else is undone."""
+
+    losses: list[float] = field(default_factory=list)
+    skipped: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_finite(self) -> bool:
+        return all(map(math.isfinite, self.losses))
+
+
+class Recorder(UpdateOwner):
+    """Scales and differentiates as a training step does; in place of the update it keeps the gradients."""
+
+    def __init__(self, modules: nn.Module, scale: float, device: torch.device) -> None:
+        super().__init__(modules, LossScaler(device.type, init_scale=scale, enabled=scale != 1.0), device)
+        self.scale = scale
+        self.gradients_by_name: dict[str, torch.Tensor] = {}
+        self._names = {id(parameter): name for name, parameter in modules.named_parameters()}
+
+    def begin(self) -> None:
+        """Buffers are put back by whoever tries the step."""
+
+    def step(self, optimizers: Mapping[str, Optimizer], max_grad_norm: float) -> PendingUpdate | None:
+        """Keep what the optimizers would have been given; a later step of the same window adds `#2` to the names."""
+        with _disable_current_modes():  # instruments shall see the step, not what is done to keep its gradients
+            for key, optimizer in optimizers.items():
+                parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                for index, parameter in enumerate(parameters):
+                    if parameter.grad is not None:
+                        self.keep(self._names.get(id(parameter), f"{key}[{index}]"), parameter.grad)
+        return None
+
+    def keep(self, name: str, gradient: torch.Tensor) -> None:
+        """Keep a gradient, unscaled, under the first free name."""
+        count, free = 1, name
+        while free in self.gradients_by_name:
+            count += 1
+            free = f"{name}#{count}"
+        gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        self.gradients_by_name[free] = wide.div_(self.scale)
+
+
+class Trial:
+    """A step of training, to be tried.
+
+    modules: whose names pins and reports use; device: where batches are; take: does forward, backward and update of
+    one window, `take(window, updates, context) -> losses`, with `context` around each forward and its loss, and
+    `updates` (an `UpdateOwner`) in place of the run's own; optimizers: those that it steps; preserve:
+    `preserve(weights)` is a context after which everything that `take` changes is as it was (default: modules,
+    optimizers and global generators, by `preserved`).
+    """
+
+    def __init__(
+        self,
+        modules: nn.Module,
+        device: torch.device,
+        take: Callable[[Window, UpdateOwner, AbstractContextManager], list[torch.Tensor]],
+        optimizers: Callable[[], Mapping[str, Optimizer]] = dict,
+        preserve: Callable[[bool], AbstractContextManager] | None = None,
+    ) -> None:
+        self.modules = modules
+        self.device = device
+        self.optimizers = optimizers
+        self._take = take
+        self._preserve = preserve or (lambda weights: preserved(modules, optimizers().values(), device, weights))
+
+    def run(
+        self,
+        window: Window,
+        dtype: torch.dtype = torch.float32,
+        scale: float = 1.0,
+        pins: Iterable[str] | None = None,
+        watch: Iterable[AbstractContextManager] = (),
+    ) -> Outcome:
+        """Forward and backward of one window under autocast to `dtype`, from the present state; all is undone.
+
+        Every run draws the same random numbers. dtype: float32 runs without autocast; scale: of the loss; pins: names
+        of the modules that are pinned to fp32 for this run, and no others (default: those that are); watch: entered
+        around it (instruments), the first outermost.
+        """
+        recorder = Recorder(self.modules, scale, self.device)
+        with ExitStack() as stack:
+            stack.enter_context(self._preserve(False))
+            used = self._enter(stack, pins)
+            for instrument in watch:
+                stack.enter_context(instrument)
+            began = self._now()
+            losses = self._take(window, recorder, TorchAutocast(device_type=self.device.type, dtype=dtype))
+            seconds = self._now() - began
+            if not recorder.gradients_by_name:  # the window ended without an update
+                for name, parameter in self.modules.named_parameters():
+                    if parameter.grad is not None:
+                        recorder.keep(name, parameter.grad)
+        return Outcome(losses, recorder.gradients_by_name, scale, seconds, used)
+
+    def run_finite(
+        self, window: Window, dtype: torch.dtype, scale: float = 1.0, pins: Iterable[str] | None = None
+    ) -> Outcome:
+        """As `run`, at a sixteenth of the scale again and again (down to 1) while only the gradients overflow."""
+        pins = None if pins is None else list(pins)
+        while True:
+            outcome = self.run(window, dtype, scale, pins)
+            if outcome.is_finite or not outcome.loss_is_finite or scale <= 1.0:
+                return outcome
+            scale = max(1.0, scale / 16)
+
+    def train(
+        self,
+        windows: Iterable[Window],
+        dtype: torch.dtype = torch.float32,
+        scale: float = 2.0**16,
+        pins: Iterable[str] | None = None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> Course:
+        """Take real updates, one for each window; then weights, optimizers and all else are as before.
+
+        scale: where the loss scale begins in float16; prepare: called before the first step (to seed otherwise).
+        """
+        scaler = LossScaler(self.device.type, init_scale=scale, enabled=dtype == torch.float16)
+        updates = UpdateOwner(self.modules, scaler, self.device)
+        context = TorchAutocast(device_type=self.device.type, dtype=dtype)
+        course = Course()
+        with ExitStack() as stack:
+            stack.enter_context(self._preserve(True))
+            self._enter(stack, pins)
+            prepare()
+            began = self._now()
+            for window in windows:
+                losses = self._take(window, updates, context)
+                updates.update_scale()
+                updates.drop_losses()
+                course.losses.append(math.fsum(map(float, losses)) / len(losses))
+            course.seconds = self._now() - began
+        return course
+
+    def _enter(self, stack: ExitStack, pins: Iterable[str] | None) -> Pins | None:
+        if "torch._dynamo" in sys.modules:  # compiled code hides its ops; asking for it otherwise imports the compiler
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        return None if pins is None else stack.enter_context(pinned_only(self.modules, pins))
+
+    def _now(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()
+
+
+def plain_trial(
+    model: nn.Module, objective: Callable[[nn.Module, Any], torch.Tensor], optimizer: Optimizer | None = None
+) -> Trial:
+    """The step of a hand-written loop: `objective(model, batch)` is the loss (0-d), averaged over the window.
+
+    optimizer: steps in `Trial.train` (default: SGD at 0.01).
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if optimizer is None and trained:
+        optimizer = torch.optim.SGD(trained, lr=0.01)
+    optimizers = {"optimizer": optimizer} if optimizer is not None else {}
+    tensors = [*model.parameters(), *model.buffers()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+
+    def take(window: Window, updates: UpdateOwner, context: AbstractContextManager) -> list[torch.Tensor]:
+        updates.begin()
+        losses = []
+        for batch in window:
+            with context:
+                loss = objective(model, batch)
+            updates.backward(loss, of=len(window))
+            losses.append(loss.detach())
+        updates.step(optimizers, 0.0)
+        for each in optimizers.values():
+            each.zero_grad()
+        return losses
+
+    return Trial(model, device, take, lambda: optimizers)
+
+
+def gradient_error(outcome: Outcome, reference: Outcome) -> float:
+    """|g - g_ref| / |g_ref|, L2 over all parameters together; infinite where one side is not finite.
+
+    A gradient that one side lacks counts as zero there. 0 where both are zero.
+    """
+    squared_error = squared_norm = 0.0
+    for name in outcome.gradients.keys() | reference.gradients.keys():
+        given, wanted = outcome.gradients.get(name), reference.gradients.get(name)
+        if given is None or wanted is None:
+            present = given if wanted is None else wanted
+            squared_error += _squared(present)
+            squared_norm += 0.0 if wanted is None else _squared(wanted)
+        else:
+            squared_error += _squared(given.double() - wanted.double())
+            squared_norm += _squared(wanted)
+    if not (outcome.is_finite and reference.is_finite):
+        return math.inf
+    if squared_norm == 0.0:
+        return 0.0 if squared_error == 0.0 else math.inf
+    return math.sqrt(squared_error / squared_norm)
+
+
+def _squared(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.double()) ** 2)

@@ -1,0 +1,56 @@
+"""Where a run's batches come from, and what each counts for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from amp_recipes import distributed
+from amp_recipes.data import as_batches, batch_length, length, make_loader, to_device
+from amp_recipes.errors import DataError
+from amp_recipes.hooks import Stage
+from amp_recipes.run_setup import RunSetup
+
+_SET_NAMES = {Stage.TRAIN: "Training set", Stage.VALID: "Validation set", Stage.TEST: "Test set"}
+
+
+class RunData(RunSetup):
+    """Base of `Brain`: makes loaders, moves batches and weighs them."""
+
+    def make_dataloader(self, dataset: Dataset, stage: Stage, **loader_kwargs: Any) -> DataLoader:
+        """A loader over the samples of `dataset`; its order depends on `seed` and the epoch alone."""
+        shuffle = loader_kwargs.pop("shuffle", False)
+        if stage is Stage.TRAIN and self.train_sampler is not None:
+            loader_kwargs.setdefault("sampler", self.train_sampler)
+        return make_loader(
+            dataset,
+            shuffle=shuffle,
+            seed=self.seed or 0,
+            device=self.device,
+            name=_SET_NAMES[stage],
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            **loader_kwargs,
+        )
+
+    def _batches_of(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Iterable[Any]:
+        make = functools.partial(self.make_dataloader, stage=stage)
+        batches = as_batches(data, _SET_NAMES[stage], loader_kwargs, make)
+        if length(batches) == 0:
+            raise DataError(f"{_SET_NAMES[stage]} is empty: its {type(data).__name__} holds no batch.")
+        if getattr(batches, "num_workers", 0) and hasattr(batches, "stop"):  # a signal need not wait for a slow batch
+            batches.stop = functools.partial(self._may_leave, stage)
+        return batches
+
+    def _to_device(self, batch: Any) -> Any:
+        return to_device(batch, self.device, non_blocking=self.device.type == "cuda")
+
+    def _weigh(self, batches: Sequence[Any]) -> tuple[list[float], int]:
+        """What each batch of a window counts for, and how many samples they hold; of the batches as they were loaded."""
+        weights = lengths = [batch_length(batch) for batch in batches]
+        if self._own_batch_weight:  # nothing to wait for: they are not on the device yet
+            weights = [float(self.batch_weight(batch)) for batch in batches]
+        return weights, sum(lengths)

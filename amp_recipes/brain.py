@@ -252,8 +252,9 @@ class Brain(ExaminedRun):
         progressbar: bool | None = None,
         test_loader_kwargs: Mapping[str, Any] = {},
     ) -> float:
-        """The average loss on `test_set`, weighted by `batch_weight`; NaN if no batch had a finite one, or if the script
-        was started with --diagnose or --replay.
+        """The average loss on `test_set`, weighted by `batch_weight`; NaN if no batch had a finite one.
+
+        NaN at once, too, where the script was started with --diagnose or --replay.
 
         max_key, min_key: load the checkpoint that is best in that metric first. Called from a hook of `fit`, training
         goes on afterwards as if it had not been.

@@ -49,7 +49,7 @@ class RunData(RunSetup):
         return to_device(batch, self.device, non_blocking=self.device.type == "cuda")
 
     def _weigh(self, batches: Sequence[Any]) -> tuple[list[float], int]:
-        """What each batch of a window counts for, and how many samples they hold; of the batches as they were loaded."""
+        """What each batch of a window counts for, and how many samples they hold, as they were loaded."""
         weights = lengths = [batch_length(batch) for batch in batches]
         if self._own_batch_weight:  # nothing to wait for: they are not on the device yet
             weights = [float(self.batch_weight(batch)) for batch in batches]

@@ -145,6 +145,8 @@ class RunSetup(Hooks):
     def _set_up_checkpoints(self, checkpointer: Checkpointer | None) -> None:
         writes = distributed.is_main_process() and self.run_opts.purpose.action == "train"
         folder = None if self.output_folder is None or self.debug else Path(self.output_folder) / "save"
+        if folder is not None and self.run_opts.purpose.action != "train" and not folder.is_dir():
+            folder = None  # only looked at
         if folder is not None and checkpointer is None:
             refuse_link(folder)  # a copied run folder may have one, and old checkpoints are deleted
         self._checkpoints = CheckpointKeeper(checkpointer, folder, writes, background=self.ckpt_background)

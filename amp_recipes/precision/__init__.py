@@ -8,7 +8,7 @@ from amp_recipes.precision.amp_config import (
     set_float32_precision,
 )
 from amp_recipes.precision.autocast import TorchAutocast, custom_bwd, custom_fwd, fwd_default_precision
-from amp_recipes.precision.pins import Pins, decorated_modules, pin_fp32, pinned_only
+from amp_recipes.precision.pins import Pins, decorated_modules, pin_fp32, pinned_modules, pinned_only
 from amp_recipes.precision.plan import PrecisionPlan
 from amp_recipes.precision.scaling import (
     LossScaler,
@@ -41,6 +41,7 @@ __all__ = [
     "fp16_parameters",
     "fwd_default_precision",
     "pin_fp32",
+    "pinned_modules",
     "pinned_only",
     "resolve_precision",
     "set_float32_precision",

@@ -156,6 +156,12 @@ def decorated_modules(modules: nn.Module) -> list[str]:
     return [name for name, module in modules.named_modules() if has_default_precision(type(module).forward)]
 
 
+def pinned_modules(modules: nn.Module) -> list[str]:
+    """Names of the modules that are pinned now."""
+    forwards = ((name, vars(module).get("forward")) for name, module in modules.named_modules())
+    return [name for name, forward in forwards if isinstance(getattr(forward, "__self__", None), _Pin)]
+
+
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
     if pattern.startswith(_TYPE_PREFIX):
         return fnmatchcase(type(module).__name__, pattern.removeprefix(_TYPE_PREFIX))

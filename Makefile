@@ -27,7 +27,7 @@ setup: $(INSTALLED)
 # torch comes from wherever pip is set up to look: a CPU build ("2.13.0+cpu") also meets the constraint, and wins.
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install -c constraints.txt -e '.[dev,recipes]'
+	$(RUN) -m pip install -c constraints.txt -e '.[dev,recipes,report]'
 	touch $@
 
 train: setup

@@ -20,17 +20,17 @@ from torch.optim import Optimizer
 from amp_recipes import distributed
 from amp_recipes.data import LoadingStopped, batch_length, length, loader_faults, set_epoch, windows
 from amp_recipes.errors import CheckpointError, DataError, RecipeError
-from amp_recipes.examined_run import ExaminedRun
 from amp_recipes.hooks import Stage
 from amp_recipes.host_copy import Ticket
 from amp_recipes.ledger import Window
 from amp_recipes.loss_average import LossAverage
 from amp_recipes.precision import Update, as_scalar, clear_gradients
+from amp_recipes.spike_recovery import GoingBack, SpikeRecovery
 
 logger = logging.getLogger(__name__)
 
 
-class Brain(ExaminedRun):
+class Brain(SpikeRecovery):
     """Trains and evaluates `modules`; subclass it with `compute_forward` and `compute_objectives`.
 
     modules: name -> nn.Module, moved to the device; opt_class: takes parameters, returns an optimizer; hparams:
@@ -77,24 +77,25 @@ class Brain(ExaminedRun):
             self._fits += 1
             return
         with self._fitting(), self._logging(progressbar):
-            self._take_up(self._position.take_moment())
+            self._begin()
             for epoch in self._epochs(epoch_counter):
-                self._trained = True
-                if not self._position.take_only_validation():
-                    self.fit_epoch(train_loader, epoch)
-                if valid_loader is not None:
-                    self._evaluate_stage(valid_loader, Stage.VALID, epoch)
-                self._end_epoch(epoch)
+                with suppress(GoingBack):  # `_epochs` then yields it, or an earlier one, again
+                    self._trained = True
+                    if not self._position.take_only_validation():
+                        self.fit_epoch(train_loader, epoch)
+                    if valid_loader is not None:
+                        self._evaluate_stage(valid_loader, Stage.VALID, epoch)
+                    self._end_epoch(epoch)
             self._note_end()
 
-    def _epochs(self, epoch_counter: Iterable[int]) -> Iterator[int]:
-        """The epochs that are left to train; asks for the next one only if there is to be one."""
+    def _epochs_left(self, epoch_counter: Iterable[int]) -> Iterator[int]:
+        """The epochs that are left to train, unless one goes back; asks for the next only if there is to be one."""
         if self._finished() and not self._position.only_validation:
             return
         left = (epoch for epoch in epoch_counter if not self._position.is_done(epoch))
         for epoch in islice(left, self.debug_epochs if self.debug else None):
             yield epoch
-            if self._finished():
+            if self._going_back or self._finished():
                 return
 
     def fit_epoch(self, train_loader: Iterable[Any], epoch: int) -> None:
@@ -114,7 +115,7 @@ class Brain(ExaminedRun):
             self._save_and_leave(epoch)
         if self.step == 0:
             raise DataError(f"epoch {epoch}: the training set yielded no batch (is it an iterator that is used up?)")
-        self._ledger.settle()
+        self._settle_training()
         self._log.count_training()
         self._end_stage(Stage.TRAIN, epoch)
         self._position.epoch_done(epoch)
@@ -200,7 +201,7 @@ class Brain(ExaminedRun):
         available = self.freeze_optimizers(self.optimizers_dict) or {}
         self._check_names(names)
         chosen = {name: available[name] for name in names if name in available} if names else available
-        rates = {name: _rate(optimizer) for name, optimizer in chosen.items()}
+        rates = {name: self._lowered_rates.in_force(optimizer) for name, optimizer in chosen.items()}
         pending = self._plan.updates.step(chosen, self.max_grad_norm)
         self._plan.updates.update_scale(available.values())
         if names:
@@ -372,21 +373,18 @@ class Brain(ExaminedRun):
             window.taken = True
         if window.taken and self._ema is not None:
             self._ema.update()
-        losses, update = window.losses, window.last
-        if window.taken or update is None:
-            for loss, weight in zip(losses, window.weights, strict=True):
+        if window.taken or window.last is None:
+            for loss, weight in zip(window.losses, window.weights, strict=True):
                 self._average.add(loss, weight, self.update_average)
         if self._log.loggers:
-            self._log_window(window, losses)
+            self._log_window(window)
         self._plan.patience.check()
 
-    def _log_window(self, window: Window, losses: Sequence[float]) -> None:
+    def _log_window(self, window: Window) -> None:
         update = window.last
-        shares = window.weights if self._own_batch_weight else [1.0] * len(losses)
-        total = sum(loss * share for loss, share in zip(losses, shares, strict=True))
         self._log.log_update(
             step=window.step,
-            loss=total / (sum(shares) or math.nan),
+            loss=self._loss_of(window),
             lr={name: float(rate) for name, rate in window.rates.items()},
             grad_norm=update.grad_norm if update is not None else None,
             scale=update.scale if update is not None else None,
@@ -457,9 +455,3 @@ class Brain(ExaminedRun):
         if self._optimizer_step + len(self._ledger) < limit:
             return False  # not even if all that is under way is taken: no need to wait for it
         return self.optimizer_step >= limit
-
-
-def _rate(optimizer: Optimizer) -> Any:
-    """The learning rate in force; a copy where it is a tensor, which a scheduler may change in place."""
-    rate = optimizer.param_groups[0]["lr"]
-    return rate.clone() if isinstance(rate, torch.Tensor) else rate

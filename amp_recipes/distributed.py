@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -92,6 +92,16 @@ def mean(value: float, weight: float, device: torch.device) -> float:
     dist.all_reduce(total)
     summed, weights = total.tolist()
     return summed / weights if weights > 0 else math.nan
+
+
+def means(values: Sequence[float], device: torch.device) -> list[float]:
+    """The mean of each of `values` over all ranks, which must give as many."""
+    if not initialized():
+        return list(values)
+    total = torch.tensor(values, dtype=torch.float64)
+    total = total.to(device) if dist.get_backend() == "nccl" else total
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
 
 
 def from_main_process(value: Any) -> Any:

@@ -51,13 +51,49 @@ class RecipeState:
         self._at_begin: dict[str, Any] | None = None
         self._moved: set[str] = set()
         self._told = False
+        self._kept: dict[str, Any] | None = None  # copies of what was there at `begin`
+        self._names: set[str] = set()
 
-    def begin(self) -> None:
-        """Training begins, for the first time in this process: what stays as it is now is a setting."""
+    def begin(self, keep: bool = False) -> None:
+        """Training begins, for the first time in this process: what stays as it is now is a setting.
+
+        keep: copy it, as `put_back` needs; tensors of more than 64 MB are left out.
+        """
         if self._at_begin is None:
-            values = {name: _mark(value) for name, value in self._plain_values().items()}
-            parts = {f"{name}:{key}": _mark(part) for name, key, part in self._module_parts()}
-            self._at_begin = {**values, **parts}
+            found = {**self._plain_values(), **{f"{name}:{key}": part for name, key, part in self._module_parts()}}
+            self._at_begin = {name: _mark(value) for name, value in found.items()}
+            self._names = set(self._attributes())
+            if keep:
+                self._kept = {name: _copy(it) for name, it in found.items() if _size(it) <= _LARGE_BYTES}
+
+    def put_back(self, state: Mapping[str, Any]) -> None:
+        """Make what is not in `state` what it was at `begin`, for a run that goes back in the process that saved it.
+
+        `load_state_dict(state)` then does what it would do in a new process.
+        """
+        if self._kept is None or self._at_begin is None:
+            return
+        plain, lost = self._plain_values(), []
+        for name in plain.keys() - self._names - state["values"].keys():
+            self._delete(name)
+        for name in (self._names & self._at_begin.keys()) - state["values"].keys():
+            if name in plain and _mark(plain[name]) == self._at_begin[name]:
+                continue
+            if name in self._kept:
+                self._set(name, self._kept[name], _on_device(self._kept[name]))
+            else:
+                lost.append(name)
+        for name, key, part in self._module_parts():
+            full = f"{name}:{key}"
+            saved = key in state["modules"].get(name, {})
+            if saved or full not in self._at_begin or _mark(part) == self._at_begin[full]:
+                continue
+            if full in self._kept and part.shape == self._kept[full].shape:
+                _fill(part, self._kept[full])
+            else:
+                lost.append(full)
+        if lost:
+            logger.warning("could not be put back to what they were, for their size: %s", ", ".join(lost))
 
     def state_dict(self) -> dict[str, Any]:
         """By name: `values` that changed, and the states of `generators`, `objects` and `modules`."""
@@ -118,8 +154,7 @@ class RecipeState:
             yield
         finally:
             for name in self._attributes().keys() - names:
-                holder, _, leaf = name.rpartition(".")
-                delattr(self._recipe.hparams if holder else self._recipe, leaf)
+                self._delete(name)
             for name, value in values.items():
                 self._set(name, value, _on_device(value))
             for holder, state in holders:
@@ -183,6 +218,10 @@ class RecipeState:
             holder, leaf = self._recipe.hparams, name.removeprefix("hparams.")
         value = _to(_copy(value), self._recipe.device) if on_device else _copy(value)
         setattr(holder, leaf, _like(value, getattr(holder, leaf, None)))
+
+    def _delete(self, name: str) -> None:
+        holder, _, leaf = name.rpartition(".")
+        delattr(self._recipe.hparams if holder else self._recipe, leaf)
 
     def _tell(self, left_out: Mapping[str, str]) -> None:
         if left_out and not self._told:

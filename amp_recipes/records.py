@@ -33,7 +33,18 @@ class StepRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """The record as one flat `metrics.jsonl` object."""
-        return {"kind": "step", **{name: getattr(self, name) for name in self.__slots__}}
+        return {"kind": "step", **{name: getattr(self, name) for name in StepRecord.__slots__}}
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryStepRecord(StepRecord):
+    """An update in the recovery from a spike."""
+
+    recovery: str  # what it does with more care: `lower_lr` or `wider_precision`, as `on_spike` has it
+
+    def as_dict(self) -> dict[str, Any]:
+        """As that of other steps, with the field `recovery`."""
+        return {**StepRecord.as_dict(self), "recovery": self.recovery}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,14 @@ class RunSummary:
     def as_dict(self) -> dict[str, Any]:
         """The summary as one JSON object, with the schema version."""
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+
+
+@dataclass(slots=True)
+class WatchedSummary(RunSummary):
+    """The summary of a run with `on_spike`."""
+
+    spikes: int = 0  # how often loss or gradient norm left its band, or nonfinite_patience ran out
+    went_back: int = 0  # how often the run went back to a checkpoint for it
 
 
 class Logger(Protocol):

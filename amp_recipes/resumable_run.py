@@ -46,7 +46,7 @@ class ResumableRun(RunData):
             self._checkpoints.register("scaler", self.scaler)
         if hasattr(self._epoch_counter, "state_dict"):
             self._checkpoints.register("epoch_counter", self._epoch_counter, replace=True)
-        self._recipe_state.begin()
+        self._recipe_state.begin(keep=self._goes_back)
         if self._is_over():
             return
         if self._checkpoints.resume(self.resume) is None:
@@ -54,8 +54,12 @@ class ResumableRun(RunData):
             if self.init_from is not None and not self._trained:
                 self._init_from_run()
             return
-        self._note_best()
         self._warn_of_rates_at_zero()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """A checkpoint was loaded: what follows from its place, before its epoch begins."""
+        self._note_best()
         self._plan.updates.forget_state()
         if self._position.inside_epoch and hasattr(self._epoch_counter, "current"):
             self._epoch_counter.current -= 1

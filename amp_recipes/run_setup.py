@@ -33,7 +33,7 @@ from amp_recipes.outstanding_gradients import OutstandingGradients
 from amp_recipes.position import Position
 from amp_recipes.precision import PrecisionPlan, check_optimizers
 from amp_recipes.recipe_state import RecipeState
-from amp_recipes.records import Logger, RunSummary
+from amp_recipes.records import Logger, RunSummary, WatchedSummary
 from amp_recipes.run_files import refuse_link
 from amp_recipes.schedulers import Schedulers
 from amp_recipes.transient_buffers import TransientBuffers
@@ -111,6 +111,7 @@ class RunSetup(Hooks):
         self._stage_so_far: Mapping[str, float] = {}
         self._interrupts = Interrupts()
         self._in_fit = False
+        self._goes_back = False  # a fit may go back to an earlier checkpoint
         self._fits = 0
         self._at_its_place = False  # the epoch's loader gives the next batch to train on
         self._stepped_by_hand = False
@@ -122,7 +123,8 @@ class RunSetup(Hooks):
         self._gradients = OutstandingGradients(self.modules, lambda: self.optimizers_dict, saved_name)
         self._ema = WeightAverage(self.modules, self.ema_decay, saved_name) if self.ema_decay else None
         self._watch = MetricWatch(self.early_stop_metric or "loss", self.early_stop_mode, self.early_stop_patience)
-        self.summary = RunSummary(
+        kind = RunSummary if self.on_spike == "off" else WatchedSummary
+        self.summary = kind(
             precision=self.precision,
             eval_precision=self.eval_precision,
             float32_precision=self.float32_precision,

@@ -23,6 +23,12 @@ class TransientBuffers:
         self._modules = modules
         self._saved_name = saved_name
         self._at_begin = {name: _mark(getattr(owner, leaf)) for name, owner, leaf in self._find()}
+        self._kept: dict[str, Tensor] = {}
+
+    def keep(self) -> None:
+        """Have copies of the large ones: a load in this process then puts back those that the state leaves out."""
+        found = {name: getattr(owner, leaf) for name, owner, leaf in self._find()}
+        self._kept = {name: it.detach().clone() for name, it in found.items() if it.nbytes > _SMALL_BYTES}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The buffers by name."""
@@ -37,13 +43,16 @@ class TransientBuffers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take buffers that `state_dict` returned; one of another shape (a grown cache) replaces the live one."""
         for name, owner, leaf in self._find():
-            if name not in state:
+            live = getattr(owner, leaf)
+            saved = state.get(name)
+            if saved is None and name in self._kept and _mark(live) != self._at_begin[name]:
+                saved = self._kept[name]
+            if saved is None:
                 continue
-            live, saved = getattr(owner, leaf), state[name]
             if live.shape == saved.shape and live.dtype == saved.dtype:
                 live.copy_(saved)
             else:
-                setattr(owner, leaf, saved.to(live.device))
+                setattr(owner, leaf, saved.to(live.device, copy=True))
 
     def _find(self) -> Iterator[tuple[str, nn.Module, str]]:
         """Name in the checkpoint, module and attribute of each; of shared ones the first name."""

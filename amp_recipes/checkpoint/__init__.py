@@ -4,6 +4,7 @@ from amp_recipes.checkpoint.best import best_checkpoint, load_weights, model_wei
 from amp_recipes.checkpoint.checkpointer import Checkpointer
 from amp_recipes.checkpoint.epoch_counter import EpochCounter
 from amp_recipes.checkpoint.folder import Checkpoint
+from amp_recipes.checkpoint.going_back import find_newest, make_newest
 from amp_recipes.checkpoint.keeper import CheckpointKeeper
 from amp_recipes.checkpoint.names import clean_name, clean_names
 from amp_recipes.checkpoint.state_format import plain_problem
@@ -16,7 +17,9 @@ __all__ = [
     "best_checkpoint",
     "clean_name",
     "clean_names",
+    "find_newest",
     "load_weights",
+    "make_newest",
     "model_weights",
     "plain_problem",
 ]

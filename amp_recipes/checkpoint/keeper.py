@@ -28,10 +28,12 @@ class CheckpointKeeper:
     A recipe that brings a checkpointer saves at the end of epochs itself, as it did with the original Brain; what the
     framework adds (optimizers, scaler, counters) goes into those checkpoints too. Its own saves after every epoch.
     writes: whether this process is the one that writes; background: whether training goes on while it does.
-    set_aside_number: N, once `resume("never")` has renamed the folder of the old checkpoints to `save.N`.
+    set_aside_number: N, once `resume("never")` has renamed the folder of the old checkpoints to `save.N`; deletes:
+    whether a save is followed by the deletion of older ones.
     """
 
     set_aside_number: int | None = None
+    deletes = True
 
     def __init__(
         self, checkpointer: Checkpointer | None, folder: Path | None, writes: bool, background: bool = True
@@ -82,7 +84,7 @@ class CheckpointKeeper:
         best = {"max_keys": [metric]} if mode == "max" else {"min_keys": [metric]}
         meta = {**meta, BEST_BY: {"metric": metric, "mode": mode}}
         self._best_key = metric
-        self._save(meta, partial(self.checkpointer.prune, **best, newest=_NEWEST), at_end=True)
+        self._save(meta, partial(self._prune, deletes=self.deletes, **best), at_end=True)
 
     def _save(self, meta: Mapping[str, Any], then: Callable[[Checkpoint], object], at_end: bool) -> None:
         self._save_again = (lambda: then(self.checkpointer.save_checkpoint(meta))) if at_end else None
@@ -102,9 +104,15 @@ class CheckpointKeeper:
 
     def save_inside_epoch(self, meta: Mapping[str, Any]) -> None:
         """Save, beside whatever is kept; of those saved inside an epoch only what is among the two newest stays."""
-        self._save({**meta, _INSIDE_EPOCH: True}, self._delete_old_inside, at_end=False)
+        self._save({**meta, _INSIDE_EPOCH: True}, partial(self._delete_old_inside, deletes=self.deletes), at_end=False)
 
-    def _delete_old_inside(self, saved: Checkpoint) -> None:
+    def _prune(self, saved: Checkpoint, deletes: bool, **best: list[str]) -> None:
+        if deletes:
+            self.checkpointer.prune(saved, **best, newest=_NEWEST)
+
+    def _delete_old_inside(self, saved: Checkpoint, deletes: bool) -> None:
+        if not deletes:
+            return
         for checkpoint in self.checkpointer.list_checkpoints()[_NEWEST:]:
             if checkpoint.meta.get(_INSIDE_EPOCH):
                 self.checkpointer.delete_checkpoint(checkpoint)
@@ -160,6 +168,12 @@ class CheckpointKeeper:
     def resume_again(self) -> None:
         """Have the next `resume` load the newest checkpoint again: for a fit after one that failed."""
         self._resumed, self._may_resume_again = False, True
+
+    def reload(self) -> None:
+        """Load the newest checkpoint in the midst of a fit, which goes on from there."""
+        self.checkpointer.recover_if_possible()
+        self._save_again = None
+        self._note_save()
 
     def _set_aside(self) -> None:
         """Rename the folder of the old checkpoints: a run that starts afresh neither takes nor deletes them."""

@@ -53,6 +53,7 @@ _ABOVE_ONE = _Range(lambda x: 1 < x < math.inf, "greater than 1")
 _FRACTION = _Range(lambda x: 0 < x < 1, "between 0 and 1, both excluded")
 _AT_LEAST_ZERO = _Range(lambda x: 0 <= x < math.inf, "0 or more")
 _AT_LEAST_ONE = _Range(lambda x: x >= 1, "1 or more")
+_AT_LEAST_FOUR = _Range(lambda x: x >= 4, "4 or more")
 _SEED = _Range(lambda x: 0 <= x <= MAX_SEED, f"from 0 to {MAX_SEED}")
 
 
@@ -143,6 +144,35 @@ class RunOptions(Mapping[str, Any]):
         "Optimization",
         "Decay per update of an exponential moving average of the weights. Absent: no average.",
         _FRACTION,
+    )
+    on_spike: Literal["off", "lower_lr", "wider_precision"] = _option(
+        "off",
+        "Spikes",
+        "What to do when the loss or a gradient norm leaves its band: go back to the last good checkpoint, and on from "
+        "there with lower learning rates, or in fp32. Needs `output_folder`; how far it goes back depends on "
+        "`ckpt_interval_steps`.",
+    )
+    spike_factor: float = _option(
+        8.0,
+        "Spikes",
+        "The band ends this many spreads above the median (spread: 1.4826 MAD of the logarithms; at least 0.05 for the "
+        "loss, 0.25 for a norm).",
+        _POSITIVE,
+    )
+    spike_window: int = _option(
+        100, "Spikes", "Updates that make the band; before there are so many, nothing is a spike.", _AT_LEAST_FOUR
+    )
+    spike_patience: int = _option(1, "Spikes", "Updates in a row outside the band that make a spike.", _AT_LEAST_ONE)
+    spike_steps: int = _option(
+        100,
+        "Spikes",
+        "Updates after the checkpoint that run with lower learning rates or in fp32; at least to past the one that "
+        "spiked.",
+        _AT_LEAST_ONE,
+    )
+    spike_lr_factor: float = _option(0.1, "Spikes", "Factor on learning rates under `lower_lr`.", _FRACTION)
+    spike_limit: int = _option(
+        10, "Spikes", "How often the run goes back at most; later spikes are warned about and counted.", _AT_LEAST_ONE
     )
     early_stop_metric: str | None = _option(
         None,
@@ -416,6 +446,8 @@ def _plain(name: str, value: Any) -> Any:
     if hint is bool:
         if not isinstance(value, bool | str) and value not in (0, 1):
             raise ValueError(name)
+    elif value is False and "off" in option_choices(name):
+        return "off"  # as YAML 1.1 reads the word
     elif isinstance(value, bool) or (isinstance(value, int) and value.bit_length() > _INTEGER_BITS):
         raise ValueError(name)
     if name == "device" and isinstance(value, str):

@@ -6,7 +6,16 @@ from amp_recipes.data.epoch_loader import EpochLoader
 from amp_recipes.data.loader_faults import loader_faults
 from amp_recipes.data.loaders import close_loader, make_loader, set_epoch
 from amp_recipes.data.moving import batch_length, to_device
-from amp_recipes.data.place import batches_from, generator_states, loader_state, replay_reason, set_generator_states
+from amp_recipes.data.place import (
+    batches_from,
+    begin_again,
+    beginning,
+    can_begin_again,
+    generator_states,
+    loader_state,
+    replay_reason,
+    set_generator_states,
+)
 from amp_recipes.data.samplers import EpochShuffle
 from amp_recipes.data.waiting import LoadingStopped
 
@@ -19,6 +28,9 @@ __all__ = [
     "as_batches",
     "batch_length",
     "batches_from",
+    "begin_again",
+    "beginning",
+    "can_begin_again",
     "close_loader",
     "generator_states",
     "length",

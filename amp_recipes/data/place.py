@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -63,6 +64,25 @@ def set_generator_states(loader: Any, states: Mapping[str, Any]) -> None:
     held = _held(loader)
     for name in held.keys() & states.keys():
         set_generator_state(held[name], states[name])
+
+
+def can_begin_again(loader: Any) -> bool:
+    """Whether the batches can be had once more; an iterator without a state of its own gives them once."""
+    return is_stateful(loader) or not isinstance(loader, Iterator)
+
+
+def beginning(loader: Any) -> Any:
+    """What `begin_again` needs of a loader that has not been asked for a batch yet."""
+    if isinstance(loader, DataLoader):  # torch draws in `state_dict` of torchdata's, which begins by itself anyway
+        return copy.deepcopy(loader.dataset.state_dict()) if _tells_by_dataset(loader) else None
+    return copy.deepcopy(loader.state_dict()) if is_stateful(loader) else None
+
+
+def begin_again(loader: Any, state: Any) -> None:
+    """Have `loader` forget the batches that it gave, where it is one that would go on after them."""
+    if state is not None:
+        teller = loader.dataset if isinstance(loader, DataLoader) else loader
+        teller.load_state_dict(copy.deepcopy(state))
 
 
 def replay_reason(loader: Any) -> str | None:

@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
 from amp_recipes.loggers.text import format_stage, stage_name
-from amp_recipes.records import Logger, RunSummary, StageRecord, StepRecord
+from amp_recipes.records import Logger, RecoveryStepRecord, RunSummary, StageRecord, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,10 @@ class RunLog:
     """The running stage's clock and counts, and the loggers that hear of them.
 
     summary: filled in as stages end; memory_interval_steps: how often the device is asked for its peak memory.
+    recovery: may be set to what the updates from then on are to be marked with; None: with nothing.
     """
+
+    recovery: str | None = None
 
     def __init__(
         self, loggers: Sequence[Logger], summary: RunSummary, device: torch.device, memory_interval_steps: int
@@ -88,7 +92,8 @@ class RunLog:
         if self._records % self._interval == 0:
             self._memory = device_peak_memory(self._device)
         self._records += 1
-        record = StepRecord(
+        kind = StepRecord if self.recovery is None else partial(RecoveryStepRecord, recovery=self.recovery)
+        record = kind(
             stage=self._stage,
             epoch=self._epoch,
             step=step,

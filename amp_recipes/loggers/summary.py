@@ -64,6 +64,7 @@ def format_summary(summary: RunSummary) -> str:
         "device": summary.device,
         "time": _time(summary),
         "updates": _updates(summary),
+        "spikes": _spikes(summary),
         "throughput": _throughput(summary),
         "peak memory": _memory(summary),
         **{stage: format_values(values) for stage, values in summary.last.items()},
@@ -103,6 +104,11 @@ def _updates(summary: RunSummary) -> str:
     if summary.skipped_steps:
         skips = f"{summary.skipped_steps:,} skipped ({summary.skipped_steps / tried:.2%})"
     return f"{summary.optimizer_steps:,}, {skips}"
+
+
+def _spikes(summary: RunSummary) -> str:
+    spikes = getattr(summary, "spikes", 0)  # of a run that watches for them
+    return f"{spikes:,}, went back {summary.went_back:,} times" if spikes else ""
 
 
 def _throughput(summary: RunSummary) -> str:

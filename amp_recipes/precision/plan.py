@@ -39,6 +39,8 @@ class PrecisionPlan:
         self.training_ctx = TorchAutocast(device_type=device.type, dtype=self.training.dtype)
         self.evaluation_ctx = TorchAutocast(device_type=device.type, dtype=self.evaluation.dtype)
 
+        self._fp32_ctx = TorchAutocast(device_type=device.type, dtype=torch.float32)
+        self.widened = False
         self._context_reported = False
         self._pins = pin_fp32(modules, options.fp32_modules)
         self.pinned = self._pins.names
@@ -60,8 +62,16 @@ class PrecisionPlan:
         self.updates = UpdateOwner(modules, self.scaler, device, agree)
         self.patience = Patience(options.nonfinite_patience, self.training.name, self.scaler.min_scale)
 
+    def widen(self, on: bool) -> TorchAutocast:
+        """The context to train in from now on: fp32 where `on`, when losses are not scaled and the scale stays."""
+        self.widened = on
+        self.scaler.pause(on)
+        return self._fp32_ctx if on else self.training_ctx
+
     def report_missing_context(self) -> None:
         """Warn, once, if training does not run at its precision: nobody has entered `training_ctx`."""
+        if self.widened:
+            return
         if self.training.dtype != torch.float32 and not self.training_ctx.was_entered and not self._context_reported:
             self._context_reported = True
             logger.warning(

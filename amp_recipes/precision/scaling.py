@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amp_recipes.errors import NonfiniteError, PrecisionError, RecipeError
 from amp_recipes.host_copy import HostCopy, Ticket
 from amp_recipes.precision.amp_config import fp16_parameters
+from amp_recipes.precision.loss_scaler import LossScaler
 from amp_recipes.precision.rollback import BufferRollback
 
 logger = logging.getLogger(__name__)
@@ -70,56 +70,6 @@ class PendingUpdate:
                 scale=numbers[scale_at] if scale_at < len(numbers) else None,
             )
         return self._update
-
-
-class LossScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` with a floor, and with several rounds of one optimizer in an iteration.
-
-    min_scale: the scale never falls below it. At 1 a gradient that still overflows is beyond fp16 itself (65504),
-    and halving on would only flush the small ones to zero.
-    """
-
-    def __init__(self, device: str, min_scale: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(device, **kwargs)
-        self.min_scale = min(min_scale, kwargs.get("init_scale", 2.0**16))
-
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """As `GradScaler.update`, then hold the floor; nothing is read from the device."""
-        super().update(new_scale)
-        if self.scale_tensor is not None:
-            self.scale_tensor.clamp_(min=self.min_scale)
-
-    def unscale_round_(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients of `optimizer`, also when it has already stepped since the last update.
-
-        torch allows one unscale between two updates. A further round's gradients carry the scale that is in force
-        now, so they are divided by it first; then the earlier round's verdict moves the scale. What the recipe has
-        unscaled itself is left as it is.
-        """
-        states = self._per_optimizer_states
-        if states[id(optimizer)]["stage"] is OptState.UNSCALED:
-            return
-        earlier = states.pop(id(optimizer))
-        self.unscale_(optimizer)
-        if earlier["found_inf_per_device"]:
-            this_round = states[id(optimizer)]
-            states[id(optimizer)] = earlier
-            self.update()
-            self._per_optimizer_states[id(optimizer)] = this_round
-
-    def note_step(self, optimizer: Optimizer) -> None:
-        """`optimizer` has stepped, or was skipped, outside of `GradScaler.step`."""
-        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
-
-    @property
-    def awaits_update(self) -> bool:
-        """Whether a step's verdict has not moved the scale yet."""
-        return self._enabled and any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
-
-    @property
-    def scale_tensor(self) -> torch.Tensor | None:
-        """The scale on the device (0-d float32); None before the first `scale` and when disabled."""
-        return self._scale if self._enabled else None
 
 
 class UpdateOwner:
@@ -348,6 +298,22 @@ class Patience:
     def backs_off(self, update: Update) -> bool:
         """Whether a skipped update is ordinary fp16 back-off: the loss is finite, and the scale can still fall."""
         return update.scale is not None and update.scale > self._min_scale and all(map(math.isfinite, update.losses))
+
+    @property
+    def in_a_row(self) -> int:
+        """How many of the latest updates count."""
+        return self._in_a_row
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether `check` would raise."""
+        return self._verdict is not None
+
+    def take_verdict(self) -> NonfiniteError:
+        """The error that `check` would raise; counting begins anew."""
+        error = NonfiniteError(self._verdict)
+        self.reset()
+        return error
 
     def check(self) -> None:
         """Raise NonfiniteError if `limit` updates in a row were skipped. Apart, so that they can be logged first."""

@@ -1,0 +1,80 @@
+"""torch's GradScaler with what a run needs besides: a floor, several rounds of one optimizer, a pause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+
+class LossScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` with a floor, and with several rounds of one optimizer in an iteration.
+
+    min_scale: the scale never falls below it. At 1 a gradient that still overflows is beyond fp16 itself (65504),
+    and halving on would only flush the small ones to zero.
+    """
+
+    def __init__(self, device: str, min_scale: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(device, **kwargs)
+        self.min_scale = min(min_scale, kwargs.get("init_scale", 2.0**16))
+        self._scales = self._enabled
+
+    def pause(self, paused: bool) -> None:
+        """While paused nothing is scaled and the state stays as it is; it is saved and loaded all the same."""
+        self._enabled = self._scales and not paused
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of `GradScaler`, also while paused."""
+        return self._unpaused(super().state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As that of `GradScaler`, also while paused."""
+        self._unpaused(super().load_state_dict, state_dict)
+
+    def _unpaused(self, call: Callable[..., Any], *args: Any) -> Any:
+        enabled, self._enabled = self._enabled, self._scales
+        try:
+            return call(*args)
+        finally:
+            self._enabled = enabled
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """As `GradScaler.update`, then hold the floor; nothing is read from the device."""
+        super().update(new_scale)
+        if self.scale_tensor is not None:
+            self.scale_tensor.clamp_(min=self.min_scale)
+
+    def unscale_round_(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of `optimizer`, also when it has already stepped since the last update.
+
+        torch allows one unscale between two updates. A further round's gradients carry the scale that is in force
+        now, so they are divided by it first; then the earlier round's verdict moves the scale. What the recipe has
+        unscaled itself is left as it is.
+        """
+        states = self._per_optimizer_states
+        if states[id(optimizer)]["stage"] is OptState.UNSCALED:
+            return
+        earlier = states.pop(id(optimizer))
+        self.unscale_(optimizer)
+        if earlier["found_inf_per_device"]:
+            this_round = states[id(optimizer)]
+            states[id(optimizer)] = earlier
+            self.update()
+            self._per_optimizer_states[id(optimizer)] = this_round
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """`optimizer` has stepped, or was skipped, outside of `GradScaler.step`."""
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+
+    @property
+    def awaits_update(self) -> bool:
+        """Whether a step's verdict has not moved the scale yet."""
+        return self._enabled and any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
+
+    @property
+    def scale_tensor(self) -> torch.Tensor | None:
+        """The scale on the device (0-d float32); None before the first `scale` and when disabled."""
+        return self._scale if self._enabled else None

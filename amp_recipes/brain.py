@@ -15,7 +15,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from amp_recipes import distributed
 from amp_recipes.data import LoadingStopped, batch_length, length, loader_faults, set_epoch, windows

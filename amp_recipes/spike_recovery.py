@@ -1,4 +1,4 @@
-"""Goes back to the last good checkpoint when a loss or a gradient norm has left its band, and on from there with care."""
+"""Goes back to the last good checkpoint when a loss or a gradient norm has left its band, and on with more care."""
 
 from __future__ import annotations
 
@@ -53,12 +53,13 @@ class SpikeRecovery(ExaminedRun):
         self._out_of_patience: NonfiniteError | None = None
         self._going_back = False
         self._data_at_first: dict[str, Any] = {}
+        self._frozen: list[str] | None = None  # parameters that did not train at the checkpoint that was loaded
         if self.on_spike == "off" or self.test_only or self.run_opts.purpose.action != "train":
             return
         if self.on_spike == "wider_precision" and self._plan.training.dtype == torch.float32:
             raise ConfigError(
-                f"on_spike is wider_precision, but precision is {self.run_opts.precision}, which is fp32 here: there is "
-                "no wider one. Set on_spike: lower_lr, or train in bf16 or fp16."
+                f"on_spike is wider_precision, but precision is {self.run_opts.precision}, which is fp32 here: there "
+                "is no wider one. Set on_spike: lower_lr, or train in bf16 or fp16."
             )
         if self.debug:
             logger.info("debug: on_spike does nothing, since no checkpoints are saved")
@@ -88,7 +89,7 @@ class SpikeRecovery(ExaminedRun):
         super()._start_afresh()
         self._norms, self._unjudged, self._out_of_patience, self._going_back = [], [], None, False
         if self._spikes is not None:
-            self._spikes.begin(self._fits + 1)
+            self._spikes.begin(self._fits + 1, self._optimizer_step)
             self._spare_checkpoints()
 
     @contextmanager
@@ -157,12 +158,25 @@ class SpikeRecovery(ExaminedRun):
 
     def _numbers(self) -> dict[str, Any]:
         numbers = super()._numbers()
-        return numbers if self._spikes is None else {**numbers, "spikes": self._spikes.state_dict()}
+        if self._spikes is None:
+            return numbers
+        # A recipe may save in the middle of an update, which nobody has judged yet.
+        judged = not len(self._ledger) and not self._unjudged
+        frozen = [name for name, it in self._saved_modules.named_parameters() if not it.requires_grad]
+        return {**numbers, "spikes": {**self._spikes.state_dict(), "judged": judged, "frozen": frozen}}
 
     def _take_numbers(self, state: Mapping[str, Any]) -> None:
         super()._take_numbers(state)
-        if self._spikes is not None and state.get("spikes") is not None:
-            self._spikes.load_state_dict(state["spikes"])
+        spikes = state.get("spikes")  # None: saved before `on_spike` was set
+        if self.on_spike != "off" and spikes is not None:
+            self.summary.spikes, self.summary.went_back = spikes["spikes"], spikes["went_back"]
+        if self._spikes is None:
+            return
+        if spikes is None:
+            self._spikes.begin(self._spikes.fit, self._optimizer_step)
+        else:
+            self._spikes.load_state_dict(spikes)
+            self._frozen = spikes["frozen"]
 
     # ------------------------------------------------------------------ watching
 
@@ -170,7 +184,7 @@ class SpikeRecovery(ExaminedRun):
         self._on_update(update, window)
         if update.taken:
             self._norms += update.grad_norms.items()
-        if self._plan.patience.exhausted and self._spikes.until is None:
+        if self._in_fit and self._plan.patience.exhausted and self._spikes.until is None:
             self._out_of_patience = self._plan.patience.take_verdict()  # not to be raised before going back was tried
 
     def _hear_window(self, window: Window) -> None:
@@ -206,7 +220,9 @@ class SpikeRecovery(ExaminedRun):
             self._ledger.settle()
             for loss, norms, where, update in self._unjudged:
                 loss, *values = distributed.means([loss, *(norm for _, norm in norms)], self.device)
-                self._judge(loss, [(name, value) for (name, _), value in zip(norms, values, strict=True)], where, update)
+                self._judge(
+                    loss, [(name, value) for (name, _), value in zip(norms, values, strict=True)], where, update
+                )
             self._unjudged.clear()
         self._act()
 
@@ -232,7 +248,7 @@ class SpikeRecovery(ExaminedRun):
             self._going_back = True
             raise GoingBack
         if error is not None:
-            raise error
+            raise NonfiniteError(f"{error} on_spike does not go back: {why_not}.")
         logger.warning("%s. Training goes on as it is: %s", watch.last, why_not)
         watch.accept_level()
 
@@ -258,9 +274,10 @@ class SpikeRecovery(ExaminedRun):
             place = brain["optimizer_step"]
             if watch.went_back_to is not None and place <= watch.went_back_to:
                 return f"it went back to update {place} before, and has saved no good state since", None
-            past = watch.last.update if error is None else self._optimizer_step + 1
-            until = max(place + self.spike_steps, past)
-            brain["spikes"] = watch.gone_back(brain.get("spikes"), place, until)
+            again = watch.last.update if error is None else self._optimizer_step + 1
+            until = max(place + self.spike_steps, again + 1)  # the update after it tells whether that has helped
+            saved = brain.get("spikes")
+            brain["spikes"] = {"frozen": None, **(saved or {}), **watch.gone_back(saved, place, until)}
             newest = make_newest(self.checkpointer, checkpoint, states)
         except CheckpointError as failed:
             return None, str(failed)
@@ -272,9 +289,10 @@ class SpikeRecovery(ExaminedRun):
         return None, None
 
     def _is_good(self, checkpoint: Checkpoint, brain: Mapping[str, Any]) -> bool:
-        saved = brain.get("spikes")  # absent: saved before `on_spike` was set
+        saved = brain.get("spikes")
         of_this_fit = saved is not None or checkpoint.meta.get("fit", 1) == self._fits
-        return of_this_fit and self._spikes.is_good(saved) and brain["patience"]["in_a_row"] == 0
+        calm = self._spikes.is_good(brain["optimizer_step"], saved) and brain["patience"]["in_a_row"] == 0
+        return of_this_fit and calm
 
     def _go_back(self) -> None:
         """Take everything from the newest checkpoint; what it knows nothing of is as it was when the fit began."""
@@ -286,6 +304,8 @@ class SpikeRecovery(ExaminedRun):
         self._norms, self._unjudged = [], []
         self.zero_grad(set_to_none=True)
         self._checkpoints.reload()
+        for name, parameter in self._saved_modules.named_parameters() if self._frozen is not None else ():
+            parameter.requires_grad_(name not in self._frozen)
         self._go_on()
         moment = self._position.take_moment()
         self._recipe_state.put_back(moment["recipe"])

@@ -111,7 +111,8 @@ class SpikeWatch:
 
     window, factor: of the bands; patience: updates in a row with a value outside that make a spike.
 
-    outside: updates in a row, up to the latest, that had a value outside; last: the latest such value.
+    observed: updates taken in all when the latest values were observed. outside: updates in a row, up to the latest,
+    that had a value outside; last: the latest such value; left_after: updates taken before the first of them.
     until: a recovery is under way until so many updates are taken (None: there is none); went_back_to: updates taken at
     the place that the fit went back to last. spikes, went_back: counts of the run. fit: which of the process's it is.
     """
@@ -121,11 +122,11 @@ class SpikeWatch:
         self._factor = factor
         self._patience = patience
         self.spikes = self.went_back = 0
-        self.begin(0)
+        self.begin(0, 0)
 
-    def begin(self, fit: int) -> None:
-        """A fit begins, of which nothing is known yet; the counts go on."""
-        self.fit = fit
+    def begin(self, fit: int, updates: int) -> None:
+        """A fit begins after so many updates, of which nothing is known yet; the counts go on."""
+        self.fit, self.observed = fit, updates
         self.until: int | None = None
         self.went_back_to: int | None = None
         self.accept_level()
@@ -135,6 +136,7 @@ class SpikeWatch:
         self._bands: dict[str, Band] = {}
         self.outside = 0
         self.last: Reading | None = None
+        self.left_after: int | None = None
 
     def observe(self, loss: float, norms: Iterable[tuple[str, float]], where: str, update: int) -> None:
         """Judge the values of an update that was taken; those of one that lay outside do not enter the bands.
@@ -143,13 +145,15 @@ class SpikeWatch:
         `Reading`.
         """
         values = [("loss", loss), *((f"gradient norm ({name})", norm) for name, norm in norms)]
+        before, self.observed = self.observed, update
         outside = [it for it in values if not (math.isfinite(it[1]) and self._band(it[0]).has(it[1]))]
         if outside:
             (series, value), band = outside[0], self._band(outside[0][0])
+            self.left_after = before if self.outside == 0 else self.left_after
             self.outside += 1
             self.last = Reading(series, value, band.limit, band.median, where, update)
             return
-        self.outside = 0
+        self.outside, self.left_after = 0, None
         for name, value in values:
             self._band(name).add(value)
 
@@ -158,22 +162,33 @@ class SpikeWatch:
         """Whether values have stayed outside for long enough, and no recovery is under way that may help."""
         return self.outside >= self._patience and self.until is None
 
-    def is_good(self, saved: Mapping[str, Any] | None) -> bool:
-        """Whether a checkpoint with this state of a watch is of this fit, and from before a band was left."""
-        return saved is None or (saved["fit"] == self.fit and saved["outside"] == 0)
+    def is_good(self, updates: int, saved: Mapping[str, Any] | None) -> bool:
+        """Whether a checkpoint is of this fit, and from before values went outside.
+
+        updates: taken when it was saved. saved: the state of a watch in it, with `judged` besides: whether that had
+        observed all that the checkpoint holds (a recipe may save in the middle of an update); None if it has none.
+        """
+        begun = self.observed if self.left_after is None else self.left_after
+        if saved is None:
+            return updates <= begun
+        whole = updates < begun or (updates == begun and saved["judged"])
+        return saved["fit"] == self.fit and saved["outside"] == 0 and whole
 
     def gone_back(self, saved: Mapping[str, Any] | None, update: int, until: int) -> dict[str, Any]:
         """The state of a watch that has gone back to a checkpoint of `update` with the state `saved`."""
         bands = {} if saved is None else saved["bands"]
-        begun = {"bands": bands, "outside": 0, "last": None, "until": until, "went_back_to": update}
-        return {**self.state_dict(), **begun, "went_back": self.went_back + 1}
+        recovery = {"until": until, "went_back_to": update, "went_back": self.went_back + 1}
+        calm = {"observed": update, "bands": bands, "outside": 0, "last": None, "left_after": None, "judged": True}
+        return {**self.state_dict(), **calm, **recovery}
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as plain values."""
         return {
             "fit": self.fit,
+            "observed": self.observed,
             "bands": {name: band.values for name, band in self._bands.items()},
             "outside": self.outside,
+            "left_after": self.left_after,
             "last": None if self.last is None else asdict(self.last),
             "until": self.until,
             "went_back_to": self.went_back_to,
@@ -183,10 +198,10 @@ class SpikeWatch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state that `state_dict` returned."""
-        self.begin(state["fit"])
+        self.begin(state["fit"], state["observed"])
         for name, values in state["bands"].items():
             self._band(name).load(values)
-        self.outside = state["outside"]
+        self.outside, self.left_after = state["outside"], state["left_after"]
         self.last = None if state["last"] is None else Reading(**state["last"])
         self.until, self.went_back_to = state["until"], state["went_back_to"]
         self.spikes, self.went_back = state["spikes"], state["went_back"]

@@ -117,7 +117,14 @@ def count_reads(folder, precision: str, recipe: type[Counted] = Counted, **optio
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"ema_decay": 0.9}, {"max_grad_norm": 0.0}], ids=["clipped", "ema", "unclipped"]
+    "options",
+    [
+        {},
+        {"ema_decay": 0.9},
+        {"max_grad_norm": 0.0},
+        {"on_spike": "lower_lr", "spike_window": 4, "ckpt_background": False},
+    ],
+    ids=["clipped", "ema", "unclipped", "spikes"],
 )
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", 0), ("bf16", 0), ("fp16", 1)])
 def test_device_reads_per_step(tmp_path, precision, allowed, options):

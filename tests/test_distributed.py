@@ -1,6 +1,7 @@
 """Two processes: gradients averaged, and a verdict that all ranks share."""
 
 import functools
+import json
 import os
 
 import pytest
@@ -12,6 +13,7 @@ from amp_recipes import Brain, distributed
 from amp_recipes.errors import NonfiniteError
 
 STEPS = 4
+SPIKE_AT, SPIKE_STEPS = 14, 20  # on rank 1 only
 
 
 class Regression(Brain):
@@ -31,13 +33,23 @@ def batches(rank: int, nan_at: int | None = None) -> list[tuple[torch.Tensor, to
     return made
 
 
+def batches_with_spike(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    made = []
+    for index in range(SPIKE_STEPS):
+        x = torch.randn(4, 3, generator=generator)
+        made.append((x, x.sum(1, keepdim=True) * (1e3 if index == SPIKE_AT and rank == 1 else 1.0)))
+    return made
+
+
 def train(rank: int, options: dict, nan_at: int | None) -> Brain:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     brain = Regression(
         {"model": model}, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), run_opts={"device": "cpu", **options}
     )
-    brain.fit(range(1), batches(rank, nan_at), progressbar=False)
+    data = batches_with_spike(rank) if "on_spike" in options else batches(rank, nan_at)
+    brain.fit(range(1), data, progressbar=False)
     return brain
 
 
@@ -95,6 +107,34 @@ def test_two_ranks_equal_one_process_that_accumulates_their_batches(run_two):
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
     torch.testing.assert_close(both[0][1], expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(both[0][1], both[1][1])
+
+
+@pytest.mark.parametrize("saves", [4, 0])
+def test_a_spike_on_one_rank_sends_both_back_to_the_same_place(run_two, tmp_path, saves):
+    folder = tmp_path / "run"
+    options = {"on_spike": "lower_lr", "spike_window": 8, "spike_steps": 4, "ckpt_interval_steps": saves}
+    first, second = run_two({**options, "output_folder": str(folder), "max_grad_norm": 1.0})
+    assert torch.equal(first[1], second[1]) and first[3:] == second[3:] == (SPIKE_STEPS, 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    pairs = list(zip(batches_with_spike(0), batches_with_spike(1), strict=True))
+    back_to = SPIKE_AT // saves * saves if saves else 0
+    careful = range(back_to, max(back_to + 4, SPIKE_AT + 2))
+    for index, pair in enumerate(pairs):
+        for x, y in pair:
+            (nn.functional.mse_loss(model(x), y) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.1 if index in careful else 0.1
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    torch.testing.assert_close(first[1], expected, rtol=1e-4, atol=1e-5)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["spikes"], summary["went_back"]) == (1, 1)
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    marked = [record["step"] for record in steps if "recovery" in record]
+    assert marked == [index + 1 for index in careful]
 
 
 def test_no_sync_is_left_also_after_an_exception():

@@ -166,7 +166,7 @@ class RunOptions(Mapping[str, Any]):
     spike_steps: int = _option(
         100,
         "Spikes",
-        "Updates after the checkpoint that run with lower learning rates or in fp32; at least to past the one that "
+        "Updates after the checkpoint that run with lower learning rates or in fp32; at least to one past that which "
         "spiked.",
         _AT_LEAST_ONE,
     )

@@ -53,6 +53,7 @@ class SpikeRecovery(ExaminedRun):
         self._out_of_patience: NonfiniteError | None = None
         self._going_back = False
         self._data_at_first: dict[str, Any] = {}
+        self._leaving = False  # what is saved now is not due, but the last thing before the process ends
         self._frozen: list[str] | None = None  # parameters that did not train at the checkpoint that was loaded
         if self.on_spike == "off" or self.test_only or self.run_opts.purpose.action != "train":
             return
@@ -87,7 +88,8 @@ class SpikeRecovery(ExaminedRun):
 
     def _start_afresh(self) -> None:
         super()._start_afresh()
-        self._norms, self._unjudged, self._out_of_patience, self._going_back = [], [], None, False
+        self._norms, self._unjudged, self._out_of_patience = [], [], None
+        self._going_back = self._leaving = False
         if self._spikes is not None:
             self._spikes.begin(self._fits + 1, self._optimizer_step)
             self._spare_checkpoints()
@@ -148,7 +150,18 @@ class SpikeRecovery(ExaminedRun):
             self._act()
             if not self._is_calm() and not self._interrupts.requested:
                 return  # it is still due after the next update
+            if self._leaving:
+                self._checkpoints.deletes = False
         super()._save_inside_epoch(epoch)
+
+    def _save_and_leave(self, epoch: int | None) -> None:
+        # A run that goes on after a signal must go back to where it would have without one: what is saved beside the
+        # intervals is no checkpoint to go back to, and does not begin an interval.
+        if self._spikes is not None:
+            self._ledger.settle()
+            due = 0 < self.ckpt_interval_steps <= self._checkpoints.updates_since_save
+            self._leaving = not (due and self._is_calm())
+        super()._save_and_leave(epoch)
 
     def _is_calm(self) -> bool:
         """Whether a checkpoint of this moment would be one to go back to."""
@@ -162,8 +175,13 @@ class SpikeRecovery(ExaminedRun):
             return numbers
         # A recipe may save in the middle of an update, which nobody has judged yet.
         judged = not len(self._ledger) and not self._unjudged
-        frozen = [name for name, it in self._saved_modules.named_parameters() if not it.requires_grad]
-        return {**numbers, "spikes": {**self._spikes.state_dict(), "judged": judged, "frozen": frozen}}
+        beside = {
+            "judged": judged,
+            "due": not self._leaving,
+            "updates_since_save": self._checkpoints.updates_since_save if self._leaving else 0,
+            "frozen": [name for name, it in self._saved_modules.named_parameters() if not it.requires_grad],
+        }
+        return {**numbers, "spikes": {**self._spikes.state_dict(), **beside}}
 
     def _take_numbers(self, state: Mapping[str, Any]) -> None:
         super()._take_numbers(state)
@@ -177,6 +195,7 @@ class SpikeRecovery(ExaminedRun):
         else:
             self._spikes.load_state_dict(spikes)
             self._frozen = spikes["frozen"]
+            self._checkpoints.updates_since_save = spikes["updates_since_save"]
 
     # ------------------------------------------------------------------ watching
 
@@ -277,7 +296,8 @@ class SpikeRecovery(ExaminedRun):
             again = watch.last.update if error is None else self._optimizer_step + 1
             until = max(place + self.spike_steps, again + 1)  # the update after it tells whether that has helped
             saved = brain.get("spikes")
-            brain["spikes"] = {"frozen": None, **(saved or {}), **watch.gone_back(saved, place, until)}
+            beside = {"due": True, "updates_since_save": 0, "frozen": None, **(saved or {})}
+            brain["spikes"] = {**beside, **watch.gone_back(saved, place, until)}
             newest = make_newest(self.checkpointer, checkpoint, states)
         except CheckpointError as failed:
             return None, str(failed)
@@ -291,12 +311,13 @@ class SpikeRecovery(ExaminedRun):
     def _is_good(self, checkpoint: Checkpoint, brain: Mapping[str, Any]) -> bool:
         saved = brain.get("spikes")
         of_this_fit = saved is not None or checkpoint.meta.get("fit", 1) == self._fits
+        due = saved is None or saved["due"]
         calm = self._spikes.is_good(brain["optimizer_step"], saved) and brain["patience"]["in_a_row"] == 0
-        return of_this_fit and calm
+        return of_this_fit and due and calm
 
     def _go_back(self) -> None:
         """Take everything from the newest checkpoint; what it knows nothing of is as it was when the fit began."""
-        self._going_back = False
+        self._going_back = self._leaving = False
         for loader in self._loaders.values():
             close_loader(loader)
         self._lowered_rates.put_back()

@@ -31,6 +31,7 @@ class Band:
         self._window = window
         self._factor = factor
         self._least_spread = least_spread
+        self._least_factor = math.exp(min(factor * least_spread, 700.0))
         self._values: deque[float] = deque()
         self._ordered: list[float] = []
 
@@ -45,8 +46,9 @@ class Band:
         """Whether `value` lies in the band, or there is none; NaN does not."""
         if len(self._values) < self._window:
             return True
-        # Half of all values need no look at the spread.
-        return value <= self._ordered[(self._window - 1) // 2] or value <= self.limit
+        middle = self._ordered[(self._window - 1) // 2]
+        least = middle * self._least_factor if self._ordered[0] >= 0 else middle
+        return value <= least or value <= self.limit  # most values need no look at the spread
 
     @property
     def limit(self) -> float:

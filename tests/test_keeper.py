@@ -121,6 +121,34 @@ def test_of_the_checkpoints_inside_an_epoch_the_two_newest_stay_beside_best_and_
     assert kept(tmp_path) == [1, (3, 30), 3]
 
 
+def test_while_it_is_not_to_delete_all_stay_and_the_next_save_clears_up(tmp_path):
+    made = owned(tmp_path, model=Holder())
+    save_epochs(made, [1.0])
+    made.deletes = False
+    for step in (10, 20, 30):
+        made.save_inside_epoch({"epoch": 2, "step": step})
+    save_epochs(made, [2.0, 3.0, 4.0], first=2)
+    assert kept(tmp_path) == [1, (2, 10), (2, 20), (2, 30), 2, 3, 4]
+    made.deletes = True
+    made.save_inside_epoch({"epoch": 5, "step": 10})
+    assert kept(tmp_path) == [1, 2, 3, 4, (5, 10)]
+    save_epochs(made, [5.0], first=5)
+    assert kept(tmp_path) == [1, (5, 10), 5]
+
+
+def test_a_reload_takes_the_newest_in_the_midst_of_a_run(tmp_path):
+    model = Holder("first")
+    made = owned(tmp_path, model=model)
+    save_epochs(made, [1.0])
+    model.value = "second"
+    made.due(5, 0)
+    made.reload()
+    assert model.value == "first" and made.updates_since_save == 0
+    model.value = "third"
+    made.reload()  # not only once
+    assert model.value == "first"
+
+
 def test_the_end_of_an_epoch_takes_the_place_of_what_was_saved_inside_it(tmp_path):
     made = owned(tmp_path, model=Holder())
     made.save_inside_epoch({"epoch": 1, "step": 10})

@@ -24,6 +24,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from amp_recipes.data import (
     batches_from,
+    begin_again,
+    beginning,
+    can_begin_again,
     generator_states,
     loader_state,
     make_loader,
@@ -415,6 +418,58 @@ def test_without_its_state_it_is_replayed():
 
 
 @pytest.mark.parametrize("step", [0, 2, 5])
+class OwnState:
+    """Goes on where it was when it is asked for an iterator again."""
+
+    place = 0
+
+    def __iter__(self):
+        while self.place < 6:
+            self.place += 1
+            yield torch.tensor([self.place])
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: make_loader(Tells(), shuffle=False, seed=1, device="cpu", batch_size=4),
+        lambda: DataLoader(Tells(), batch_size=4),
+        OwnState,
+        lambda: make_loader(Reads(), shuffle=True, seed=1, device="cpu", batch_size=4),
+        lambda: [[1], [2], [3], [4]],
+    ],
+    ids=["stream", "DataLoader", "own", "data set", "list"],
+)
+def test_a_pass_that_was_left_can_begin_again(make):
+    loader = make()
+    assert can_begin_again(loader)
+    state = beginning(loader)
+    first = [index_of(batch) for batch in batches_from(loader, 0, None)]
+    for asked in (3, 1):
+        left = batches_from(loader, 0, None)
+        for _ in range(asked):
+            next(left)
+        begin_again(loader, state)
+        assert [index_of(batch) for batch in batches_from(loader, 0, None)] == first
+
+
+def index_of(batch):
+    """What tells a batch from others, without its draws."""
+    return as_list(batch)[0][0] if isinstance(as_list(batch)[0], list) else as_list(batch)
+
+
+def test_an_iterator_cannot_begin_again_unless_it_has_a_state():
+    assert not can_begin_again(iter([1, 2])) and not can_begin_again(it for it in [1])
+    assert can_begin_again([1, 2]) and can_begin_again(OwnState())
+
+
 def test_a_sequence_is_taken_by_index(step):
     class Costly(list):
         def __iter__(self):

@@ -67,6 +67,21 @@ def test_whatever_ends_it_and_wherever(tmp_path, whole_of_one_epoch, dies_at, en
     assert fit(make(tmp_path), epochs=1).end == whole_of_one_epoch
 
 
+@pytest.mark.parametrize("ends", [(10,), (36,), (39, 1, 1), (37, 2, 3), (14, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("interval", [4, 0])
+def test_what_a_signal_has_saved_is_no_place_to_go_back_to(tmp_path, whole_of_two, ends, interval):
+    """Or a run that was interrupted would go back to another place than the one that was not."""
+    for dies_at in ends:  # in its process
+        with pytest.raises(RunInterrupted):
+            fit(make(tmp_path, dies_at=dies_at, end_by=terminate, ckpt_interval_steps=interval))
+    assert fit(make(tmp_path, ckpt_interval_steps=interval)).end == whole_of_two[interval]
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(tmp_path_factory):
+    return {it: fit(make(tmp_path_factory.mktemp("two"), ckpt_interval_steps=it)).end for it in (0, 4)}
+
+
 @pytest.mark.parametrize("moment", ["make_newest", "save_checkpoint", "delete_checkpoint", "recover_if_possible"])
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_while_it_goes_back_it_does_so_again(tmp_path, monkeypatch, moment, after):

@@ -29,7 +29,7 @@ class CheckpointKeeper:
     framework adds (optimizers, scaler, counters) goes into those checkpoints too. Its own saves after every epoch.
     writes: whether this process is the one that writes; background: whether training goes on while it does.
     set_aside_number: N, once `resume("never")` has renamed the folder of the old checkpoints to `save.N`; deletes:
-    whether a save is followed by the deletion of older ones.
+    whether a save is followed by the deletion of older ones; updates_since_save: how often `due` was asked.
     """
 
     set_aside_number: int | None = None
@@ -98,9 +98,9 @@ class CheckpointKeeper:
         """Whether to save inside the epoch; to be asked once after each update. 0: that interval is off."""
         if not self.saves:
             return False
-        self._updates += 1
+        self.updates_since_save += 1
         minutes = (time.monotonic() - self._last_save) / 60
-        return 0 < interval_steps <= self._updates or 0 < interval_minutes <= minutes
+        return 0 < interval_steps <= self.updates_since_save or 0 < interval_minutes <= minutes
 
     def save_inside_epoch(self, meta: Mapping[str, Any]) -> None:
         """Save, beside whatever is kept; of those saved inside an epoch only what is among the two newest stays."""
@@ -136,7 +136,7 @@ class CheckpointKeeper:
             self._save_again()
 
     def _note_save(self) -> None:
-        self._last_save, self._updates = time.monotonic(), 0
+        self._last_save, self.updates_since_save = time.monotonic(), 0
 
     def resume(self, mode: str = "auto") -> Checkpoint | None:
         """Load the newest checkpoint, at the first call or after `resume_again`; None where there is none.
@@ -171,9 +171,9 @@ class CheckpointKeeper:
 
     def reload(self) -> None:
         """Load the newest checkpoint in the midst of a fit, which goes on from there."""
-        self.checkpointer.recover_if_possible()
         self._save_again = None
         self._note_save()
+        self.checkpointer.recover_if_possible()
 
     def _set_aside(self) -> None:
         """Rename the folder of the old checkpoints: a run that starts afresh neither takes nor deletes them."""

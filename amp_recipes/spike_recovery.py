@@ -36,9 +36,9 @@ class SpikeRecovery(ExaminedRun):
     back to is written again as the newest, with the recovery in it, and then loaded: the run goes on as it would after
     a kill at that moment. What was saved since the band was left is deleted.
 
-    A recovery lasts `spike_steps` updates, and at least past the one that spiked, whose batch comes again. What lies
+    A recovery lasts `spike_steps` updates, and at least one past that which spiked, whose batch comes again. What lies
     outside meanwhile is expected, and leads nowhere until it ends; then the state is saved, if it lies in its band.
-    The run goes on as it is, with a warning and with new bands, where it cannot go back: `spike_limit` is reached, or
+    `nonfinite_patience` that runs out is a spike too, but in a recovery it ends the run. The run goes on as it is, with a warning and with new bands, where it cannot go back: `spike_limit` is reached, or
     no good checkpoint is newer than the place gone back to before.
     """
 
@@ -119,6 +119,8 @@ class SpikeRecovery(ExaminedRun):
         self._take_care(self._spikes.until is not None)
         self._spare_checkpoints()
         self._note_spikes()
+        if not (self.ckpt_interval_steps or self.ckpt_interval_minutes):
+            logger.info("on_spike goes back to the end of an epoch: with ckpt_interval_steps less is to be done again")
         if moment is None and self._checkpoints.saves:
             super()._save_inside_epoch(0)
 

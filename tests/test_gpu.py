@@ -165,3 +165,28 @@ def test_a_run_that_dies_goes_on_bit_for_bit(tmp_path, precision, background):
     for name, value in whole.modules.state_dict().items():
         assert torch.equal(value, resumed.modules.state_dict()[name]), name
     assert whole.optimizer_step == resumed.optimizer_step
+
+
+@pytest.mark.parametrize(
+    ("precision", "on_spike"), [("bf16", "wider_precision"), ("fp16", "wider_precision"), ("fp32", "lower_lr")]
+)
+def test_a_spike_goes_back_to_the_same_place_also_where_work_is_queued(tmp_path, precision, on_spike):
+    ends = []
+    for name in ("one", "two"):
+        brain = make_brain(precision, tmp_path / name, on_spike=on_spike, spike_window=6, spike_steps=4,
+                           ckpt_interval_steps=4, max_grad_norm=1.0)  # fmt: skip
+        data = [(x * (1e3 if index == 10 else 1.0), y) for index, (x, y) in enumerate(make_batches(18))]
+        brain.modules["model"][1] = nn.Identity()  # statistics would hide the scale of one batch
+        brain.fit(range(1), data, progressbar=False)
+        assert brain.summary.went_back == 1 and brain.optimizer_step == 18
+        assert brain.training_ctx is brain._plan.training_ctx
+        ends.append([parameter.tolist() for parameter in brain.modules.parameters()])
+    assert ends[0] == ends[1]
+
+
+def test_watching_for_spikes_does_not_make_the_host_wait(tmp_path):
+    brain = make_brain("bf16", tmp_path, on_spike="lower_lr", spike_window=4, ckpt_background=False)
+    brain.watch_from = WARM_UP
+    brain.on_fit_batch_end = lambda *_: torch.cuda.set_sync_debug_mode("default") if brain.step == STEPS else None
+    brain.fit(range(1), make_batches(), progressbar=False)
+    assert brain.summary.spikes == 0

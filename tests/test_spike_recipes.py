@@ -322,7 +322,7 @@ def test_the_log_says_what_left_which_band_and_what_is_done(tmp_path, caplog):
 
 def test_the_table_counts_spikes_where_there_were_any(tmp_path, capsys):
     fit(make(tmp_path, noprogressbar=False), epochs=1)
-    assert "spikes       1, went back 1 time" in capsys.readouterr().err
+    assert "spikes       1, went back once" in capsys.readouterr().err
     fit(make(tmp_path / "none", noprogressbar=False), Samples(None), epochs=1, batch_size=BATCH)
     assert "spikes" not in capsys.readouterr().err
 

@@ -39,9 +39,9 @@ def make_newest(checkpointer: Checkpointer, checkpoint: Checkpoint, states: Mapp
     later = [it for it in checkpointer.list_checkpoints() if it.number > checkpoint.number]
     holders = {name: _Holder(state) for name, state in states.items()}
     copy = Checkpointer(checkpointer.checkpoints_dir, holders).save_checkpoint(checkpoint.meta)
-    for spoilt in later:
-        checkpointer.delete_checkpoint(spoilt)
-        logger.warning("deleted %s: it was saved after the run had gone wrong", spoilt.path)
+    for left in later:
+        checkpointer.delete_checkpoint(left)
+        logger.warning("deleted %s: the run goes back to before it", left.path)
     return copy
 
 

@@ -417,7 +417,6 @@ def test_without_its_state_it_is_replayed():
     assert list(batches_from(Batches(), 4, None)) == [4, 5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("step", [0, 2, 5])
 class OwnState:
     """Goes on where it was when it is asked for an iterator again."""
 
@@ -470,6 +469,7 @@ def test_an_iterator_cannot_begin_again_unless_it_has_a_state():
     assert can_begin_again([1, 2]) and can_begin_again(OwnState())
 
 
+@pytest.mark.parametrize("step", [0, 2, 5])
 def test_a_sequence_is_taken_by_index(step):
     class Costly(list):
         def __iter__(self):

@@ -7,7 +7,14 @@ from amp_recipes.precision.amp_config import (
     resolve_precision,
     set_float32_precision,
 )
-from amp_recipes.precision.autocast import TorchAutocast, custom_bwd, custom_fwd, fwd_default_precision
+from amp_recipes.precision.autocast import (
+    TorchAutocast,
+    custom_bwd,
+    custom_fwd,
+    fwd_default_precision,
+    has_default_precision,
+    map_tensors,
+)
 from amp_recipes.precision.pins import Pins, decorated_modules, pin_fp32, pinned_modules, pinned_only
 from amp_recipes.precision.plan import PrecisionPlan
 from amp_recipes.precision.scaling import (
@@ -40,6 +47,8 @@ __all__ = [
     "decorated_modules",
     "fp16_parameters",
     "fwd_default_precision",
+    "has_default_precision",
+    "map_tensors",
     "pin_fp32",
     "pinned_modules",
     "pinned_only",

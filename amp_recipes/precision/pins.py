@@ -153,7 +153,9 @@ def _put_forward(module: nn.Module, forward: Callable | None) -> None:
 
 def decorated_modules(modules: nn.Module) -> list[str]:
     """Names of the modules whose class has a forward decorated by `fwd_default_precision`."""
-    return [name for name, module in modules.named_modules() if has_default_precision(type(module).forward)]
+    # A ScriptModule's class raises for it.
+    forwards = ((name, getattr(type(module), "forward", None)) for name, module in modules.named_modules())
+    return [name for name, forward in forwards if has_default_precision(forward)]
 
 
 def pinned_modules(modules: nn.Module) -> list[str]:

@@ -1,0 +1,362 @@
+"""Tells what autocast does to each op on this machine, beside what torch documents, and explains the differences."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from amp_recipes.errors import PrecisionError
+from amp_recipes.precision.amp_config import AMPConfig, device_capabilities
+from amp_recipes.precision.op_findings import (
+    AS_GIVEN,
+    BY_PARTS,
+    EXEMPT,
+    NOT_SEEN,
+    OTHER_DTYPE,
+    PARTLY,
+    SHORT_NAMES,
+    OpFinding,
+    autocast_kernels,
+    bare_name,
+    device_of,
+    is_here,
+    probe,
+)
+from amp_recipes.precision.op_lists import (
+    DOCUMENTED_TORCH,
+    FLOAT32,
+    KERNEL_OF,
+    LOWER_PRECISION,
+    RAISES,
+    STANDS_FOR,
+    WIDEST,
+    documented,
+    policy,
+    undocumented,
+)
+from amp_recipes.precision.op_probes import CPU_ONLY
+
+__all__ = ["OpFinding", "OpReference", "documented", "op_reference", "policy", "probe", "registry", "report_ops"]
+
+NOT_LISTED = "not listed"
+
+_FEATURES = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "bf16", "sve_bf16", "fp16_arith")
+_NO_FP16_RNN = "oneDNN has no fp16 RNN on a CPU without avx512_fp16; nn.LSTM raises there, too"
+_KNOWN: dict[tuple[str, str, str], str] = {
+    ("cpu", "_convolution", AS_GIVEN): (
+        "only its older overload, without allow_tf32, has a kernel; conv1d to conv_transpose3d are cast themselves"
+    ),
+    ("cuda", "cross_entropy", PARTLY): (
+        "its log_softmax asks for the dtype of the logits, and autocast leaves an explicit dtype alone: it rounds to "
+        "the low dtype, and only nll_loss is float32. Give it float32 logits"
+    ),
+    **{
+        ("cuda", name, OTHER_DTYPE): "the cast for cuDNN's recurrent networks is always to fp16"
+        for name in ("lstm", "gru", "rnn_tanh")
+    },
+}
+_MISDOCUMENTED_ON_CUDA = {"cross_entropy": PARTLY}
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Which aten ops have an autocast kernel for a device type in this build of torch, with or without the device."""
+
+    device_type: str
+    kernels: tuple[str, ...]  # "aten::softmax.int": with namespace and overload
+    documented_only: tuple[str, ...]  # documented names that no kernel has
+    registered_only: tuple[str, ...]  # ops with a kernel that no documented name stands for
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The ops with a kernel, without namespace and overload."""
+        return frozenset(bare_name(kernel) for kernel in self.kernels)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where torch does not do what its reference says; explanation is None where it is not known."""
+
+    name: str
+    documented: str
+    found: str
+    explanation: str | None
+
+
+@dataclass(frozen=True)
+class OpReference:
+    """What autocast does to every op on a device type: the lists, the findings, the registry and the differences."""
+
+    torch_version: str
+    device_type: str
+    device_name: str
+    dtype: str  # bf16 or fp16
+    features: dict[str, bool]  # what the CPU computes in hardware; empty for other devices
+    live: bool  # False: no such device here; torch's dispatch was traced on tensors without data, and no kernel ran
+    findings: tuple[OpFinding, ...]
+    registry: Registry
+
+    @property
+    def differences(self) -> list[Difference]:
+        """Where findings or registry differ from the documentation, in that order."""
+        return [*self._differing_findings(), *self._undocumented_kernels(), *self._documented_without_kernel()]
+
+    def _differing_findings(self) -> Iterator[Difference]:
+        for finding in self.findings:
+            expected = AS_GIVEN if finding.documented == EXEMPT else finding.documented
+            untraceable = finding.found == NOT_SEEN and not self.live
+            is_wrong = expected is not None and finding.found != expected and not untraceable
+            if is_wrong or finding.found == OTHER_DTYPE:
+                listed = f"documented {expected}" if expected else NOT_LISTED
+                yield Difference(finding.name, listed, finding.found, self._explanation(finding.name, finding.found))
+        called = {finding.name for finding in self.findings}
+        for name in sorted(documented(self.device_type).keys() - called):
+            yield Difference(name, f"documented {documented(self.device_type)[name]}", "never called", None)
+
+    def _undocumented_kernels(self) -> Iterator[Difference]:
+        """Ops that no list names and that have an autocast kernel: known, if they do what is known of them."""
+        found = {finding.name: finding.found for finding in self.findings}
+        for name in self.registry.registered_only:
+            known = undocumented(self.device_type).get(name)
+            does = found.get(name, NOT_SEEN)
+            explanation = None
+            if known is not None and does in (known, NOT_SEEN):
+                explanation = f"torch has a kernel for it that its page leaves out: {known}"
+            yield Difference(name, NOT_LISTED, does, explanation)
+
+    def _documented_without_kernel(self) -> Iterator[Difference]:
+        for name in self.registry.documented_only:
+            calls = [op for op in STANDS_FOR.get(name, ()) if op in self.registry.names]
+            explanation = f"Python's name; it calls {' or '.join(calls)}, which has one" if calls else None
+            listed = documented(self.device_type)[name]
+            yield Difference(name, f"documented {listed}", "no kernel of that name", explanation)
+
+    def _explanation(self, name: str, found: str) -> str | None:
+        if (self.device_type, name, found) == ("cpu", "mkldnn_rnn_layer", RAISES):
+            lacks_fp16 = self.dtype == "fp16" and not self.features.get("avx512_fp16")
+            return _NO_FP16_RNN if lacks_fp16 else None
+        return _KNOWN.get((self.device_type, name, found))
+
+    @property
+    def rehearsal_gaps(self) -> dict[tuple[str, str], list[str]]:
+        """(found here, what CUDA does) -> the ops: what a run on this device does not rehearse of one on CUDA.
+
+        Left out: ops that are cast by their parts alone and that CUDA's lists do not name, for there too their parts
+        decide; and kernels that are reached through another op.
+        """
+        gaps: dict[tuple[str, str], list[str]] = {}
+        for finding in self.findings:
+            on_cuda = _MISDOCUMENTED_ON_CUDA.get(finding.name) or policy("cuda", finding.name)
+            by_parts = finding.documented is None and finding.name not in self.registry.names
+            is_users = finding.name not in KERNEL_OF and finding.name not in CPU_ONLY
+            if finding.documented == EXEMPT or not is_users or (on_cuda is None and by_parts):
+                continue
+            if finding.found not in (NOT_SEEN, on_cuda or AS_GIVEN):
+                gaps.setdefault((finding.found, on_cuda or AS_GIVEN), []).append(finding.name)
+        return {} if self.device_type == "cuda" else gaps
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it; each finding also says what CUDA does to the op ("cuda")."""
+        return {
+            "torch": self.torch_version,
+            "documentation": DOCUMENTED_TORCH,
+            "device_type": self.device_type,
+            "device": self.device_name,
+            "dtype": self.dtype,
+            "features": self.features,
+            "live": self.live,
+            "findings": [asdict(finding) | {"cuda": policy("cuda", finding.name)} for finding in self.findings],
+            "registry": asdict(self.registry),
+            "differences": [asdict(difference) for difference in self.differences],
+            "rehearsal_gaps": [
+                {"here": here, "cuda": on_cuda, "ops": ops} for (here, on_cuda), ops in self.rehearsal_gaps.items()
+            ],
+        }
+
+    def table(self, every: bool = False) -> str:
+        """Plain text in 100 columns. every: a row for each op; otherwise ops that fare alike share one."""
+        return "\n".join(line.rstrip() for line in _lines(self, every))
+
+
+def op_reference(device_type: str, dtype: torch.dtype) -> OpReference:
+    """What autocast does on this machine and torch; a device type without a device is traced, not run.
+
+    dtype: torch.bfloat16 or torch.float16.
+    Raises PrecisionError for a device type without documented lists, for another dtype, and where the device cannot
+    run the dtype at all.
+    """
+    findings = probe(device_type, dtype)
+    live = is_here(device_type)
+    name = device_capabilities(device_of(device_type)).device_name if live else f"no {device_type} device here"
+    return OpReference(
+        torch_version=torch.__version__,
+        device_type=device_type,
+        device_name=name,
+        dtype=SHORT_NAMES[dtype],
+        features=_features() if device_type == "cpu" else {},
+        live=live,
+        findings=tuple(findings),
+        registry=registry(device_type),
+    )
+
+
+def registry(device_type: str) -> Registry:
+    """Which aten ops this build of torch casts on a device type, from its dispatcher; no device is needed.
+
+    Raises PrecisionError for a device type without documented lists.
+    """
+    listed = documented(device_type)
+    kernels = autocast_kernels(device_type)
+    names = {bare_name(kernel) for kernel in kernels}
+    spoken_for = {op for name in listed for op in STANDS_FOR.get(name, ())}
+    return Registry(
+        device_type,
+        kernels=tuple(kernels),
+        documented_only=tuple(name for name in listed if name not in names),
+        registered_only=tuple(sorted(names - set(listed) - spoken_for)),
+    )
+
+
+def report_ops(device_type: str | None, dtype_name: str | None, as_json: bool, every: bool = False) -> str:
+    """What `amp-recipes ops` prints.
+
+    device_type: None for the best device here. dtype_name: "bf16" or "fp16"; None for bf16. every: a row for each op.
+    Raises ConfigError for an unknown dtype name, PrecisionError for fp32 and as `op_reference`.
+    """
+    dtype = AMPConfig.from_name(dtype_name or "bf16").dtype
+    if dtype is torch.float32:
+        raise PrecisionError("at fp32 autocast does nothing to any op; ask for bf16 or fp16")
+    reference = op_reference(device_type or _best_device_type(), dtype)
+    return json.dumps(reference.as_dict(), indent=2) if as_json else reference.table(every)
+
+
+def _best_device_type() -> str:
+    return next(device_type for device_type in ("cuda", "xpu", "cpu") if is_here(device_type))
+
+
+def _features() -> dict[str, bool]:
+    flags = getattr(torch.cpu, "get_capabilities", dict)()
+    return {feature: bool(flags[feature]) for feature in _FEATURES if feature in flags}
+
+
+# ---------------------------------------------------------------------- the printed page
+
+_WIDTH = 100
+_TITLES = {
+    LOWER_PRECISION: "runs in {dtype}, whatever comes in",
+    FLOAT32: "what comes in is cast up to float32",
+    WIDEST: "what comes in is cast to the widest dtype among it",
+    EXEMPT: "documented to be left alone: in place, out=, dtype=, float64, integers",
+    None: "on no list of {device}; documented to run in the dtype of its inputs",
+}
+
+
+def _lines(reference: OpReference, every: bool) -> Iterator[str]:
+    yield from _head(reference)
+    groups: dict[str | None, list[OpFinding]] = {listed: [] for listed in _TITLES}
+    for finding in reference.findings:
+        groups[finding.documented].append(finding)
+    for listed, findings in groups.items():
+        title = _TITLES[listed].format(dtype=reference.dtype, device=reference.device_type)
+        yield ""
+        yield f"{listed or NOT_LISTED} ({len(findings)}): {title}"
+        yield from _table(findings, reference.device_type != "cuda") if every else _paragraphs(findings)
+    yield from _gap_lines(reference)
+    yield from _difference_lines(reference)
+
+
+def _head(reference: OpReference) -> Iterator[str]:
+    has = [feature for feature, there in reference.features.items() if there]
+    lacks = [feature for feature, there in reference.features.items() if not there]
+    facts = [f"torch {reference.torch_version}, {reference.device_name}, {reference.dtype}"]
+    facts += [f"{verb} {' '.join(features)}" for verb, features in (("has", has), ("lacks", lacks)) if features]
+    yield from _wrapped("; ".join(facts))
+    if not reference.torch_version.startswith(f"{DOCUMENTED_TORCH}."):
+        yield f"The lists are those of torch {DOCUMENTED_TORCH}; some differences may be those of the versions."
+    if not reference.live:
+        yield "Traced through torch's dispatcher on tensors without data: the casts are torch's; no kernel ran."
+    listed = [finding for finding in reference.findings if finding.documented not in (None, EXEMPT)]
+    right = sum(finding.found == finding.documented for finding in listed)
+    missed = sum(finding.found == NOT_SEEN for finding in listed)
+    yield f"{len(listed)} documented ops: {right} as documented, {len(listed) - right - missed} not, {missed} not seen."
+
+
+def _table(findings: list[OpFinding], with_cuda: bool) -> Iterator[str]:
+    """A row for each op; what there is to remark stands below it."""
+    heads = ("op", "given", "computed", "output", "found", *(["on cuda"] if with_cuda else []))
+    rows = [heads]
+    for finding in findings:
+        dtypes = [" ".join(dtypes) or "-" for dtypes in (finding.inputs, finding.computed, finding.outputs)]
+        on_cuda = [_cell(policy("cuda", finding.name) or "-")] if with_cuda else []
+        rows.append((finding.name, *dtypes, _cell(finding.found), *on_cuda))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    for row, finding in zip(rows, (None, *findings), strict=True):
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        if finding is not None and (finding.error or finding.note):
+            yield from _wrapped(f"      {_cut(finding.error or finding.note)}", rest="      ")
+
+
+def _cell(text: str) -> str:
+    return "lower" if text == LOWER_PRECISION else text
+
+
+def _paragraphs(findings: list[OpFinding]) -> Iterator[str]:
+    """What happens to several ops alike is said once, before their names."""
+    alike: dict[str, list[str]] = {}
+    for finding in findings:
+        given, computed, output = (" ".join(dtypes) for dtypes in (finding.inputs, finding.computed, finding.outputs))
+        if finding.error and not (computed and finding.found in (LOWER_PRECISION, FLOAT32, WIDEST)):
+            happens = f"{finding.found} ({given} in, {_cut(finding.error)})"
+        else:
+            by_parts = finding.note if finding.note.startswith(BY_PARTS) else ""
+            output = "then traced no further" if finding.error else f"{output or 'no floating'} out"
+            dtypes = f"{given} in, {computed} computed, {output}" if computed else ""
+            happens = ", ".join(part for part in (finding.found, dtypes, by_parts) if part)
+        alike.setdefault(happens, []).append(finding.name)
+    for happens, names in alike.items():
+        yield from _wrapped(f"  {happens}:", rest="    ")
+        yield from _wrapped(f"      {'  '.join(names)}", rest="      ")
+
+
+def _gap_lines(reference: OpReference) -> Iterator[str]:
+    gaps = reference.rehearsal_gaps
+    if not gaps:
+        return
+    yield ""
+    yield f"What a run on {reference.device_type} does not rehearse of one on cuda:"
+    for (here, on_cuda), names in gaps.items():
+        there = f"{on_cuda} on cuda" if on_cuda != AS_GIVEN else "on no list of cuda"
+        yield f"  {here} here, {there} ({len(names)}):"
+        yield from _wrapped(f"      {'  '.join(names)}", rest="      ")
+
+
+def _difference_lines(reference: OpReference) -> Iterator[str]:
+    differences = reference.differences
+    yield ""
+    yield f"Differences from the documentation: {len(differences) or 'none'}"
+    alike: dict[str, list[str]] = {}  # GPUs have dozens that are only missing from the page
+    for difference in differences:
+        why = difference.explanation or "NOT EXPLAINED"
+        what = f"{difference.documented}, found {difference.found}: {why}"
+        alike.setdefault(what, []).append(difference.name)
+    for what, names in alike.items():
+        if len(names) == 1:
+            yield from _wrapped(f"  {names[0]}: {what}", rest="    ")
+        else:
+            yield from _wrapped(f"  {what} ({len(names)}):", rest="    ")
+            yield from _wrapped(f"      {'  '.join(names)}", rest="      ")
+
+
+def _cut(text: str, width: int = 80) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _wrapped(text: str, rest: str = "  ") -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )

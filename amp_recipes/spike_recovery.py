@@ -38,8 +38,9 @@ class SpikeRecovery(ExaminedRun):
 
     A recovery lasts `spike_steps` updates, and at least one past that which spiked, whose batch comes again. What lies
     outside meanwhile is expected, and leads nowhere until it ends; then the state is saved, if it lies in its band.
-    `nonfinite_patience` that runs out is a spike too, but in a recovery it ends the run. The run goes on as it is, with a warning and with new bands, where it cannot go back: `spike_limit` is reached, or
-    no good checkpoint is newer than the place gone back to before.
+    `nonfinite_patience` that runs out is a spike too, but in a recovery it ends the run. The run goes on as it is, with
+    a warning and with new bands, where it cannot go back: `spike_limit` is reached, or no good checkpoint is newer than
+    the place gone back to before.
     """
 
     # ------------------------------------------------------------------ set-up

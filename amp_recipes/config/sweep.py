@@ -136,7 +136,7 @@ def run_sweep(
     folder = Path(settings.output_folder) / "sweep"
     lock_folder(folder)
     try:
-        with _Signals() as signals:
+        with Signals() as signals:
             runs = _Runs([sys.executable, script, hparams_file, *options], options, folder, settings, signals)
             if optuna is None:
                 _run_grid(axes, runs)
@@ -178,7 +178,7 @@ def _check_all(axes: Sequence[Axis], trials: int | None, check: Callable[[dict[s
     return settings
 
 
-class _Signals:
+class Signals:
     """Within it, what would end this process is passed on to the run under way, and `requested` says so.
 
     The runs are in sessions of their own: a Ctrl-C reaches each once, from here. Ignored signals and handlers of others
@@ -190,7 +190,7 @@ class _Signals:
         self._child: subprocess.Popen[bytes] | None = None
         self._earlier: dict[int, Any] = {}
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for signum in _PASSED_ON:
                 if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
@@ -228,7 +228,7 @@ class _Runs:
     """Makes runs, one after the other, each in its folder, and keeps their results by the folder's name."""
 
     def __init__(
-        self, command: list[str], options: list[str], folder: Path, settings: RunSettings, signals: _Signals
+        self, command: list[str], options: list[str], folder: Path, settings: RunSettings, signals: Signals
     ) -> None:
         self.folder = folder
         self.settings = settings

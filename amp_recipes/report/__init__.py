@@ -1,0 +1,6 @@
+"""Draws what runs have saved; training never imports it."""
+
+from amp_recipes.report.compare_page import draw_comparison
+from amp_recipes.report.diagnosis_page import draw_diagnosis
+
+__all__ = ["draw_comparison", "draw_diagnosis"]

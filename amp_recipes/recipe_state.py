@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -140,30 +139,9 @@ class RecipeState:
                 _fill(part, saved)
                 self._moved.add(f"{name}:{key}")
 
-    @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Within it, the recipe may change what it remembers, and set new attributes; then all is as it was.
-
-        Settings too, whether they have changed before or not. Large tensors are left out: weights and data.
-        """
-        values = {name: _copy(value) for name, value in self._plain_values().items() if _size(value) <= _LARGE_BYTES}
-        holders = [(holder, _copy(_state_of(holder))) for _, holder in self._holders()]
-        parts = [(part, part.detach().clone()) for _, _, part in self._module_parts() if part.nbytes <= _SMALL_BYTES]
-        names = set(self._attributes())
-        try:
-            yield
-        finally:
-            for name in self._attributes().keys() - names:
-                self._delete(name)
-            for name, value in values.items():
-                self._set(name, value, _on_device(value))
-            for holder, state in holders:
-                if isinstance(holder, GENERATORS):
-                    set_generator_state(holder, state)
-                else:
-                    holder.load_state_dict(state)
-            for part, value in parts:
-                part.data.copy_(value)
+    def generators(self) -> dict[str, Any]:
+        """The random generators among the attributes, by name."""
+        return {name: value for name, value in self._attributes().items() if isinstance(value, GENERATORS)}
 
     # ------------------------------------------------------------------ what there is
 

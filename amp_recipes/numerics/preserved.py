@@ -1,116 +1,200 @@
-"""Puts a model, its optimizers and the random generators back as they were, so that a step can be tried."""
+"""Puts a model, its optimizers, a recipe's memory and the random generators back, so that a step can be tried."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from amp_recipes.randomness import random_state, set_random_state
+from amp_recipes.numerics.user_code import lies_with_the_user
+from amp_recipes.randomness import (
+    GENERATORS,
+    generator_state,
+    random_state,
+    set_generator_state,
+    set_random_state,
+)
+
+# Attributes of the recipe's own objects: (where they stand, names that are not its own).
+Holder = tuple[dict[str, Any], Collection[str]]
+
+# Beside weights, what is larger is data: copied where everything is, not for each step that is tried.
+_LARGE_BYTES = 2**26
+# A recipe's objects are few; a graph of more (a data set read into lists) is data.
+_MOST_OBJECTS = 200_000
 
 
 @contextmanager
 def preserved(
-    modules: nn.Module, optimizers: Iterable[Optimizer], device: torch.device, weights: bool = False
+    modules: nn.Module,
+    optimizers: Iterable[Optimizer],
+    device: torch.device,
+    weights: bool = False,
+    holders: Iterable[Holder] = (),
+    untouched: Iterable[Any] = (),
 ) -> Iterator[None]:
     """Within it, gradients begin as None; afterwards everything is bit for bit as it was, in the same objects.
 
-    Kept: buffers, gradients, whether modules train, and the global random generators. weights: also the parameters
-    and the optimizers' state, copied to host memory: their size is needed there.
+    Kept: of modules their buffers, attributes, hooks, submodules, modes and which parameters train; gradients; random
+    generators, the global ones and those met. holders: of what else is kept, at any depth: tensors, arrays, numbers,
+    containers, generators, modules, objects whose class is the user's own, and others that have a `state_dict`; data
+    sets and loaders are not. untouched: objects that are left as they are. weights: also parameters, optimizers' state
+    and what is larger than 64 MiB, copied to host memory: their size is needed there.
+    What a step writes to files, or does through objects of other libraries, is not undone.
     """
     optimizers = list(optimizers)
-    parameters = _parameters(modules, optimizers)
-    gradients = [(parameter, parameter.grad) for parameter in parameters]
-    modes = [(module, module.training) for module in modules.modules()]
-    buffers = [_Buffers(module) for module in modules.modules() if module._buffers]
-    random = random_state(device)
-    values = [(parameter, _copy(parameter)) for parameter in parameters] if weights else []
-    states = [_OptimizerState(optimizer) for optimizer in optimizers] if weights else []
-    try:
-        for parameter in parameters:
+    with ExitStack() as undo:
+        random = random_state(device)
+        undo.callback(set_random_state, random)
+        memory = _Memory(undo, weights, untouched)
+        for holder, left_out in holders:
+            memory.keep_attributes(holder, left_out)
+        for value in (modules, *optimizers):
+            memory.keep(value)
+        for parameter in memory.parameters:
             parameter.grad = None
         yield
-    finally:
-        for parameter, value in values:
-            parameter.data.copy_(value)  # .data: a graph that saved the parameter may still be differentiated
-        for state in states:
-            state.put_back()
-        for kept in buffers:
-            kept.put_back()
-        for module, training in modes:
-            module.training = training
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        set_random_state(random)
 
 
-def _parameters(modules: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """Each once: those of the modules, and what optimizers hold beside them."""
-    held = (it for optimizer in optimizers for group in optimizer.param_groups for it in group["params"])
-    return list({id(it): it for it in (*modules.parameters(), *held)}.values())
+@contextmanager
+def module_state_kept(module: nn.Module) -> Iterator[None]:
+    """Within it, `module` may be run aside: buffers and attributes are put back, in it and in all inside it."""
+    with ExitStack() as undo:
+        _Memory(undo, weights=False).keep(module)
+        yield
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory."""
-    return tensor.detach().to("cpu", copy=True)
+@contextmanager
+def values_kept(batches: Any) -> Iterator[None]:
+    """Within it, a recipe may write to its batches; then they hold again what they held."""
+    with ExitStack() as undo:
+        _Memory(undo, weights=True).keep(batches)
+        yield
 
 
-class _Buffers:
-    """The buffers of one module: the objects and their values."""
+class _Memory:
+    """Notes what objects hold, each once, and lets `undo` put it back, whatever fails on the way."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._kept = {
-            key: (buffer, None if buffer is None or buffer.is_meta else buffer.detach().clone())
-            for key, buffer in module._buffers.items()
-        }
+    def __init__(self, undo: ExitStack, weights: bool, untouched: Iterable[Any] = ()) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self._undo = undo
+        self._weights = weights
+        self._seen = {id(it): it for it in untouched}  # by identity; held, so that none is given out again
 
-    def put_back(self) -> None:
-        for key in self._module._buffers.keys() - self._kept.keys():
-            del self._module._buffers[key]
-        for key, (buffer, value) in self._kept.items():
-            self._module._buffers[key] = buffer
-            if value is not None:
-                if buffer.shape != value.shape:  # a cache that grew in place
-                    buffer.data = value
-                elif value.layout is not torch.strided or all(value.stride()) or value.numel() <= 1:
-                    buffer.data.copy_(value)
+    def keep(self, value: Any) -> None:
+        """Keep what `value` holds, and what that holds."""
+        if isinstance(value, (type(None), bool, int, float, str, bytes, type)) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if len(self._seen) > _MOST_OBJECTS:
+            return
+        if isinstance(value, nn.Parameter):
+            self._keep_parameter(value)
+        elif isinstance(value, torch.Tensor):
+            if self._weights or value.nbytes <= _LARGE_BYTES:
+                self._keep_values(value)
+        elif isinstance(value, np.ndarray):
+            if value.flags.writeable and (self._weights or value.nbytes <= _LARGE_BYTES):
+                self._undo.callback(np.copyto, value, value.copy())
+        elif isinstance(value, GENERATORS):
+            self._undo.callback(set_generator_state, value, generator_state(value))
+        elif isinstance(value, Optimizer):
+            self._keep_optimizer(value)
+        elif isinstance(value, nn.Module):
+            self._keep_module(value)
+        elif type(value) in (dict, OrderedDict, defaultdict, list, deque, set):
+            self._keep_container(value)
+        elif isinstance(value, tuple):
+            for item in value:
+                self.keep(item)
+        elif isinstance(value, (Dataset, DataLoader, Sampler)):
+            return
+        elif _is_the_users(type(value)):
+            self.keep_attributes(vars(value))
+        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            self._undo.callback(value.load_state_dict, deepcopy(value.state_dict()))
+
+    def keep_attributes(self, attributes: dict[str, Any], left_out: Collection[str] = ()) -> None:
+        """Keep attributes of an object, but those left out."""
+        names = {name: value for name, value in attributes.items() if name not in left_out}
+        self._undo.callback(_put_attributes, attributes, names, left_out)
+        for value in names.values():
+            self.keep(value)
+
+    def _keep_parameter(self, parameter: nn.Parameter) -> None:
+        self.parameters.append(parameter)
+        self._undo.callback(_put_parameter, parameter, parameter.grad, parameter.requires_grad)
+        if self._weights:
+            self._keep_values(parameter)
+
+    def _keep_values(self, tensor: torch.Tensor) -> None:
+        if is_lazy(tensor) or tensor.is_meta or tensor.is_inference() or tensor.layout is not torch.strided:
+            return
+        if all(tensor.stride()) or tensor.numel() <= 1:  # else several elements are one, and nobody writes there
+            copied = tensor.detach().to("cpu", copy=True) if self._weights else tensor.detach().clone()
+            self._undo.callback(_put_values, tensor, copied)
+
+    def _keep_module(self, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):  # its attributes are those of compiled code
+            for part in (*module.parameters(), *module.buffers()):
+                self.keep(part)
+            return
+        self.keep_attributes(vars(module))  # with hooks, buffers, parameters and submodules, which are dicts there
+
+    def _keep_optimizer(self, optimizer: Optimizer) -> None:
+        self.keep(optimizer.param_groups)
+        if self._weights:
+            self.keep(optimizer.state)
+
+    def _keep_container(self, container: Any) -> None:
+        is_mapping = isinstance(container, dict)
+        items = dict(container) if is_mapping else list(container)
+        self._undo.callback(_put_items, container, items)
+        for item in (*items, *items.values()) if is_mapping else items:
+            self.keep(item)
 
 
-class _OptimizerState:
-    """The state and the settings of one optimizer: the objects and their values."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._state = {
-            parameter: {name: (value, _value(value)) for name, value in state.items()}
-            for parameter, state in optimizer.state.items()
-            if isinstance(state, Mapping)
-        }
-        self._groups = [
-            {name: (value, _value(value)) for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
-
-    def put_back(self) -> None:
-        self._optimizer.state.clear()
-        for parameter, state in self._state.items():
-            self._optimizer.state[parameter] = {name: _restored(*kept) for name, kept in state.items()}
-        for group, kept_group in zip(self._optimizer.param_groups, self._groups, strict=True):
-            for name, kept in kept_group.items():
-                group[name] = _restored(*kept)
+def _is_the_users(kind: type) -> bool:
+    """Whether objects of this class hold a recipe's state: others (a logger, a thread) live a life of their own."""
+    if kind is SimpleNamespace:
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    has_attributes = kind.__dictoffset__ != 0
+    in_main = kind.__module__ == "__main__"  # a notebook, or `python -c`, has no file
+    return has_attributes and (in_main if file is None else lies_with_the_user(file))
 
 
-def _value(value: Any) -> Any:
-    return _copy(value) if isinstance(value, torch.Tensor) else value
+def _put_attributes(attributes: dict[str, Any], values: dict[str, Any], left_out: Collection[str]) -> None:
+    for name in attributes.keys() - values.keys() - set(left_out):
+        del attributes[name]
+    attributes.update(values)
 
 
-def _restored(object_: Any, value: Any) -> Any:
-    if isinstance(object_, torch.Tensor):
-        object_.data.copy_(value)
-        return object_
-    return value
+def _put_parameter(parameter: nn.Parameter, gradient: torch.Tensor | None, requires_grad: bool) -> None:
+    if parameter.requires_grad is not requires_grad:
+        parameter.requires_grad_(requires_grad)
+    parameter.grad = gradient
+
+
+def _put_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    if tensor.shape != values.shape:  # a cache that grew in place
+        tensor.data = values.to(tensor.device)
+    else:
+        tensor.data.copy_(values)  # .data: a graph that saved the tensor may still be differentiated
+
+
+def _put_items(container: Any, items: Any) -> None:
+    put: Callable[[Any], None] = container.update if isinstance(container, (dict, set)) else container.extend
+    container.clear()
+    put(items)

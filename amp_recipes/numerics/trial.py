@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp_recipes.numerics.preserved import preserved
+from amp_recipes.numerics.preserved import preserved, values_kept
+from amp_recipes.numerics.user_code import Line, user_line
 from amp_recipes.precision import LossScaler, PendingUpdate, Pins, TorchAutocast, UpdateOwner, pinned_only
 
 # Batches whose gradients make one update.
@@ -28,7 +29,9 @@ class Outcome:
 
     losses: of each batch (0-d, detached, on the device), not divided by the window's length; gradients: by the
     parameter's name, unscaled, fp32 (float64 stays), in memory of their own; scale: the loss scale it ran at;
-    seconds: of forward and backward; pins: those it ran with, where it was told which.
+    seconds: of forward and backward; pins: those it ran with, where it was told which; stepped_under_autocast: the line
+    of the recipe that stepped inside the autocast region, if any did; differentiated: all losses that went backward,
+    which may be more than those returned.
     """
 
     losses: list[torch.Tensor]
@@ -36,10 +39,12 @@ class Outcome:
     scale: float
     seconds: float
     pins: Pins | None = None
+    stepped_under_autocast: Line | None = None
+    differentiated: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def loss_is_finite(self) -> bool:
-        return all(bool(torch.isfinite(loss).all()) for loss in self.losses)
+        return all(bool(torch.isfinite(loss).all()) for loss in (*self.losses, *self.differentiated))
 
     @property
     def is_finite(self) -> bool:
@@ -49,9 +54,14 @@ class Outcome:
 
 @dataclass
 class Course:
-    """What some steps of training gave: the mean loss of each window, and how long they took; all else is undone."""
+    """What some steps of training gave; all else is undone.
+
+    losses: the mean loss of each window; sizes: its mean |loss|, which differs where losses of either sign add up;
+    skipped: updates that were not taken, since something was not finite; seconds: that all took.
+    """
 
     losses: list[float] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
     skipped: int = 0
     seconds: float = 0.0
 
@@ -67,13 +77,21 @@ class Recorder(UpdateOwner):
         super().__init__(modules, LossScaler(device.type, init_scale=scale, enabled=scale != 1.0), device)
         self.scale = scale
         self.gradients_by_name: dict[str, torch.Tensor] = {}
+        self.stepped_under_autocast: Line | None = None
         self._names = {id(parameter): name for name, parameter in modules.named_parameters()}
+
+    @property
+    def differentiated(self) -> list[torch.Tensor]:
+        """The losses that went backward."""
+        return list(self._losses)
 
     def begin(self) -> None:
         """Buffers are put back by whoever tries the step."""
 
     def step(self, optimizers: Mapping[str, Optimizer], max_grad_norm: float) -> PendingUpdate | None:
         """Keep what the optimizers would have been given; a later step of the same window adds `#2` to the names."""
+        if torch.is_autocast_enabled(self._zero.device.type):
+            self.stepped_under_autocast = user_line()
         with _disable_current_modes():  # instruments shall see the step, not what is done to keep its gradients
             for key, optimizer in optimizers.items():
                 parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -91,6 +109,20 @@ class Recorder(UpdateOwner):
         gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
         self.gradients_by_name[free] = wide.div_(self.scale)
+
+
+class _Counted(UpdateOwner):
+    """Takes updates as a training step does, and counts those that are skipped."""
+
+    def __init__(self, modules: nn.Module, scaler: LossScaler, device: torch.device) -> None:
+        super().__init__(modules, scaler, device)
+        self.skipped = 0
+
+    def step(self, optimizers: Mapping[str, Optimizer], max_grad_norm: float) -> PendingUpdate | None:
+        """As in training; waits for the verdict."""
+        pending = super().step(optimizers, max_grad_norm)
+        self.skipped += pending is not None and not pending.read().taken
+        return pending
 
 
 class Trial:
@@ -134,6 +166,7 @@ class Trial:
         recorder = Recorder(self.modules, scale, self.device)
         with ExitStack() as stack:
             stack.enter_context(self._preserve(False))
+            stack.enter_context(values_kept(window))
             used = self._enter(stack, pins)
             for instrument in watch:
                 stack.enter_context(instrument)
@@ -144,7 +177,9 @@ class Trial:
                 for name, parameter in self.modules.named_parameters():
                     if parameter.grad is not None:
                         recorder.keep(name, parameter.grad)
-        return Outcome(losses, recorder.gradients_by_name, scale, seconds, used)
+        gradients = recorder.gradients_by_name
+        differentiated = recorder.differentiated
+        return Outcome(losses, gradients, scale, seconds, used, recorder.stepped_under_autocast, differentiated)
 
     def run_finite(
         self, window: Window, dtype: torch.dtype, scale: float = 1.0, pins: Iterable[str] | None = None
@@ -170,7 +205,7 @@ class Trial:
         scale: where the loss scale begins in float16; prepare: called before the first step (to seed otherwise).
         """
         scaler = LossScaler(self.device.type, init_scale=scale, enabled=dtype == torch.float16)
-        updates = UpdateOwner(self.modules, scaler, self.device)
+        updates = _Counted(self.modules, scaler, self.device)
         context = TorchAutocast(device_type=self.device.type, dtype=dtype)
         course = Course()
         with ExitStack() as stack:
@@ -179,10 +214,13 @@ class Trial:
             prepare()
             began = self._now()
             for window in windows:
-                losses = self._take(window, updates, context)
+                with values_kept(window):
+                    losses = [float(loss) for loss in self._take(window, updates, context)]
                 updates.update_scale()
                 updates.drop_losses()
-                course.losses.append(math.fsum(map(float, losses)) / len(losses))
+                course.losses.append(math.fsum(losses) / len(losses))
+                course.sizes.append(math.fsum(map(abs, losses)) / len(losses))
+            course.skipped = updates.skipped
             course.seconds = self._now() - began
         return course
 

@@ -1,0 +1,269 @@
+"""Takes the census of a step: which ops ran where in which dtypes, and who asked for which cast, at what cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_recipes.numerics.census_rows import (
+    LOW,
+    PINNED,
+    CacheEffect,
+    CastCount,
+    Census,
+    FrozenRecast,
+    Misplaced,
+    OpCount,
+    RoundTripCount,
+)
+from amp_recipes.numerics.census_watch import CensusWatch, Tally
+from amp_recipes.numerics.neutrality import differing_modules, same_bits
+from amp_recipes.numerics.observe import dtype_name
+from amp_recipes.numerics.op_kinds import OpKind
+from amp_recipes.numerics.trial import Outcome, Trial, Window
+from amp_recipes.precision import decorated_modules, pinned_modules
+
+_WIDE = {"float32", "float64"}
+# Autocast has a rule for `matmul`, not for each of the ops that a recipe may call in its place.
+_MAY_LACK_A_RULE = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "addr", "dot", "vdot"}
+_MOST_TIMED = 50  # kinds of casts that are run alone to see what they take
+_TIMES = 3
+
+
+def take_census(
+    trial: Trial, window: Window, dtype: torch.dtype, scale: float = 1.0, pins: Iterable[str] | None = None
+) -> Census:
+    """The census of one window under autocast to `dtype`, with the proof that watching did not change the step.
+
+    pins: names of the modules that are pinned for it, and no others (default: those that are). Takes four steps, two
+    of them watched; six where the watched step differs from the bare ones. Bytes count each element that an op reads
+    or writes, whatever the layout in memory.
+    """
+    pins = None if pins is None else list(pins)
+    bare = trial.run(window, dtype, scale, pins)
+    watch = CensusWatch(trial.modules, expects_autocast=dtype is not torch.float32)
+    watched = trial.run(window, dtype, scale, pins, watch=[watch])
+    again = trial.run(window, dtype, scale, pins)
+    census = census_of(watch, trial.modules, dtype, trial.device.type, pins)
+    census.cache = _cache_effect(trial, window, dtype, scale, pins, watch, watched)
+    census.never_called = [] if watched.pins is None else watched.pins.never_called()
+    census.seconds, census.bare_seconds = watched.seconds, min(bare.seconds, again.seconds)
+    census.cast_seconds = _cast_seconds(watch, trial.device)
+    census.neutral = same_bits(bare, watched)
+    if census.neutral:
+        census.neutrality_note = "Watching changed no bit of the losses and gradients."
+    elif not same_bits(bare, again):
+        census.neutrality_note = "The step does not repeat itself: two bare runs differ, so neutrality cannot be told."
+    else:
+        changed = differing_modules(trial, window, dtype, scale, pins)
+        where = ", ".join(changed[:5]) + (" ..." if len(changed) > 5 else "")
+        census.neutrality_note = (
+            f"Watching changes the step; first in {where}." if changed else "Watching changes the step, in no module."
+        )
+    return census
+
+
+def pins_hold(census: Census, names: Iterable[str]) -> list[dict[str, str]]:
+    """What speaks against these pins, as {module, reason}; empty: proven by this census.
+
+    A pin holds if it was called, and if within it, in forward, recompute and backward, nothing was done in a dtype
+    below float32 but to cast it.
+    """
+    violations = []
+    for name in names:
+        if name in census.never_called:
+            violations.append({"module": name, "reason": "its forward never ran, so the pin did nothing"})
+        elif name not in census.called:
+            violations.append({"module": name, "reason": "it was not called as a module, so its ops are not known"})
+        for row in census.ops:
+            if row.counts_as_low and _inside(row.module, name):
+                reason = f"{row.op} ran in {row.low} in the {row.phase}, {row.calls} times"
+                violations.append({"module": row.module, "reason": reason})
+    return violations
+
+
+def _inside(module: str, name: str) -> bool:
+    """Whether a module is the named one or below it."""
+    return module == name or (module.startswith(f"{name}." if name else "") and module[:1] != "<")
+
+
+def census_of(
+    watch: CensusWatch, modules: nn.Module, dtype: torch.dtype, device_type: str, pins: Sequence[str] | None
+) -> Census:
+    """What `watch` saw, without what takes other runs."""
+    standing = pinned_modules(modules) if pins is None else pins
+    census = Census(
+        dtype=dtype_name(dtype),
+        ops=_ops(watch),
+        casts=_casts(watch),
+        called={name for name in watch.at.called if name[:1] != "<"},
+        frozen_recasts=_frozen_recasts(watch, modules),
+        cancelling=_cancelling(watch),
+        pins=list(dict.fromkeys([*standing, *decorated_modules(modules)])),
+    )
+    scripts = {name for name, module in modules.named_modules() if isinstance(module, torch.jit.ScriptModule)}
+    if census.dtype in LOW:
+        census.meant_low = _meant_low(census, scripts, device_type)
+    census.meant_fp32 = [
+        Misplaced(row.module, row.phase, row.op, row.low, row.calls, "inside a module that is pinned to float32")
+        for row in census.ops
+        if row.counts_as_low and any(_inside(row.module, name) for name in census.pins)
+    ]
+    return census
+
+
+def _ops(watch: CensusWatch) -> list[OpCount]:
+    tallies: dict[tuple[Any, ...], Tally] = {}
+    kinds: dict[tuple[Any, ...], OpKind] = {}
+    for (place, signature), calls in watch.counts.items():
+        row = (*place, signature.kind.name, signature.inputs, signature.outputs)
+        tallies.setdefault(row, Tally()).add(signature.moved * calls, calls)
+        kinds.setdefault(row, signature.kind)
+    return [
+        OpCount(
+            *(module, phase, op, _names(inputs), _names(outputs), tally.calls, tally.bytes),
+            doing=kinds[row].doing,
+            writes_into=kinds[row].writes_into,
+            is_product=kinds[row].is_product,
+        )
+        for row, tally in tallies.items()
+        for module, phase, op, inputs, outputs in [row]
+    ]
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> tuple[str, ...]:
+    return tuple([dtype_name(it) for it in dtypes])
+
+
+def _casts(watch: CensusWatch) -> list[CastCount]:
+    tallies: dict[tuple[Any, ...], Tally] = {}
+    for key, tally in watch.casts.items():
+        row = (*key.place, key.by, dtype_name(key.from_), dtype_name(key.to), key.line)
+        tallies.setdefault(row, Tally()).add(tally.bytes, tally.calls)
+    return [CastCount(*row[:5], tally.calls, tally.bytes, row[5]) for row, tally in tallies.items()]
+
+
+def _frozen_recasts(watch: CensusWatch, modules: nn.Module) -> list[FrozenRecast]:
+    trained = {name for name, parameter in modules.named_parameters() if parameter.requires_grad}
+    return [
+        FrozenRecast(key.weight, key.place.module, dtype_name(key.to), tally.calls, tally.bytes)
+        for key, tally in watch.casts.items()
+        if key.by == "autocast" and key.weight is not None and key.weight not in trained
+    ]
+
+
+def _cancelling(watch: CensusWatch) -> list[RoundTripCount]:
+    return [
+        RoundTripCount(
+            there=trip.there.module,
+            back=trip.back.module,
+            phase=trip.back.phase,
+            dtype=dtype_name(trip.dtype),
+            through=dtype_name(trip.through),
+            loses=torch.promote_types(trip.dtype, trip.through) != trip.through,
+            calls=tally.calls,
+            bytes=tally.bytes,
+        )
+        for trip, tally in watch.round_trips.items()
+    ]
+
+
+def _meant_low(census: Census, scripts: set[str], device_type: str) -> list[Misplaced]:
+    """Products that ran wide in a run at a low dtype, and why they did."""
+    found = []
+    for row in census.ops:
+        if row.phase != "forward" or not row.is_product or not row.inputs or not set(row.inputs) <= _WIDE:
+            continue
+        base = row.op.rpartition("::")[2].rstrip("_")
+        if row.module in scripts:
+            reason = "in TorchScript"
+        elif any(_inside(row.module, name) for name in census.pins):
+            reason = PINNED
+        elif "float64" in row.inputs:
+            reason = "takes float64, which autocast leaves as it is"
+        elif row.writes_into:
+            reason = f"writes {row.writes_into}, and autocast leaves such ops alone"
+        elif base in _MAY_LACK_A_RULE and not _has_rule(base, device_type):
+            reason = f"autocast has no rule for it on {device_type}"
+        else:
+            reason = "autocast was off there: disabled by the code, or the call lies outside of its region"
+        dtype = "float64" if "float64" in row.inputs else "float32"
+        found.append(Misplaced(row.module, row.phase, row.op, dtype, row.calls, reason))
+    return found
+
+
+def _has_rule(base: str, device_type: str) -> bool:
+    key = f"Autocast{device_type.upper()}"
+    if not hasattr(torch._C.DispatchKey, key):
+        return True
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{base}", key)
+
+
+def _cache_effect(
+    trial: Trial,
+    window: Window,
+    dtype: torch.dtype,
+    scale: float,
+    pins: Sequence[str] | None,
+    watch: CensusWatch,
+    watched: Outcome,
+) -> CacheEffect | None:
+    """Another watched run, with autocast's cache off."""
+    if dtype is torch.float32:
+        return None
+    without = CensusWatch(trial.modules)
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # each autocast region begins with what is set here
+    try:
+        outcome = trial.run(window, dtype, scale, pins, watch=[without])
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+    with_cache, without_cache = _weight_casts(watch), _weight_casts(without)
+    return CacheEffect(
+        casts=with_cache.calls,
+        casts_without=without_cache.calls,
+        bytes_saved=without_cache.bytes - with_cache.bytes,
+        same_gradients=same_bits(watched, outcome),
+    )
+
+
+def _weight_casts(watch: CensusWatch) -> Tally:
+    total = Tally()
+    for key, tally in watch.casts.items():
+        if key.by == "autocast" and key.weight is not None:
+            total.add(tally.bytes, tally.calls)
+    return total
+
+
+def _cast_seconds(watch: CensusWatch, device: torch.device) -> float:
+    """What the casts take when each is run alone, on dense memory; beyond the largest kinds, by their bytes."""
+    kinds = [
+        (elements * (from_.itemsize + to.itemsize) * calls, calls, elements, from_, to)
+        for (elements, from_, to), calls in watch.cast_sizes.items()
+    ]
+    kinds.sort(key=lambda kind: -kind[0])
+    seconds = moved = 0.0
+    for bytes_, calls, elements, from_, to in kinds[:_MOST_TIMED]:
+        seconds += calls * _seconds_of_cast(device, elements, from_, to)
+        moved += bytes_
+    total = sum(kind[0] for kind in kinds)
+    return seconds * total / moved if moved else 0.0
+
+
+def _seconds_of_cast(device: torch.device, elements: int, from_: torch.dtype, to: torch.dtype) -> float:
+    tensor = torch.zeros(elements, dtype=from_, device=device)
+    tensor.to(to)
+    began = _now(device)
+    for _ in range(_TIMES):
+        tensor.to(to)
+    return (_now(device) - began) / _TIMES
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,90 @@
+"""Says whether watching a step changed it, and which modules it changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import _disable_current_modes
+
+from amp_recipes.numerics.observe import OpWatch, dtype_name, tensors_in
+from amp_recipes.numerics.trial import Outcome, Trial, Window
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(outcome: Outcome, other: Outcome) -> bool:
+    """Whether losses and gradients are the same, bit for bit (a NaN equals itself)."""
+    if len(outcome.losses) != len(other.losses) or outcome.gradients.keys() != other.gradients.keys():
+        return False
+    pairs = [*zip(outcome.losses, other.losses, strict=True)]
+    pairs += [(gradient, other.gradients[name]) for name, gradient in outcome.gradients.items()]
+    return all(
+        one.dtype == two.dtype and one.shape == two.shape and torch.equal(_bits(one), _bits(two)) for one, two in pairs
+    )
+
+
+def differing_modules(
+    trial: Trial, window: Window, dtype: torch.dtype, scale: float, pins: Sequence[str] | None
+) -> list[str]:
+    """Modules whose output is another when ops are watched, the first to end first, each with what changed.
+
+    Two runs with a hook on each module. Empty where they agree: then what changes is in no module, or the hook itself
+    changes the path. Later modules mostly differ because earlier ones do.
+    """
+    bare, watched = _Outputs(trial.modules), _Outputs(trial.modules)
+    trial.run(window, dtype, scale, pins, watch=[bare])
+    trial.run(window, dtype, scale, pins, watch=[watched, _Silent(trial.modules)])
+    found: dict[str, str] = {}
+    for (name, before), (_, after) in zip(bare.seen, watched.seen, strict=False):
+        if name in found or len(before) != len(after):
+            continue
+        for (dtype_before, *_rest, bits), (dtype_after, *_, other_bits) in zip(before, after, strict=True):
+            if dtype_before is not dtype_after:
+                found[name] = f"{name} ({dtype_name(dtype_before)} -> {dtype_name(dtype_after)})"
+            elif bits is not None and int(bits) != int(other_bits):
+                found.setdefault(name, f"{name} (other bits)")
+    return list(found.values())
+
+
+class _Silent(OpWatch):
+    """Sees every op and does nothing."""
+
+    def saw(self, *_: Any) -> None:
+        """Nothing."""
+
+
+class _Outputs:
+    """Within its `with`, notes what each module's call returned: dtypes, shapes, and a sum over the bits."""
+
+    def __init__(self, modules: nn.Module) -> None:
+        self._names = {module: name for name, module in modules.named_modules()}
+        self.seen: list[tuple[str, list[tuple[torch.dtype, torch.Size, torch.Tensor | None]]]] = []
+
+    def __enter__(self) -> _Outputs:
+        self._hook = register_module_forward_hook(self._note)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._hook.remove()
+
+    def _note(self, module: nn.Module, _: Any, output: Any) -> None:
+        with _disable_current_modes(), torch.no_grad():
+            told = [(it.dtype, it.shape, _sum_of_bits(it)) for it in tensors_in(output)]
+        self.seen.append((self._names.get(module, f"<{type(module).__name__}>"), told))
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor | None:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    return _bits(tensor).sum(dtype=torch.int64)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as integers."""
+    tensor = tensor.detach()
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return tensor.resolve_neg().contiguous().reshape(-1).view(_INTEGERS[tensor.itemsize])

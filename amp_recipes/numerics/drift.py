@@ -1,0 +1,218 @@
+"""Ranks modules by what it does to the loss that their own ops run in a low precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_recipes.numerics.drift_watch import Inside, Measure, Measured
+from amp_recipes.numerics.observe import OUTSIDE, OpWatch, tensors_in
+from amp_recipes.numerics.op_kinds import op_kind
+from amp_recipes.numerics.own_ops import LOW, CallDtypes, OwnOps, hookable
+from amp_recipes.numerics.trial import Outcome, Trial, Window, gradient_error
+
+
+@dataclass
+class ModuleDrift:
+    """What a low precision does to one module.
+
+    local_error: |d| / |y|, y the module's outputs in fp32 and d the error that its own ops make in low precision;
+    sensitivity: S^2 = sum over channels c of |dL/dy_c|^2 |d_c|^2, how far d can move the loss if errors of different
+    channels are independent (infinite where the loss depends on a value that is not finite); gradient_error:
+    |g - g_ref| / |g_ref| of the module's own parameters with all modules in low precision (None: none of them is
+    trained); above_max, below_normal: shares of the values that flow in and out, in fp32, above 65504 and in
+    (0, 6.1e-5), whatever the dtype; largest: the largest finite magnitude there and inside; calls: of its forward.
+    Squares are averaged over windows.
+    """
+
+    module: str
+    local_error: float
+    sensitivity: float
+    gradient_error: float | None
+    above_max: float
+    below_normal: float
+    largest: float
+    calls: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """As in `diagnosis.json`: numbers that are not finite as strings."""
+        return {
+            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in vars(self).items()
+        }
+
+
+def drift(
+    trial: Trial,
+    windows: Sequence[Window],
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    candidates: Iterable[str] | None = None,
+    pins: Iterable[str] | None = None,
+) -> list[ModuleDrift]:
+    """All modules that own low-precision ops, the most sensitive first.
+
+    Each window is run in `dtype` as a whole, and in fp32. In the fp32 run, each call of a module is made once more with
+    its own ops in `dtype`, on the same inputs, random numbers and buffers; modules inside it stay fp32. What its ops
+    were given in low precision in the low run they are given rounded so, and are compared with fp32 on the same, so
+    that each rounding is laid at the door of one module. dL/dy comes from the backward of the fp32 run.
+
+    scale: of the loss in the low run; candidates: names of modules (default: those in whose own forward an op computes
+    on or to a low dtype); pins: names of the modules that are pinned meanwhile (default: those that are).
+    S is of the forward, and of the first order; it is infinite, too, for a module in whose backward the gradients of
+    the low run cease to be finite. It is 0 for a module under `no_grad` whose values are finite.
+    """
+    pins = None if pins is None else list(pins)
+    chosen = None if candidates is None else list(candidates)
+    found: dict[str, _Found] = {}
+    for window in windows:
+        dtypes = CallDtypes(trial.modules)
+        low, owners = _low_run(trial, window, dtype, scale, pins, dtypes)
+        reference, measured = _measured(trial, window, dtype, pins, owners if chosen is None else chosen, dtypes)
+        if low is not None and low.loss_is_finite and not low.is_finite and reference.is_finite:
+            births = _BackwardBirths(trial.modules)
+            trial.run(window, dtype, low.scale, pins, watch=[births])
+            for name in births.modules & measured.keys():
+                measured[name].breaks_backward = True
+        for name, one in measured.items():
+            error = _own_gradient_error(trial.modules, name, low, reference)
+            if one.calls or one.raised:
+                found.setdefault(name, _Found()).add(one, error)
+    ranked = [one.mean(name, len(windows)) for name, one in found.items()]
+    return sorted(ranked, key=lambda it: -it.sensitivity)
+
+
+def _low_run(
+    trial: Trial, window: Window, dtype: torch.dtype, scale: float, pins: list[str] | None, dtypes: CallDtypes
+) -> tuple[Outcome | None, list[str]]:
+    """What the window gives in low precision (None: it raises), and the names of the modules that own low ops."""
+    watch = _LowOwners(trial.modules)
+    try:
+        low = trial.run(window, dtype, scale, pins, watch=[dtypes, watch])
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # a constant beyond the format, an op that the device lacks in it
+        return None, list(hookable(trial.modules))
+    if low.loss_is_finite and not low.is_finite and scale > 1.0:
+        low = trial.run_finite(window, dtype, scale / 16, pins)
+    return low, list(watch.found)
+
+
+def _measured(
+    trial: Trial, window: Window, dtype: torch.dtype, pins: list[str] | None, names: list[str], dtypes: CallDtypes
+) -> tuple[Outcome, dict[str, Measured]]:
+    """The fp32 run, and what was measured in it."""
+    own_ops = OwnOps(trial.modules, dtypes, dtype, trial.device)
+
+    def run(let_flow: set[str]) -> tuple[Outcome, dict[str, Measured]]:
+        inside, measure = Inside(trial.modules), Measure(trial.modules, names, own_ops, let_flow)
+        reference = trial.run(window, pins=pins, watch=[inside, measure])
+        for name, one in measure.found.items():
+            one.inside = inside.largest.get(name, 0.0)
+        return reference, measure.found
+
+    if not dtypes.without_gradient & set(names):
+        return run(set())
+    try:
+        return run(dtypes.without_gradient)
+    except (RuntimeError, TypeError):
+        return run(set())  # it does with an output what only a tensor without gradient allows: then S of that is 0
+
+
+@dataclass
+class _Found:
+    """What all windows showed of one module: sums, and the largest magnitude."""
+
+    squared_sensitivity: float = 0.0
+    squared_error: float = 0.0
+    squared_gradient_errors: list[float] = field(default_factory=list)
+    values: int = 0
+    above: int = 0
+    below: int = 0
+    largest: float = 0.0
+    calls: int = 0
+
+    def add(self, measured: Measured, gradient_error: float | None) -> None:
+        """Add a window."""
+        self.squared_sensitivity += measured.squared_sensitivity
+        self.squared_error += measured.squared_local_error
+        if gradient_error is not None:
+            self.squared_gradient_errors.append(gradient_error**2)
+        self.values += measured.values
+        self.above += measured.above
+        self.below += measured.below
+        self.largest = max(self.largest, measured.largest, measured.inside)
+        self.calls += measured.calls
+
+    def mean(self, name: str, windows: int) -> ModuleDrift:
+        """The root mean squares over windows."""
+        errors = self.squared_gradient_errors
+        return ModuleDrift(
+            module=name,
+            local_error=math.sqrt(self.squared_error / windows),
+            sensitivity=math.sqrt(self.squared_sensitivity / windows),
+            gradient_error=math.sqrt(math.fsum(errors) / len(errors)) if errors else None,
+            above_max=self.above / max(self.values, 1),
+            below_normal=self.below / max(self.values, 1),
+            largest=self.largest,
+            calls=self.calls,
+        )
+
+
+class _LowOwners(OpWatch):
+    """Names of the modules in whose own forward an op computes on a low dtype, or to one, in the order of these ops."""
+
+    def __init__(self, modules: nn.Module) -> None:
+        super().__init__(modules)
+        self._known = hookable(modules)
+        self.found: dict[str, None] = {}
+
+    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if op_kind(op).doing != "compute" or all(it.dtype not in LOW for it in tensors_in(args, kwargs, output)):
+            return
+        place = self.at.here
+        if place.phase == "backward" or place.module in (OUTSIDE, *self.found):
+            return
+        name = place.module
+        while name and name not in self._known:  # a scripted module's ops count for the one around it
+            name = name.rpartition(".")[0]
+        if name in self._known:
+            self.found[name] = None
+
+
+class _BackwardBirths(OpWatch):
+    """Names of the modules in whose own backward an op makes, of finite values, one that is not."""
+
+    def __init__(self, modules: nn.Module) -> None:
+        super().__init__(modules)
+        self.modules: set[str] = set()
+
+    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        place = self.at.here
+        if place.phase != "backward" or _are_finite(output) or not _are_finite(args, kwargs):
+            return
+        self.modules.add(place.module)
+
+
+def _are_finite(*values: Any) -> bool:
+    floating = (it for it in tensors_in(values) if it.is_floating_point() and it.layout is torch.strided)
+    return all(bool(it.isfinite().all()) for it in floating)
+
+
+def _own_gradient_error(modules: nn.Module, name: str, low: Outcome | None, reference: Outcome) -> float | None:
+    """|g - g_ref| / |g_ref| over the parameters that the module itself holds; None if none of them got a gradient."""
+    own = {id(it) for it in modules.get_submodule(name).parameters(recurse=False)}
+    names = {it for it, parameter in modules.named_parameters() if id(parameter) in own}
+    # A window with several updates has `weight#2` and so on.
+    wanted = {key: it for key, it in reference.gradients.items() if key.partition("#")[0] in names}
+    if low is None:
+        return math.inf if wanted else None
+    given = {key: it for key, it in low.gradients.items() if key.partition("#")[0] in names}
+    if not given and not wanted:
+        return None
+    return gradient_error(replace(low, losses=[], gradients=given), replace(reference, losses=[], gradients=wanted))

@@ -1,0 +1,245 @@
+"""Runs a module's own ops in a low precision as a low run would, with those of the modules inside it in fp32."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from amp_recipes.numerics.preserved import module_state_kept
+from amp_recipes.precision import TorchAutocast, map_tensors
+from amp_recipes.randomness import random_state, set_random_state
+
+LOW = (torch.float16, torch.bfloat16)
+_Dtypes = tuple[torch.dtype, ...]
+
+
+def floating(value: Any) -> list[torch.Tensor]:
+    """The dense floating-point and complex tensors in nested containers, in order, each once."""
+    found: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.layout is torch.strided:
+            found[id(tensor)] = tensor
+        return tensor
+
+    map_tensors(note, value)
+    return list(found.values())
+
+
+def hookable(modules: nn.Module) -> dict[str, nn.Module]:
+    """The modules by name, without those of TorchScript: they take no hooks, and no pins."""
+    return {name: it for name, it in modules.named_modules() if not isinstance(it, torch.jit.ScriptModule)}
+
+
+class CallDtypes(AbstractContextManager):
+    """Within it, remembers for each call of each module in which dtypes floating tensors went in and came out.
+
+    without_gradient: names of the modules that returned floating tensors of which none needs a gradient, while
+    gradients were on.
+    """
+
+    def __init__(self, modules: nn.Module) -> None:
+        self._modules = modules
+        self._calls: dict[nn.Module, list[tuple[_Dtypes, _Dtypes]]] = {}
+        self._context = ExitStack()
+        self.without_gradient: set[str] = set()
+
+    def __enter__(self) -> CallDtypes:
+        for name, module in hookable(self._modules).items():
+            self._calls[module] = []
+            for handle in (
+                module.register_forward_pre_hook(self._before, with_kwargs=True),
+                module.register_forward_hook(self._after(name), always_call=True),
+            ):
+                self._context.callback(handle.remove)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._context.close()
+
+    def into(self, module: nn.Module, call: int) -> _Dtypes:
+        """Dtypes of what went into this call of `module` (from 0, recomputation counts too)."""
+        return self._at(module, call)[0]
+
+    def out_of(self, module: nn.Module, call: int) -> _Dtypes:
+        """Dtypes of what it returned."""
+        return self._at(module, call)[1]
+
+    def _at(self, module: nn.Module, call: int) -> tuple[_Dtypes, _Dtypes]:
+        calls = self._calls.get(module, [])
+        return calls[call] if call < len(calls) else ((), ())
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls[module].append((_dtypes(floating((args, kwargs))), ()))
+
+    def _after(self, name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            outputs = floating(output)
+            self._calls[module][-1] = (self._calls[module][-1][0], _dtypes(outputs))
+            if outputs and torch.is_grad_enabled() and not any(it.requires_grad for it in outputs):
+                self.without_gradient.add(name)
+
+        return hook
+
+
+def _dtypes(tensors: list[torch.Tensor]) -> _Dtypes:
+    return tuple(it.dtype for it in tensors)
+
+
+class OwnOps(AbstractContextManager):
+    """Within it, in a run that is in fp32, a module can be run as it would in a low run, alone.
+
+    Its own ops run under autocast to `dtype`. What went into it in low precision in the run of `dtypes` goes in
+    rounded; modules inside it compute in fp32, and what they gave in low precision there comes out rounded. So that an
+    op that follows the dtype of its input computes as there.
+    """
+
+    def __init__(self, modules: nn.Module, dtypes: CallDtypes, dtype: torch.dtype, device: torch.device) -> None:
+        self._modules = modules
+        self._dtypes = dtypes
+        self._dtype = dtype
+        self._device = device
+        self._calls: Counter[nn.Module] = Counter()
+        self._context = ExitStack()
+        self.busy = False
+        self.rounded = False  # whether the latest `run` in low precision rounded what its own ops were given
+
+    def __enter__(self) -> OwnOps:
+        self._calls.clear()
+        for module in hookable(self._modules).values():
+            self._context.callback(module.register_forward_pre_hook(self._count).remove)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._context.close()
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], low: bool) -> list[torch.Tensor]:
+        """The floating tensors that this call of `module` gives; for its forward pre-hook, and nothing is changed.
+
+        low: its own ops in low precision; else in fp32, on what is rounded as for `low`.
+        """
+        calls = self._calls.copy()
+        self.busy = True
+        if low:
+            self.rounded = False
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(_disable_current_modes())  # instruments watch the step
+                stack.callback(set_random_state, random_state(self._device))
+                stack.enter_context(module_state_kept(module))
+                # Activation checkpointing around it counts what is saved.
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+                args, kwargs = map_tensors(_copy, (args, kwargs))
+                output = self._forward(module, module.forward, args, kwargs, low)
+                return [it.detach() for it in floating(output)]
+        finally:
+            self.busy = False
+            self._calls = calls
+
+    @contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """Within it, all calls of the module run so, and give fp32: the step with only this module's ops low."""
+        module = self._modules.get_submodule(name)
+        before, forward = vars(module).get("forward"), module.forward
+
+        def low_forward(*args: Any, **kwargs: Any) -> Any:
+            output = self._forward(module, forward, args, kwargs, low=True)
+            return map_tensors(lambda it: it.float() if it.dtype == self._dtype else it, output)
+
+        module.forward = low_forward
+        try:
+            with self:
+                yield
+        finally:
+            vars(module).pop("forward")
+            if before is not None:
+                module.forward = before
+
+    def _forward(
+        self, module: nn.Module, forward: Callable, args: tuple[Any, ...], kwargs: dict[str, Any], low: bool
+    ) -> Any:
+        dtypes = self._dtypes.into(module, self._calls[module] - 1)
+        args, kwargs = self._as_in_low_run((args, kwargs), dtypes, low)
+        with (
+            _Children(self, module, low),
+            TorchAutocast(self._device.type, dtype=self._dtype if low else torch.float32, cache_enabled=False),
+        ):
+            return forward(*args, **kwargs)
+
+    def as_returned(self, child: nn.Module, output: Any, low: bool) -> Any:
+        """`output` of a module inside, rounded as in the low run."""
+        return self._as_in_low_run(output, self._dtypes.out_of(child, self._calls[child] - 1), low)
+
+    def _as_in_low_run(self, value: Any, dtypes: _Dtypes, low: bool) -> Any:
+        """`value` with tensors in the dtypes that they had there (not low: in fp32 again, but rounded)."""
+        tensors = floating(value)
+        if len(tensors) != len(dtypes):
+            return value
+        rounded = {
+            id(it): it.to(dtype) if low else it.to(dtype).to(it.dtype)
+            for it, dtype in zip(tensors, dtypes, strict=True)
+            if dtype in LOW and it.dtype not in LOW
+        }
+        if not rounded:
+            return value
+        self.rounded = True
+        return map_tensors(lambda it: rounded.get(id(it), it), value)
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._calls[module] += 1
+
+
+class _Children(AbstractContextManager):
+    """Within it, the outermost calls of modules inside `module` compute in fp32."""
+
+    def __init__(self, own_ops: OwnOps, module: nn.Module, low: bool) -> None:
+        self._own_ops = own_ops
+        self._module = module
+        self._low = low
+        self._depth = 0
+        self._context = ExitStack()
+        self._off = ExitStack()
+
+    def __enter__(self) -> _Children:
+        for module in hookable(self._module).values():
+            if module is not self._module:
+                for handle in (
+                    module.register_forward_pre_hook(self._before, with_kwargs=True),
+                    module.register_forward_hook(self._after, always_call=True),
+                ):
+                    self._context.callback(handle.remove)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._off.close()
+        self._context.close()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._depth += 1
+        if self._depth > 1 or not self._low:
+            return None
+        for device_type in {it.device.type for it in self._module.parameters()} | {self._own_ops._device.type}:
+            self._off.enter_context(TorchAutocast(device_type, enabled=False))
+        return map_tensors(lambda it: it.float() if it.dtype in LOW else it, (args, kwargs))
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        self._depth -= 1
+        if self._depth:
+            return None
+        self._off.close()
+        return None if output is None else self._own_ops.as_returned(module, output, self._low)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that may be written to; one of a leaf could not."""
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()

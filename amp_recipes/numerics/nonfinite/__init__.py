@@ -1,0 +1,21 @@
+"""Where the value was born that makes a step nonfinite, why, and how to take that step again."""
+
+from amp_recipes.numerics.nonfinite.cause import locate
+from amp_recipes.numerics.nonfinite.report import (
+    NonfiniteReport,
+    Replay,
+    read_command,
+    read_replay,
+    write_report,
+)
+from amp_recipes.numerics.nonfinite.trace import NonfiniteTrace
+
+__all__ = [
+    "NonfiniteReport",
+    "NonfiniteTrace",
+    "Replay",
+    "locate",
+    "read_command",
+    "read_replay",
+    "write_report",
+]

@@ -1,0 +1,93 @@
+"""How a batch is made of samples and tensors: how many there are, what they are called, and a batch of some of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from amp_recipes.data import batch_length
+
+_MAX_DEPTH = 6  # of containers in a batch
+
+
+class Inseparable(Exception):
+    """A batch that cannot be taken apart into samples."""
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples a batch holds: the items of a list of samples, else its leading dimension."""
+    return len(batch) if is_list_of_samples(batch) else batch_length(batch)
+
+
+def is_list_of_samples(batch: Any) -> bool:
+    """Whether it is a list of dicts or objects that are all alike: what a collate function leaves that does nothing."""
+    if not isinstance(batch, list | tuple) or len(batch) < 2 or hasattr(batch, "_fields"):
+        return False
+    first = batch[0]
+    if isinstance(first, Mapping):
+        return all(type(it) is type(first) and it.keys() == first.keys() for it in batch)
+    is_record = is_dataclass(first) or hasattr(first, "_fields")
+    return is_record and all(type(it) is type(first) for it in batch)
+
+
+def tensors_by_path(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor | np.ndarray]]:
+    """The tensors and arrays in a batch, each with its way as Python writes it: `batch['image']`, `batch.image[0]`."""
+    if isinstance(value, Tensor | np.ndarray):
+        yield path, value
+    elif depth < _MAX_DEPTH:
+        for step, inner in _children(value):
+            yield from tensors_by_path(inner, f"{path}{step}", depth + 1)
+
+
+def _children(value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", inner) for key, inner in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f".{name}", getattr(value, name)) for name in value._fields]
+    if isinstance(value, list | tuple):
+        return [(f"[{index}]", inner) for index, inner in enumerate(value)]
+    if isinstance(value, type | nn.Module):
+        return []
+    names = [it.name for it in fields(value)] if is_dataclass(value) else list(getattr(value, "__dict__", ()))
+    return [(f".{name}", getattr(value, name, None)) for name in names]
+
+
+def take_samples(batch: Any, samples: Sequence[int], length: int) -> Any:
+    """The same batch with these samples only. Raises Inseparable for what has no leading dimension of `length`."""
+    if isinstance(batch, torch.Tensor):
+        if batch.ndim and batch.shape[0] == length:
+            return batch[torch.as_tensor(samples, device=batch.device)]
+        if batch.ndim == 0:
+            return batch
+        raise Inseparable
+    if isinstance(batch, str | bytes | int | float | bool | None):
+        return batch
+    is_row = type(batch) in (list, tuple) and len(batch) == length and not any(map(_is_whole, batch))
+    if is_row or (is_list_of_samples(batch) and len(batch) == length):  # a text, or a dict, for each sample
+        return type(batch)(batch[it] for it in samples)
+
+    def inner(value: Any) -> Any:
+        return take_samples(value, samples, length)
+
+    if type(batch) in (list, tuple):
+        return type(batch)(map(inner, batch))
+    if isinstance(batch, tuple) and hasattr(type(batch), "_make") and type(batch).__new__ is not tuple.__new__:
+        return type(batch)._make(map(inner, batch))
+    if type(batch) is dict:
+        return {key: inner(value) for key, value in batch.items()}
+    if is_dataclass(batch):
+        taken = copy.copy(batch)
+        for each in fields(batch):
+            object.__setattr__(taken, each.name, inner(getattr(batch, each.name)))
+        return taken
+    raise Inseparable
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | list | tuple | dict) or is_dataclass(value)

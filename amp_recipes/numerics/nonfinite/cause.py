@@ -1,0 +1,296 @@
+"""Says why a step went nonfinite: takes it again, watched, at other scales and precisions, until the cause is left.
+
+The first replay, at the scale in force, tells where the value was born. Is it finite at scale 1, the scale was too
+high; is it finite in float32, it is the precision; is it finite without the nonfinite values of a batch or of a weight,
+it is these; else it is the model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_recipes.numerics.nonfinite.batch_samples import Inseparable, is_list_of_samples, samples_in, take_samples
+from amp_recipes.numerics.nonfinite.report import NonfiniteReport
+from amp_recipes.numerics.nonfinite.samples import samples_by_parts, samples_in_rows
+from amp_recipes.numerics.nonfinite.trace import NonfiniteTrace
+from amp_recipes.numerics.nonfinite.values import External, plain_tensors, range_of
+from amp_recipes.numerics.nonfinite.walk import Origin, find_origin
+from amp_recipes.numerics.nonfinite.words import message_of, norm_overflows, not_replayable
+from amp_recipes.numerics.observe import dtype_name
+from amp_recipes.numerics.trial import Outcome, Trial, Window
+from amp_recipes.randomness import GENERATORS
+
+_PARTS = 16  # runs of parts of a batch that a search for samples may take
+
+
+def locate(
+    trial: Trial,
+    window: Window,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    known_generators: Mapping[str, Any] | None = None,
+    most_parts: int = _PARTS,
+) -> NonfiniteReport:
+    """Where the value was born that makes the step on `window` nonfinite at `dtype` and `scale`, and why.
+
+    known_generators: by name, those that the trial puts back to where they stood before the step, whenever it takes it.
+    Of others that the step draws from (Python's and NumPy's global ones, attributes of modules) the report says that a
+    replay drew otherwise. most_parts: runs of parts of the batch that may be taken to find the samples,
+    where the birth itself does not tell. Weights, buffers, gradients and generators are afterwards as they were.
+    """
+    return _Search(trial, window, dtype, scale, known_generators or {}, most_parts).report()
+
+
+class _Raised(Exception):
+    """The recipe's code raised; says what."""
+
+
+class _Search:
+    def __init__(
+        self,
+        trial: Trial,
+        window: Window,
+        dtype: torch.dtype,
+        scale: float,
+        generators: Mapping[str, Any],
+        most_parts: int,
+    ) -> None:
+        self._trial, self._window, self._dtype, self._scale = trial, list(window), dtype, scale
+        known = {id(it) for it in generators.values()}
+        self._put_back = list(generators)
+        self._generators = {
+            **{name: it for name, it in _generators_in(trial.modules).items() if id(it) not in known},
+            **generators,
+        }
+        self._most_parts = most_parts
+        self._bad_at = scale  # the scale at which it is known to be bad
+        self._drawn: list[str] = []
+        self._drawn_again: list[str] = []  # from those that are put back
+        self._notes: list[str] = []
+        self._replays = 0
+        self._seconds = 0.0
+        self._times: dict[tuple[torch.dtype, bool], float] = {}
+
+    # ------------------------------------------------------------------ replays
+
+    def _run(self, dtype: torch.dtype, scale: float, window: Window | None = None, watch: Sequence = ()) -> Outcome:
+        began = time.perf_counter()
+        self._replays += 1
+        try:
+            outcome = self._trial.run(self._window if window is None else window, dtype, scale, watch=watch)
+        except Exception as error:
+            raise _Raised(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}") from error
+        finally:
+            self._seconds += time.perf_counter() - began
+        if window is None:
+            self._times.setdefault((dtype, bool(watch)), outcome.seconds)
+        return outcome
+
+    def _watched(self, dtype: torch.dtype, scale: float) -> tuple[Outcome, Origin | None]:
+        trace = NonfiniteTrace(self._trial.modules, self._window, self._parameters(), self._generators)
+        outcome = self._run(dtype, scale, watch=[trace])
+        self._drawn = [it for it in trace.drawn if it not in self._put_back]
+        self._drawn_again = [it for it in trace.drawn if it in self._put_back]
+        return outcome, find_origin(trace, outcome)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Each once, by name: those of the modules, and what optimizers hold beside them."""
+        names = {id(it): name for name, it in self._trial.modules.named_parameters()}
+        found = dict(self._trial.modules.named_parameters())
+        for key, optimizer in self._trial.optimizers().items():
+            held = [it for group in optimizer.param_groups for it in group["params"]]
+            found |= {f"{key}[{i}]": it for i, it in enumerate(held) if id(it) not in names}
+        return found
+
+    # ------------------------------------------------------------------ the cause
+
+    def report(self) -> NonfiniteReport:
+        try:
+            outcome, origin = self._watched(self._dtype, self._scale)
+        except _Raised as error:
+            return self._unplaced("not replayable", f"The step cannot be taken again: {error}.")
+        if outcome.is_finite:
+            return self._of_finite(outcome)
+        if origin is None:
+            return self._unplaced(
+                "not replayable", "The step is nonfinite again, but where that began could not be seen."
+            )
+        try:
+            cause, origin = self._cause(origin)
+        except _Raised as error:
+            self._notes.append(f"Why could not be found out, as the step raised when it was tried otherwise: {error}.")
+            cause = "not replayable"
+        samples, all_samples = self._samples(origin, cause)
+        if self._drawn:
+            self._notes.append(
+                f"The step draws from {' and '.join(self._drawn)}, which a replay cannot set back: it was another draw."
+            )
+        message = message_of(origin, cause, samples, all_samples, self._notes)
+        return self._report(cause, message, origin, samples)
+
+    def _cause(self, origin: Origin) -> tuple[str, Origin]:
+        """The cause, and the origin that goes with it."""
+        if origin.external is not None and origin.external.kind != "tensor":
+            return self._of_external(origin)
+        if origin.is_gradient and self._scale != 1.0:
+            if self._run(self._dtype, 1.0).is_finite:
+                return "scale", origin
+            self._bad_at = 1.0
+        if self._dtype == torch.float32:
+            return "model", origin
+        if self._run(torch.float32, 1.0).is_finite:
+            if self._bad_at != self._scale:  # what overflows at the scale may hide what is wrong at any scale
+                origin = self._watched(self._dtype, 1.0)[1] or origin
+            return "precision", origin
+        wide = self._watched(torch.float32, 1.0)[1]
+        if wide is not None and wide.dtype in ("float16", "bfloat16"):
+            self._notes.append(f"Even in a float32 run this computes in {wide.dtype}, since the code casts by itself.")
+        if wide is None or (wide.place, wide.op) == (origin.place, origin.op):
+            return "model", origin
+        if wide.external is not None and wide.external.kind != "tensor":
+            return self._of_external(wide)
+        return "model", wide
+
+    def _of_external(self, origin: Origin) -> tuple[str, Origin]:
+        """The cause, if a nonfinite parameter, buffer or part of a batch is on the way to what is nonfinite."""
+        cause = "data" if origin.external.kind == "batch" else "model"
+        with _repaired(origin.external):
+            outcome = self._run(self._dtype, self._bad_at)
+            if outcome.is_finite:
+                return cause, origin
+            if not origin.is_gradient and outcome.loss_is_finite:
+                self._notes.append(
+                    "With 0 in its place the loss is finite and gradients are not: there is a second fault."
+                )
+                return cause, origin
+            other = self._watched(self._dtype, self._bad_at)[1]
+        if other is None or other.external is not None:
+            return cause, origin
+        self._notes.append(f"{origin.external} is nonfinite too, but with 0 in its place the step is no better.")
+        return self._cause(other)
+
+    def _of_finite(self, outcome: Outcome) -> NonfiniteReport:
+        if not math.isfinite(_norm(outcome)):
+            return self._of_norm(outcome)
+        others = len(self._trial.optimizers()) > 1
+        return self._unplaced("not replayable", not_replayable(self._drawn, others, self._trial.device.type))
+
+    def _of_norm(self, outcome: Outcome) -> NonfiniteReport:
+        """Every gradient is finite, and yet their norm is not: squares of more than 1.8e19 are beyond float32."""
+        name = max(outcome.gradients, key=lambda it: range_of(outcome.gradients[it]).largest or 0.0)
+        widest = range_of(outcome.gradients[name])
+        cause = "model"
+        if self._dtype != torch.float32:
+            wide = self._run(torch.float32, 1.0)
+            cause = "precision" if wide.is_finite and math.isfinite(_norm(wide)) else "model"
+        report = self._unplaced(cause, norm_overflows(name, widest, cause, dtype_name(self._dtype)))
+        report.module, report.op, report.phase = name.rpartition(".")[0], "gradient norm", "backward"
+        report.dtype, report.range, report.target = widest.dtype, [widest], "gradient norm"
+        return report
+
+    # ------------------------------------------------------------------ the samples
+
+    def _samples(self, origin: Origin, cause: str) -> tuple[list[Any], bool]:
+        """The samples that do it, and whether these are all."""
+        if origin.batch is None:
+            return [], False
+        batch = self._window[origin.batch]
+        length = samples_in(batch)
+        shapes = frozenset(tuple(it.shape) for it in self._parameters().values())
+        born = samples_in_rows(origin, length, is_list_of_samples(batch), shapes)
+        found = born and self._that_matter(origin, batch, born, length)
+        if found is None and cause in ("precision", "model") and origin.external is None:
+
+            def is_bad(samples: list[int]) -> bool:
+                # Each weighs what it does in the whole, where the loss is a mean.
+                scale = self._bad_at * len(samples) / length / len(self._window)
+                return self._is_bad(origin, take_samples(batch, samples, length), scale)
+
+            found = samples_by_parts(is_bad, length, self._most_parts)
+        named: list[Any] = found or []
+        if len(self._window) > 1:
+            named = [[origin.batch, it] for it in named]
+        return named, len(named) == length > 1
+
+    def _that_matter(self, origin: Origin, batch: Any, born: list[int], length: int) -> list[int]:
+        """Those in which the value was not left out again, if with others in their place all is well indeed."""
+        left = origin.passage.of(born)
+        innocent = [it for it in range(length) if it not in left]
+        if left == born or not innocent:
+            return born
+        others = [innocent[it % len(innocent)] if it in left else it for it in range(length)]
+        try:
+            changed = take_samples(batch, others, length)
+            return born if self._is_bad(origin, changed, self._bad_at / len(self._window)) else left
+        except Inseparable:
+            return born
+
+    def _is_bad(self, origin: Origin, batch: Any, scale: float) -> bool:
+        """Whether what is nonfinite in the step is so in a step on this batch."""
+        try:
+            outcome = self._run(self._dtype, scale, [batch])
+        except _Raised as error:  # batch normalisation refuses a single sample
+            raise Inseparable from error
+        return not (outcome.is_finite if origin.is_gradient else outcome.loss_is_finite)
+
+    # ------------------------------------------------------------------ the report
+
+    def _unplaced(self, cause: str, message: str) -> NonfiniteReport:
+        report = NonfiniteReport(
+            cause, message, self._dtype, self._scale, drawn=self._drawn, put_back=self._drawn_again
+        )
+        report.replays, report.seconds = self._replays, self._seconds
+        return report
+
+    def _report(self, cause: str, message: str, origin: Origin, samples: list[Any]) -> NonfiniteReport:
+        report = self._unplaced(cause, message)
+        report.module, report.op, report.phase = origin.place.module, origin.op, origin.place.phase
+        report.dtype, report.samples, report.target, report.chain = origin.dtype, samples, origin.target, origin.chain
+        report.line = None if origin.line is None else str(origin.line)
+        report.external = None if origin.external is None else str(origin.external)
+        if origin.external is not None and origin.external.tensor is not None:
+            report.range = [range_of(it.detach()) for it in plain_tensors(origin.external.tensor)]
+        if origin.birth is not None:
+            report.range, report.made = origin.birth.inputs, origin.birth.outputs
+            report.function, report.node = origin.birth.function, origin.birth.node
+        watched = self._times[self._dtype, True]
+        bare = self._times.get((self._dtype, False)) or self._times.get((torch.float32, False))
+        report.ratio = watched / bare if bare else None
+        return report
+
+
+@contextmanager
+def _repaired(external: External) -> Iterator[None]:
+    """Within it, 0 stands in place of what is nonfinite in the tensor."""
+    plain = [it.detach() for it in plain_tensors(external.tensor)]
+    kept = [it.clone() for it in plain]
+    try:
+        for tensor in plain:
+            # .data: what the recipe keeps of the tensor's graph may still be differentiated
+            tensor.data.copy_(tensor.nan_to_num(0.0, 0.0, 0.0))
+        yield
+    finally:
+        for tensor, value in zip(plain, kept, strict=True):
+            tensor.data.copy_(value)
+
+
+def _generators_in(modules: nn.Module) -> dict[str, Any]:
+    """The generators that modules have as attributes, by name."""
+    return {
+        f"the generator {name}.{key}".replace(" .", " "): it
+        for name, module in modules.named_modules()
+        for key, it in vars(module).items()
+        if isinstance(it, GENERATORS)
+    }
+
+
+def _norm(outcome: Outcome) -> float:
+    norms = [torch.linalg.vector_norm(it) for it in outcome.gradients.values()]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0

@@ -1,0 +1,109 @@
+"""How the run was started whose step a folder holds: what of it is kept, and what is believed of it when it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from amp_recipes.errors import CheckpointError
+
+MASK = "***"
+# Names of values that are nobody else's business: api_key, hf.token, --db-password. Not monkey, tokenizer, max_tokens.
+_SECRET = re.compile(
+    r"(.*[^a-z])?(api|access|auth|private)?(key|token)|.*(secret|password|passwd|passphrase|credential).*",
+    re.IGNORECASE,
+)
+_ENTRY = re.compile(r"""([\w.-]+)(["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,{}\[\]"']+)""")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")
+
+
+def saved(command: Mapping[str, Any]) -> dict[str, Any]:
+    """The command as a folder keeps it: secrets masked, and with the sha256 of the files that it names."""
+    words, masked = _without_secrets([str(it) for it in command.get("words", ())])
+    kept = {**command, "words": words} if isinstance(command.get("words"), list | tuple) else dict(command)
+    return {**kept, "masked": masked, "sha256": _digests(kept)}
+
+
+def checked(folder: Path, command: Any) -> dict[str, Any]:
+    """The command of `meta.json`, as `read_command` returns it. Raises CheckpointError for what is none."""
+    if command is None:
+        raise CheckpointError(
+            f"{folder}: the run was not started by a script (a notebook?), so nothing can be started again. Read the "
+            "folder with amp_recipes.numerics.nonfinite.report.read_replay."
+        )
+    given = command if isinstance(command, dict) else {}
+    words, module, masked = given.get("words"), given.get("module"), given.get("masked", [])
+    lists = all(isinstance(them, list) and all(isinstance(it, str) for it in them) for them in (words, masked))
+    is_module = module is None or (isinstance(module, str) and _MODULE.fullmatch(module) is not None)
+    if not (lists and is_module and all(isinstance(given.get(key), str) for key in ("script", "cwd"))):
+        raise CheckpointError(f"{folder}: its command is {command!r}; expected a script or module, words and a cwd.")
+    return {"script": given["script"], "module": module, "words": words, "cwd": given["cwd"], "masked": masked}
+
+
+def changed_files(command: Mapping[str, Any] | None) -> list[str]:
+    """The files that the command names and that are not what they were."""
+    digests = {} if command is None else command.get("sha256", {})
+    return [word for word, digest in digests.items() if _digest(Path(command["cwd"]) / word) != digest]
+
+
+# ---------------------------------------------------------------------- secrets
+
+
+def _without_secrets(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words with MASK in place of what looks like a secret, and the names of what was masked."""
+    kept: list[str] = []
+    masked: list[str] = []
+    for word in words:
+        before = kept[-1] if kept else ""
+        name, equals, value = word.partition("=")
+        if before.startswith("-") and "=" not in before and not word.startswith("-") and _is_secret(before):
+            masked.append(before)
+            kept.append(MASK)
+        elif equals and _is_secret(name):
+            masked += [name] if value else []
+            kept.append(f"{name}={MASK}" if value else word)
+        else:
+            kept.append(_without_entries(word, masked))
+    return kept, list(dict.fromkeys(masked))
+
+
+def _without_entries(word: str, masked: list[str]) -> str:
+    """The same for what a word of YAML or JSON holds: `--logger={url: x, api_key: ...}`."""
+
+    def replaced(entry: re.Match[str]) -> str:
+        if not _is_secret(entry[1]):
+            return entry[0]
+        masked.append(entry[1])
+        return f"{entry[1]}{entry[2]}{MASK}"
+
+    name, equals, value = word.partition("=")
+    return f"{name}={_ENTRY.sub(replaced, value)}" if equals else _ENTRY.sub(replaced, word)
+
+
+def _is_secret(name: str) -> bool:
+    return _SECRET.fullmatch(_CAMEL.sub("_", name)) is not None
+
+
+# ---------------------------------------------------------------------- files
+
+
+def _digests(command: Mapping[str, Any]) -> dict[str, str]:
+    """sha256 of the script and of the YAML files among the words, by the words."""
+    words = [str(command.get("script", "")), *(str(it) for it in command.get("words", ()))]
+    found = {}
+    for word in dict.fromkeys(words):
+        digest = _digest(Path(str(command.get("cwd", "."))) / word) if word.endswith((".py", ".yaml", ".yml")) else None
+        if digest is not None:
+            found[word] = digest
+    return found
+
+
+def _digest(file: Path) -> str | None:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return None

@@ -1,0 +1,152 @@
+"""Who wrote which memory, and whether that was finite: what a trace of a step is made of.
+
+Edges go from an op to those that wrote the storages it reads. Views, writes in place and memory that is given out again
+make that more than a matter of names.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from amp_recipes.numerics.nonfinite.values import FINITE, Birth, TensorRange, kind_of
+from amp_recipes.numerics.observe import Place, op_name
+from amp_recipes.numerics.user_code import Line
+
+# Ops that write all of what they change, and read none of it.
+_OVERWRITING = frozenset(
+    {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_"}
+    | {"log_normal_", "set_", "_foreach_copy_", "_foreach_zero_"}
+)
+# Ops whose outputs are finite if all that they read is (and real), so that nobody needs to look.
+_HARMLESS = frozenset(
+    {"cat", "clone", "constant_pad_nd", "embedding", "flip", "gather", "index", "index_select", "repeat", "roll"}
+    | {"select_backward", "slice_backward", "sort", "stack", "take", "topk", "tril", "triu", "where", "masked_fill"}
+    | {"amax", "amin", "clamp", "clamp_max", "clamp_min", "hardtanh", "max", "max_pool2d_with_indices", "maximum"}
+    | {"abs", "ceil", "cos", "erf", "floor", "min", "minimum", "neg", "relu", "round", "sigmoid", "sign", "sin", "tanh"}
+    | {"_softmax", "threshold_backward", "trunc", "arange", "bernoulli", "eye", "new_ones", "new_zeros", "ones"}
+    | {"zeros", "ones_like", "zeros_like", "rand", "rand_like", "randn", "randn_like", "clamp_", "clamp_min_"}
+    | {"neg_", "relu_", "zero_"}
+)
+_UNWRITTEN = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+_CASTS = frozenset(("_to_copy", "copy_"))
+
+# An event that wrote, or a tensor from outside, by its number; and how bad that was.
+Cause = tuple[int, int]
+
+
+class Written:
+    """An op that wrote something. sources: all that it read; causes: of these, what was not finite.
+
+    rows: those of its output that are nonfinite, in the forward, where the output has as many rows as a batch.
+    """
+
+    __slots__ = ("birth", "causes", "dtype", "kind", "line", "op", "place", "rows", "shape", "sources")
+
+    def __init__(
+        self,
+        op: torch._ops.OpOverload,
+        place: Place,
+        made: Tensor,
+        sources: tuple[int, ...],
+        kind: int,
+        causes: tuple[Cause, ...],
+        birth: Birth | None,
+        line: Line | None,
+        rows: list[int] | None,
+    ) -> None:
+        self.op, self.place, self.sources = op, place, sources
+        self.shape, self.dtype = tuple(made.shape), made.dtype
+        self.kind, self.causes, self.birth, self.line, self.rows = kind, causes, birth, line, rows
+
+
+class Bad:
+    """What an event wrote that is not finite, and from where to where among the storage's bytes.
+
+    kind: None where it is to be looked at whenever it is read.
+    """
+
+    __slots__ = ("end", "first", "kind", "number")
+
+    def __init__(self, number: int, kind: int | None, first: float = 0, end: float = math.inf) -> None:
+        self.number, self.kind, self.first, self.end = number, kind, first, end
+
+
+class Memory:
+    """One storage. last: the event that wrote it last; bad: who wrote what is not finite.
+
+    The weak reference lets the memory go but keeps its address from being given to another storage.
+    """
+
+    __slots__ = ("bad", "last", "weak")
+
+    def __init__(self, storage: torch.UntypedStorage, last: int) -> None:
+        self.weak = StorageWeakRef(storage)
+        self.last = last
+        self.bad: list[Bad] = []
+
+
+class Read:
+    """A tensor that an op reads. range: what it held, where it is known; overwritten: the op does not look at it."""
+
+    __slots__ = ("memory", "overwritten", "range", "tensor")
+
+    def __init__(self, tensor: Tensor, memory: Memory) -> None:
+        self.tensor, self.memory = tensor, memory
+        self.range: TensorRange | None = None
+        self.overwritten = False
+
+    def kind(self) -> int:
+        if self.overwritten:
+            return FINITE
+        if self.range is not None:
+            return self.range.kind
+        bad = self.memory.bad
+        if len(bad) == 1 and bad[0].kind is not None:
+            first, end = bytes_of(self.tensor)
+            if first <= bad[0].first and bad[0].end <= end == first + self.tensor.nbytes:
+                return bad[0].kind  # all of it is read, so it is as bad as when it was written
+        return kind_of(self.tensor)
+
+
+class Facts:
+    """What an op's schema and name say. mutated: position and name of the arguments that it changes."""
+
+    __slots__ = ("is_cast", "is_harmless", "is_unwritten", "mutated", "overwrites")
+
+    def __init__(self, op: torch._ops.OpOverload) -> None:
+        name = op_name(op).rpartition("::")[2]
+        arguments = list(enumerate(op._schema.arguments))
+        changed = [(i, it) for i, it in arguments if it.alias_info is not None and it.alias_info.is_write]
+        if "batch_norm" in name and "backward" not in name and not changed:
+            # It changes the statistics, which its schema does not say.
+            changed = [(i, it) for i, it in arguments if it.name in ("running_mean", "running_var")]
+        self.mutated = [(i, it.name) for i, it in changed]
+        self.overwrites = name in _OVERWRITING or all(it.is_out for _, it in changed)
+        self.is_harmless, self.is_unwritten = name in _HARMLESS, name in _UNWRITTEN
+        self.is_cast = name in _CASTS
+
+
+facts_of = cache(Facts)
+
+
+def writers_of(memory: Memory, tensor: Tensor) -> list[int]:
+    """Who wrote something nonfinite into the bytes that `tensor` spans."""
+    low, high = bytes_of(tensor)
+    return [it.number for it in memory.bad if it.first < high and low < it.end] or [memory.last]
+
+
+def bytes_of(tensor: Tensor) -> tuple[float, float]:
+    """From where to where in its storage the elements lie."""
+    if tensor.is_contiguous():
+        first = tensor.storage_offset() * tensor.element_size()
+        return first, first + tensor.nbytes
+    if not tensor.numel():
+        return 0, 0
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    first, size = tensor.storage_offset(), tensor.element_size()
+    return first * size, (first + reach) * size

@@ -1,0 +1,389 @@
+"""What a nonfinite step leaves behind: the report, its JSON, and the folder from which the step can be taken again."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from amp_recipes.checkpoint.folder import (
+    STATE_SUFFIX,
+    Contents,
+    Damaged,
+    make_folder,
+    meta_as_json,
+    read_contents,
+    verify,
+    verify_all,
+    write_folder,
+)
+from amp_recipes.checkpoint.state_format import pack_state, read_state
+from amp_recipes.data import to_device
+from amp_recipes.errors import CheckpointError
+from amp_recipes.numerics.nonfinite import command as commands
+from amp_recipes.numerics.nonfinite.plain_batches import PlainBatches
+from amp_recipes.numerics.nonfinite.values import TensorRange
+from amp_recipes.numerics.observe import dtype_name
+from amp_recipes.numerics.plain_json import json_bytes, plain
+from amp_recipes.numerics.trial import Trial
+from amp_recipes.precision import pinned_modules
+from amp_recipes.run_files import refuse_link, write_atomically
+
+_VERSION = 1
+_STATES = ("window", "random", "parameters", "buffers")
+_HERE = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
+MOST_BYTES = 1 << 30  # of a replay folder: weights, buffers and batches
+_PRIVATE = 0o600  # batches may be of persons
+_TEMPORARY = ".tmp-nonfinite-"
+
+CAUSE, PROBABLY = "Cause: ", "Probably: "  # how the last part of what was found begins
+
+Cause = Literal["scale", "precision", "model", "data", "not replayable"]
+
+
+@dataclass
+class NonfiniteReport:
+    """Where the value was born that made a step nonfinite, and why.
+
+    cause: "scale" (finite at scale 1: benign), "precision" (finite in float32), "model" (nonfinite in float32 too, or
+    a parameter or buffer was nonfinite before the step), "data" (the batch holds what is nonfinite), "not replayable"
+    (the replay was finite, or the cause could not be tried). found: what the replays showed, in words, with what to do;
+    caveats: whole sentences on what was not as in the step, which the caller appends before the report is written;
+    message: both, where with caveats no cause is certain any more.
+    precision, scale: of the step. module, op, phase, dtype: of the birth (or of the first to read `external`, a
+    parameter, buffer or part of the batch that was nonfinite); None where it is not known. samples: indices into the
+    batch that did it; pairs [batch, sample] if the window has several batches; empty where none are known to.
+    range: of the op's inputs; made: of its nonfinite outputs. function: the user's autograd.Function; node: autograd's.
+    line: file and line of the user's code. target: what it made nonfinite; chain: modules on the way there.
+    drawn: generators from which the step drew and that no replay can set back; put_back: those that were, but that the
+    folder does not hold. Torch's global ones are in neither.
+    replays, seconds: runs that were taken, and their time; ratio: of the watched one to one that was not, at the same
+    precision where there was one. step, where: set by the caller.
+    """
+
+    cause: Cause
+    found: str
+    precision: torch.dtype
+    scale: float
+    module: str | None = None
+    op: str | None = None
+    phase: str | None = None
+    dtype: str | None = None
+    samples: list[Any] = field(default_factory=list)
+    range: list[TensorRange] = field(default_factory=list)
+    made: list[TensorRange] = field(default_factory=list)
+    external: str | None = None
+    function: str | None = None
+    node: str | None = None
+    line: str | None = None
+    target: str | None = None
+    chain: list[str] = field(default_factory=list)
+    drawn: list[str] = field(default_factory=list)
+    put_back: list[str] = field(default_factory=list)
+    caveats: list[str] = field(default_factory=list)
+    replays: int = 0
+    seconds: float = 0.0
+    ratio: float | None = None
+    step: int | None = None
+    where: str | None = None
+
+    @property
+    def message(self) -> str:
+        """All of it in words: what was found, the caveats, and the cause, as certain as it is."""
+        if not self.caveats:
+            return self.found
+        before, marked, cause = self.found.rpartition(CAUSE) if self.cause != "not replayable" else (self.found, "", "")
+        return " ".join([before.rstrip(), *self.caveats, *([PROBABLY + cause] if marked else [])])
+
+    @property
+    def name(self) -> str:
+        """What its files are called: `nonfinite-17`."""
+        return "nonfinite" if self.step is None else f"nonfinite-{self.step}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """As strict JSON can hold it: names for dtypes, and "nan", "inf" and "-inf" for such numbers."""
+        found = {it.name: getattr(self, it.name) for it in fields(self) if it.name != "found"}
+        found |= {"precision": dtype_name(self.precision), "message": self.message}
+        for key in ("range", "made"):
+            found[key] = [{k: v for k, v in asdict(it).items() if k != "kind"} for it in found[key]]
+        first = ("step", "module", "op", "phase", "dtype", "cause", "samples", "range", "message", "caveats")
+        return plain({key: found[key] for key in (*first, *(it for it in found if it not in first))})
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def write_report(
+    folder: Path,
+    report: NonfiniteReport,
+    trial: Trial,
+    window: Sequence[Any],
+    random: Sequence[torch.Tensor],
+    command: Mapping[str, Any] | None = None,
+    most_bytes: int = MOST_BYTES,
+) -> Path:
+    """Write `nonfinite-<step>.json`, and beside it the folder `nonfinite-<step>` from which the step can be replayed.
+
+    trial, window: as given to `locate`, the weights and buffers as they still are; random: the states of torch's
+    generators before the step (`torch_random_state`); command: how the run was started ("script", "module", "words",
+    "cwd"), of which words that look like secrets are not kept; most_bytes: that the folder may have.
+    Both replace what an earlier process wrote for this step, and only the user may read them. Returns the folder; or
+    the JSON file, which then says why there is no folder (too large, disk full).
+    Raises OSError if not even the JSON can be written, ConfigError if a link stands in the folder's place.
+    """
+    make_folder(folder)
+    target, file = folder / report.name, folder / f"{report.name}.json"
+    refuse_link(target)
+    for left in folder.glob(f"{_TEMPORARY}*"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    # Its folder lets nobody else in while the files get their modes.
+    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=folder, ignore_cleanup_errors=True) as private:
+        if target.exists():
+            os.rename(target, Path(private) / "replaced")
+            shutil.rmtree(Path(private) / "replaced", ignore_errors=True)  # makes room for the new one
+        content = report.as_dict()
+        refused = _write_replay(Path(private), target, report, trial, window, random, command, most_bytes)
+        content["replay"] = None if refused else target.name
+        content["no_replay"] = refused
+        _put(Path(private), file, json_bytes(content))
+    return file if refused else target
+
+
+def _put(private: Path, file: Path, content: bytes) -> None:
+    written = private / file.name
+    write_atomically(written, content)
+    written.chmod(_PRIVATE)
+    os.replace(written, file)
+
+
+def _write_replay(
+    private: Path,
+    target: Path,
+    report: NonfiniteReport,
+    trial: Trial,
+    window: Sequence[Any],
+    random: Sequence[torch.Tensor],
+    command: Mapping[str, Any] | None,
+    most_bytes: int,
+) -> str | None:
+    """Write the folder; returns why there is none."""
+    try:
+        contents, meta = _to_keep(report, trial, window, random, command)
+        states = {name: pack_state(contents[name], f"{name} of the replay") for name in _STATES}
+        size = sum(it.tensor_bytes for it in states.values())
+        if size > most_bytes:
+            return (
+                f"weights, buffers and batches have {size / 1e9:.1f} GB, and a replay folder may have "
+                f"{most_bytes / 1e9:.1f} GB (most_bytes)"
+            )
+        written = private / target.name
+        write_folder(written, states, meta_as_json(_VERSION, _STATES, meta))
+        for file in written.iterdir():
+            file.chmod(_PRIVATE)
+        os.rename(written, target)
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    except Exception as error:  # whatever a batch holds: what was found out is written all the same
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _to_keep(
+    report: NonfiniteReport,
+    trial: Trial,
+    window: Sequence[Any],
+    random: Sequence[torch.Tensor],
+    command: Mapping[str, Any] | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the files of the folder hold, and its `meta.json`."""
+    batches = PlainBatches.of(list(window))
+    contents = {
+        "window": {"values": batches.values, "forms": batches.forms},
+        "random": list(random),
+        "parameters": dict(trial.modules.named_parameters()),
+        "buffers": {name: it for name, it in trial.modules.named_buffers() if it is not None},
+    }
+    meta = {
+        "report": report.as_dict(),
+        "precision": dtype_name(report.precision),
+        "scale": report.scale,
+        "pins": pinned_modules(trial.modules),
+        "left_out": batches.left_out,
+        "command": None if command is None else commands.saved(command),
+        "versions": _versions(trial.device),
+    }
+    return contents, meta
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    where = device.type if device.type != "cuda" else torch.cuda.get_device_name(device)
+    return {**_HERE, "device": where}
+
+
+# ---------------------------------------------------------------------- and back
+
+
+@dataclass
+class Replay:
+    """What a folder holds of a step that went nonfinite.
+
+    window: its batches; random: the states of torch's generators before it; parameters, buffers: by name;
+    dtype, scale, pins, command, versions, report: as they were written; changed: files of the command that are not
+    what they were.
+    """
+
+    folder: Path
+    window: list[Any]
+    random: list[torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    dtype: torch.dtype
+    scale: float
+    pins: list[str]
+    command: dict[str, Any] | None
+    versions: dict[str, str]
+    report: dict[str, Any]
+    changed: list[str]
+
+    @torch.no_grad()
+    def load_into(self, modules: nn.Module) -> None:
+        """Give `modules` the weights and buffers of the step.
+
+        Raises CheckpointError, and changes nothing, if they have others.
+        """
+        parameters, buffers = dict(modules.named_parameters()), dict(modules.named_buffers())
+        problems = [*_misfits("parameter", parameters, self.parameters), *_misfits("buffer", buffers, self.buffers)]
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise CheckpointError(
+                f"{self.folder}: the model is not the one that the step was taken with: {'; '.join(problems[:5])}"
+                f"{more}. Use the script and the YAML of that run."
+            )
+        for name, parameter in parameters.items():
+            parameter.data.copy_(self.parameters[name])
+        for name, buffer in buffers.items():
+            if buffer.shape == self.buffers[name].shape:
+                buffer.data.copy_(self.buffers[name])
+            else:  # a cache that grows
+                buffer.data = self.buffers[name].to(buffer.device)
+
+    def compared_with(self, report: NonfiniteReport) -> str:
+        """What was found now, and whether it is what was found then."""
+        keys = ("cause", "module", "op", "phase", "samples")
+        now, then = report.as_dict(), self.report
+        differ = [key for key in keys if now[key] != then.get(key)]
+        # What was uncertain then is so still: the folder holds what the replays had, not what the step had.
+        report = replace(report, caveats=list(dict.fromkeys([*report.caveats, *then.get("caveats", [])])))
+        lines = [report.message]
+        if differ:
+            told = ", ".join(f"{key} {then.get(key)!r} then and {now[key]!r} now" for key in differ)
+            lines.append(f"This is not what step {then.get('step')} found: {told}.")
+            lines.append(f"It said: {then.get('message')}")
+        else:
+            lines.append(f"The same as in step {then.get('step')}: {', '.join(keys)}.")
+        lines += [f"{name} has changed since." for name in self.changed]
+        if then.get("put_back"):
+            drawn = " and ".join(then["put_back"])
+            lines.append(f"The step draws from {drawn}, of which the folder holds no state: the draws may differ.")
+        if self.command is not None and self.command.get("masked"):
+            masked = ", ".join(self.command["masked"])
+            lines.append(f"The folder holds no secrets: if the step needs {masked}, they must be given again.")
+        others = {name: it for name, it in _HERE.items() if self.versions.get(name) != it}
+        lines += [f"{name} is {it} here, and was {self.versions.get(name)}." for name, it in others.items()]
+        return "\n".join(lines)
+
+
+def _misfits(kind: str, here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]) -> list[str]:
+    problems = [f"{kind} {name} is only in the folder" for name in there if name not in here]
+    problems += [f"{kind} {name} is not in the folder" for name in here if name not in there]
+    for name in here.keys() & there.keys():
+        given, wanted = here[name], there[name]
+        if is_lazy(given):
+            problems.append(f"{kind} {name} has no shape before a first batch")
+        elif given.dtype != wanted.dtype:
+            problems.append(f"{kind} {name} is {dtype_name(given.dtype)} here and {dtype_name(wanted.dtype)} there")
+        elif kind == "parameter" and given.shape != wanted.shape:
+            problems.append(f"{kind} {name} has shape {list(given.shape)} here and {list(wanted.shape)} there")
+    return sorted(problems)
+
+
+def read_replay(folder: Path, device: torch.device | str = "cpu") -> Replay:
+    """What `write_report` wrote into the folder, checked against its checksums; runs no code from it.
+
+    device: where the batches come to lie.
+    Raises CheckpointError for what is no such folder, is damaged or holds links, and for a step whose batches could
+    not all be written.
+    """
+    contents = _contents(folder)
+    try:
+        verify_all(folder)
+    except Damaged as error:
+        raise CheckpointError(f"{folder} is damaged: {error}.") from error
+    meta = contents.meta
+    if meta.get("left_out"):
+        raise CheckpointError(
+            f"{folder}: the step cannot be replayed from the folder, which lacks part of its batches: "
+            f"{'; '.join(map(str, meta['left_out'][:5]))}. A collate function that makes dicts, lists and tensors of "
+            "them helps."
+        )
+    states = {name: read_state(folder / f"{name}{STATE_SUFFIX}") for name in _STATES}
+    try:
+        window = PlainBatches(states["window"]["values"], states["window"]["forms"]).restored()
+        return Replay(
+            folder=Path(folder),
+            window=[to_device(batch, device) for batch in window],
+            random=states["random"],
+            parameters=states["parameters"],
+            buffers=states["buffers"],
+            dtype=_dtype(meta["precision"]),
+            scale=float(meta["scale"]),
+            pins=meta["pins"],
+            command=meta["command"],
+            versions=meta["versions"],
+            report=meta["report"],
+            changed=commands.changed_files(meta["command"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder}: not a replay folder of this version ({type(error).__name__}: {error})."
+        ) from error
+
+
+def read_command(folder: Path) -> dict[str, Any]:
+    """How the run was started whose step the folder holds.
+
+    "script" (text), "module" (text, or None: for `python -m module`), "words" and "cwd"; "masked": names of the words
+    whose values look like secrets and are *** here: they must be given again.
+    Cheap: reads no weights. Raises CheckpointError for what is no such folder, or where there was no script.
+    """
+    return commands.checked(folder, _contents(folder).meta.get("command"))
+
+
+def _contents(folder: Path) -> Contents:
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is no folder; expected one named nonfinite-<step>, in the run's output folder."
+        )
+    try:
+        contents = read_contents(folder)
+        verify(folder, ["meta.json"])
+    except Damaged as error:
+        raise CheckpointError(f"{folder} is no replay folder, or is damaged: {error}.") from error
+    if contents.version != _VERSION or tuple(contents.names) != _STATES:
+        raise CheckpointError(f"{folder}: not a replay folder of this version (it says {contents.version}).")
+    return contents
+
+
+def _dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]

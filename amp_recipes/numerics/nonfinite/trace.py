@@ -1,0 +1,350 @@
+"""Records, while a step runs, which op read what others had written, and where a value stopped being finite.
+
+The first nonfinite value of a step says little: a causal mask is -inf, and harms nobody. So all is recorded, and the
+walk back begins at what must not be nonfinite, a loss or a gradient. Autograd's graph would not do: it knows nothing of
+writes in place, or of what runs without gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from amp_recipes.numerics.nonfinite.batch_samples import samples_in, tensors_by_path
+from amp_recipes.numerics.nonfinite.memory import (
+    Bad,
+    Cause,
+    Facts,
+    Memory,
+    Read,
+    Written,
+    bytes_of,
+    facts_of,
+    writers_of,
+)
+from amp_recipes.numerics.nonfinite.values import (
+    FINITE,
+    INFINITE,
+    NAN,
+    Birth,
+    External,
+    has_infinity,
+    is_float,
+    kind_of,
+    plain_tensors,
+    range_of,
+    rows_at_least,
+    witness,
+)
+from amp_recipes.numerics.observe import OpWatch, graph_task
+from amp_recipes.randomness import generator_state
+
+_SEED = torch.ops.aten.ones_like.default  # a backward begins with the gradient of the loss by itself
+_FEW = 4096  # storages that are remembered before those that are gone are forgotten
+
+
+class NonfiniteTrace(OpWatch):
+    """Watches one run of a trial; `events` then tells who wrote what.
+
+    window: whose tensors get names; parameters: of modules and optimizers, by name; generators: whose draws `drawn`
+    tells, beside Python's and NumPy's. Keeps no activation alive. Costs one number per tensor written, which the host
+    reads.
+    target, causes: the first nonfinite loss that the step differentiates ("loss"), or gradient that comes to a
+    parameter ("gradient of head.weight"), and who had written it; from there on nothing is looked at.
+    """
+
+    def __init__(
+        self,
+        modules: nn.Module,
+        window: Sequence[Any],
+        parameters: Mapping[str, nn.Parameter],
+        generators: Mapping[str, Any],
+    ) -> None:
+        super().__init__(modules, lines=True)
+        self._modules, self._window, self._parameters, self._generators = modules, window, parameters, generators
+        self._lengths = frozenset(map(samples_in, window))
+        self._hooks = ExitStack()
+        self.events: list[Written | External] = []
+        self.target: str | None = None
+        self.causes: tuple[Cause, ...] = ()
+        self.drawn: list[str] = []
+        self._told: set[str] = set()  # nonfinite numbers among the arguments of the op
+        self._read_out: dict[str, tuple[Cause, ...]] = {}  # and where such a number came from: `tensor.item()`
+        self._memories: dict[int, Memory] = {}
+        self._prune_at = _FEW
+        self._named: dict[int, list[External]] = {}
+
+    def __enter__(self) -> NonfiniteTrace:
+        for external in self._nameable():
+            for plain in plain_tensors(external.tensor):
+                self._named.setdefault(plain.untyped_storage().data_ptr(), []).append(external)
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad and parameter.is_leaf:
+                note = partial(self._note_gradient, name)
+                self._hooks.callback(parameter.register_post_accumulate_grad_hook(note).remove)
+        self._before = self._states()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._hooks.close()
+        now = self._states()
+        self.drawn = [name for name, state in self._before.items() if state != now[name]]
+
+    # ------------------------------------------------------------------ at each op
+
+    def about_to_see(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.target is not None:
+            return
+        facts = self._facts = facts_of(op)
+        self._told.clear()
+        self._reads = [Read(it, self._memory_of(it)) for it in self._tensors((*args, *kwargs.values()))]
+        self._changed: list[Tensor] = []
+        for position, name in facts.mutated:
+            self._changed += self._tensors((args[position] if position < len(args) else kwargs.get(name),))
+        for read in self._reads if self._changed else ():
+            if any(read.tensor is it for it in self._changed):
+                read.overwritten = facts.overwrites
+                if not facts.overwrites and is_float(read.tensor) and (read.memory.bad or not facts.is_harmless):
+                    read.range = range_of(read.tensor)  # now or never
+
+    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self.target is not None:
+            return
+        if op is _SEED and _is_one_number(self._reads) and self._reads[0].memory.bad and _begins_backward():
+            self._note("loss", self._reads[0].tensor)
+        written = self._written(output)
+        if not written:
+            if isinstance(output, float) and not math.isfinite(output):
+                self._read_out[str(output)] = self._causes(NAN if math.isnan(output) else INFINITE)
+            return
+        kinds = self._kinds(self._facts, written)
+        kind = max(kinds)
+        causes: tuple[Cause, ...] = ()
+        birth = line = rows = None
+        if kind != FINITE:
+            causes = self._causes(kind)
+            if not any(bad == kind for _, bad in causes):
+                causes += self._unseen(kind)
+                bad = [it for it, its_kind in zip(written, kinds, strict=True) if its_kind == kind]
+                birth = self._witness(op, args, bad, kind)
+            if birth is not None or any(isinstance(self.events[it], External) for it, _ in causes):
+                line = self.at.line
+        made = written[kinds.index(kind)]
+        if kind != FINITE and made.ndim and made.shape[0] in self._lengths and graph_task() == -1:
+            rows = rows_at_least(made)
+        sources = tuple({read.memory.last: None for read in self._reads})
+        number = len(self.events)
+        self.events.append(Written(op, self.at.here, made, sources, kind, causes, birth, line, rows))
+        for tensor, its_kind in zip(written, kinds, strict=True):
+            self._write(tensor, number, its_kind)
+        self._reads, self._changed = [], []  # they may be freed
+
+    def _tensors(self, values: Iterable[Any]) -> list[Tensor]:
+        """The dense tensors in nested arguments; notes on the way which numbers among them are nonfinite."""
+        found: list[Tensor] = []
+        for value in values:
+            if isinstance(value, Tensor):
+                plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+                found += (value,) if plain else plain_tensors(value)
+            elif isinstance(value, list | tuple):
+                found += self._tensors(value)
+            elif isinstance(value, dict):
+                found += self._tensors(value.values())
+            elif isinstance(value, float) and not math.isfinite(value):
+                self._told.add(str(value))
+        return found
+
+    def _written(self, output: Any) -> list[Tensor]:
+        """What the op changed, and those of its outputs that are not views of what it read."""
+        written, read = self._changed, {id(it.memory) for it in self._reads}
+        for tensor in self._tensors((output,)):
+            memory = self._memories.get(tensor.untyped_storage()._cdata)
+            if memory is None or id(memory) not in read:
+                written = [*written, tensor]
+        return written
+
+    def _kinds(self, facts: Facts, written: list[Tensor]) -> list[int]:
+        if facts.is_unwritten:
+            return [FINITE] * len(written)
+        keeps = facts.is_harmless or (facts.is_cast and self._widens(written[0]))
+        if keeps and not self._told:
+            read = [it for it in self._reads if not it.overwritten]
+            if not any(it.memory.bad or it.tensor.is_complex() for it in read):
+                return [FINITE] * len(written)
+        return [kind_of(it) for it in written]
+
+    def _widens(self, written: Tensor) -> bool:
+        """Whether a cast to the dtype of `written` keeps all that it reads finite."""
+        if not written.dtype.is_floating_point:
+            return True
+        bound = torch.finfo(written.dtype).max
+        read = [it.tensor.dtype for it in self._reads if not it.overwritten]
+        return all(it.is_floating_point and torch.finfo(it).max <= bound for it in read)
+
+    def _causes(self, kind: int) -> tuple[Cause, ...]:
+        """Who had written what was read and not finite."""
+        causes = {cause: None for told in self._told for cause in self._read_out.get(told, ())}
+        for read in self._reads:
+            found = read.kind() if read.memory.bad and is_float(read.tensor) else FINITE
+            if found == NAN and kind == INFINITE:  # what held NaN made infinity of an infinity beside it
+                found = INFINITE if read.range is None and has_infinity(read.tensor) else FINITE
+            if found != FINITE:
+                causes |= {(number, found): None for number in writers_of(read.memory, read.tensor)}
+        return tuple(causes)
+
+    def _unseen(self, kind: int) -> tuple[Cause, ...]:
+        """The same for memory that somebody changed out of sight (NumPy, an extension) or that nobody ever wrote."""
+        reads = [it for it in self._reads if not it.memory.bad and is_float(it.tensor)]
+        return tuple((it.memory.last, min(found, kind)) for it in reads if (found := it.kind()) != FINITE)
+
+    def _witness(self, op: torch._ops.OpOverload, args: tuple[Any, ...], bad: list[Tensor], kind: int) -> Birth:
+        reads = [it for it in self._reads if not it.overwritten]
+        ranges = [it.range or range_of(it.tensor) for it in reads if is_float(it.tensor)]
+        whole = [it.tensor for it in reads if it.range is None]
+        birth = witness(op, args, ranges, whole, bad, kind, told_to=bool(self._told) or not reads)
+        if self.at.here.phase == "recompute":
+            birth.node = None  # that of the checkpoint, whose forward runs again
+        return birth
+
+    def _write(self, tensor: Tensor, number: int, kind: int) -> None:
+        storage = tensor.untyped_storage()
+        memory = self._memories.get(storage._cdata)
+        if memory is None:
+            if len(self._memories) >= self._prune_at:
+                self._forget_what_is_gone()
+            memory = self._memories[storage._cdata] = Memory(storage, number)
+        memory.last = number
+        if memory.bad:
+            first, end = bytes_of(tensor)
+            if end - first == tensor.nbytes:  # without gaps
+                memory.bad = [it for it in memory.bad if it.first < first or end < it.end]
+        if kind != FINITE:
+            memory.bad.append(Bad(number, kind, *bytes_of(tensor)))
+
+    def _forget_what_is_gone(self) -> None:
+        """Nobody can read a storage that was freed; what wrote it stays among the events."""
+        self._memories = {key: it for key, it in self._memories.items() if not it.weak.expired()}
+        self._prune_at = 2 * len(self._memories) + _FEW
+
+    # ------------------------------------------------------------------ what comes from outside
+
+    def _nameable(self) -> Iterator[External]:
+        """The tensors of which the trace knows what they are called."""
+        for name, parameter in self._parameters.items():
+            yield External("parameter", name, tuple(parameter.shape), parameter.dtype, tensor=parameter)
+        for name, buffer in self._modules.named_buffers():
+            yield External("buffer", name, tuple(buffer.shape), buffer.dtype, tensor=buffer)
+        for index, batch in enumerate(self._window):
+            for path, leaf in tensors_by_path(batch, "batch"):
+                if isinstance(leaf, np.ndarray):
+                    leaf = _as_tensor(leaf)
+                if leaf is not None:
+                    yield External("batch", path, tuple(leaf.shape), leaf.dtype, index, leaf)
+
+    def _memory_of(self, tensor: Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        memory = self._memories.get(storage._cdata)
+        if memory is None:
+            memory = self._memories[storage._cdata] = Memory(storage, len(self.events))
+            self._take_in(tensor, storage, memory)
+        return memory
+
+    def _take_in(self, tensor: Tensor, storage: torch.UntypedStorage, memory: Memory) -> None:
+        """Note a tensor that the step reads and has not written, and whether it is finite."""
+        named = self._named.get(storage.data_ptr()) if storage.nbytes() else None
+        if named is None:
+            # A constant, or what somebody keeps beside the model: looked at whenever it is read.
+            memory.bad.append(Bad(len(self.events), None))
+            self.events.append(
+                External("tensor", "a tensor made outside of the step", tuple(tensor.shape), tensor.dtype)
+            )
+            return
+        for external in named:
+            for plain in plain_tensors(external.tensor):
+                if (kind := kind_of(plain.detach())) != FINITE:
+                    memory.last = len(self.events)
+                    memory.bad.append(Bad(memory.last, kind, *bytes_of(plain)))
+            self.events.append(external)
+
+    def _note_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if self.target is not None or gradient is None:
+            return
+        if gradient.layout is torch.strided and type(gradient) is Tensor:
+            memory = self._memories.get(gradient.untyped_storage()._cdata)
+            if memory is None or not memory.bad:
+                return
+        with _disable_current_modes(), torch.no_grad():
+            self._note(f"gradient of {name}", gradient)
+
+    def _note(self, target: str, value: Tensor) -> None:
+        """If this is nonfinite, it is what is to be explained."""
+        for plain in plain_tensors(value):
+            memory = self._memories.get(plain.untyped_storage()._cdata)
+            if memory is not None and memory.bad and (kind := kind_of(plain)) != FINITE:
+                self.target = target
+                self.causes += tuple((number, kind) for number in writers_of(memory, plain))
+
+    def causes_of(self, value: Tensor) -> tuple[Cause, ...]:
+        """Who wrote a nonfinite tensor that the step returned."""
+        with _disable_current_modes(), torch.no_grad():
+            memory = self._memories.get(value.untyped_storage()._cdata)
+            kind = kind_of(value)
+        if memory is not None:
+            return tuple((number, kind) for number in writers_of(memory, value))
+        # It was copied where no mode could see it: the newest number that is like it.
+        for number in reversed(range(len(self.events))):
+            event = self.events[number]
+            if isinstance(event, Written) and event.shape == () and event.kind == kind:
+                return ((number, kind),)
+        return ()
+
+    def _states(self) -> dict[str, Any]:
+        states = {"Python's random": random.getstate(), "NumPy's global generator": np.random.get_state(legacy=False)}
+        states |= {name: generator_state(it) for name, it in self._generators.items()}
+        return {name: _hashable(state) for name, state in states.items()}
+
+
+def _is_one_number(reads: Sequence[Read]) -> bool:
+    return len(reads) == 1 and reads[0].tensor.numel() == 1
+
+
+def _begins_backward() -> bool:
+    """Whether the op that runs now is autograd's own, before a backward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_make_grads":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _as_tensor(array: np.ndarray) -> Tensor | None:
+    """A tensor on the array's memory, as a recipe makes one; None where there can be none."""
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError):  # text, objects, strides below zero
+        return None
+
+
+def _hashable(value: Any) -> Any:
+    """The state of a generator, so that two of them can be compared."""
+    if isinstance(value, Tensor):
+        return value.cpu().numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, dict):
+        return {key: _hashable(item) for key, item in value.items()}
+    return value

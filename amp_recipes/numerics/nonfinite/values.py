@@ -1,0 +1,253 @@
+"""What can be told of nonfinite values while they are at hand: kind, range, rows, and whether somebody wanted them.
+
+A mask puts -inf where nothing shall count. That is no fault: what is told apart here is an infinity that somebody
+wrote from one that came out of arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from amp_recipes.numerics.observe import dtype_name, op_name
+
+# How bad a tensor is. What holds a NaN is NAN, whatever else it holds.
+FINITE, INFINITE, NAN = range(3)
+
+_MOST_INPUTS = 8  # of an op that are described: a `cat` may have hundreds
+_SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRange:
+    """What a tensor held. min, max: of its finite values, None where it has none; nonfinite: how many are not."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    min: float | None
+    max: float | None
+    nonfinite: int = 0
+    kind: int = FINITE
+
+    @property
+    def largest(self) -> float | None:
+        """The greatest magnitude among the finite values."""
+        return None if self.min is None or self.max is None else max(-self.min, self.max)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which rows of a tensor are nonfinite. along: dimension -> indices, for its first two dimensions."""
+
+    shape: tuple[int, ...]
+    along: dict[int, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class External:
+    """A tensor that the step did not make. batch: its index in the window; tensor: itself, if it is not anonymous."""
+
+    kind: Literal["parameter", "buffer", "batch", "tensor"]
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch: int | None = None
+    tensor: Tensor | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.kind in ("batch", "tensor") else f"{self.kind} {self.name}"
+
+
+@dataclass(slots=True)
+class Birth:
+    """What an op was given and what it made, where it made a nonfinite value of finite ones, or NaN of infinities.
+
+    rows: of the outputs; told_to: a nonfinite number was among its arguments, or it made them of nothing; masked_rows:
+    it took a softmax over rows of which all is -inf; node: autograd's node, in the backward; function: the user's
+    autograd.Function.
+    """
+
+    op: str
+    inputs: list[TensorRange]
+    outputs: list[TensorRange]
+    rows: list[Rows]
+    told_to: bool
+    masked_rows: bool
+    node: str | None = None
+    function: str | None = None
+
+
+# ---------------------------------------------------------------------- values
+
+
+def is_float(tensor: Tensor) -> bool:
+    """Whether its values can be nonfinite."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def kind_of(tensor: Tensor) -> int:
+    """FINITE, INFINITE or NAN. One pass over it, and a second one if its sum is not finite."""
+    if not is_float(tensor) or not tensor.numel() or tensor.is_meta:
+        return FINITE
+    tensor = _comparable(tensor)
+    # On a CPU the extremes of a 16-bit tensor cost what its sum does. Else the sum is cheaper, and one number to read.
+    is_wide = tensor.dtype.itemsize > 2
+    # A sum may overflow over finite values, but it cannot hide one that is not.
+    if is_wide and math.isfinite(tensor.sum().item()):
+        return FINITE
+    if not is_wide and not tensor.is_cpu and math.isfinite(tensor.sum(dtype=torch.float32).item()):
+        return FINITE
+    low, high = torch.aminmax(tensor)
+    low = low.item()
+    if math.isnan(low):
+        return NAN
+    return FINITE if math.isfinite(low) and math.isfinite(high.item()) else INFINITE
+
+
+def has_infinity(tensor: Tensor) -> bool:
+    """Whether it holds an infinity, beside NaN or not."""
+    return bool(_comparable(tensor).isinf().any())
+
+
+def range_of(tensor: Tensor) -> TensorRange:
+    """The range of a floating or complex tensor; of a complex one, that of its parts."""
+    name, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+    tensor = _comparable(tensor)
+    if not tensor.numel():
+        return TensorRange(name, shape, None, None)
+    low, high = (it.item() for it in torch.aminmax(tensor))
+    if math.isfinite(low) and math.isfinite(high):
+        return TensorRange(name, shape, low, high)
+    kind = NAN if math.isnan(low) else INFINITE
+    finite = tensor[tensor.isfinite()]
+    low, high = (it.item() for it in torch.aminmax(finite)) if finite.numel() else (None, None)
+    return TensorRange(name, shape, low, high, tensor.numel() - finite.numel(), kind)
+
+
+def rows_at_least(tensor: Tensor) -> list[int]:
+    """The rows that hold something nonfinite, and perhaps some whose sum overflows: fast."""
+    tensor = _comparable(tensor)
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    sums = tensor.sum(tuple(range(1, tensor.ndim)), dtype=wide) if tensor.ndim > 1 else tensor
+    return sums.isfinite().logical_not().nonzero().flatten().tolist()
+
+
+def bad_rows(tensor: Tensor, kind: int | None = None) -> Rows:
+    """The rows that hold a NaN (kind NAN), an infinity and no NaN (INFINITE), or anything nonfinite (None)."""
+    shape = tuple(tensor.shape)
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        bad = _comparable(tensor.values()).isfinite().logical_not()
+        bad = bad.flatten(1).any(1) if bad.ndim > 1 else bad
+        return Rows(shape, {0: tensor.indices()[0][bad].unique().tolist()})
+    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        return Rows(shape, {})
+    tensor = _comparable(tensor)
+    along = {}
+    for dimension in range(min(len(shape), 2) if tensor.numel() else 0):
+        others = [it for it in range(tensor.ndim) if it != dimension]
+        # Extremes carry NaN and infinity along, and cost a twentieth of asking each element.
+        high, low = (tensor.amax(others), tensor.amin(others)) if others else (tensor, tensor)
+        nan = high.isnan()
+        bad = nan if kind == NAN else high.isinf() | low.isinf() | (nan if kind is None else False)
+        along[dimension] = bad.nonzero().flatten().tolist()
+    return Rows(shape, along)
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """The same values where minimum and maximum are defined."""
+    if tensor.is_complex():
+        wide = tensor if tensor.dtype is not torch.complex32 else tensor.to(torch.complex64)
+        return torch.view_as_real(wide.resolve_conj())
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor
+
+
+# ---------------------------------------------------------------------- tensors
+
+
+def plain_tensors(value: Any) -> Iterator[Tensor]:
+    """The dense tensors that hold what `value` holds: of a sparse tensor its values, of a wrapper what it wraps."""
+    if not isinstance(value, Tensor):
+        return
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(value, name))
+    elif value.layout is torch.strided:
+        yield value
+    elif value.layout is torch.sparse_coo:
+        yield value._values()
+    elif value.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        yield value.values()
+
+
+# ---------------------------------------------------------------------- births
+
+
+def witness(
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    inputs: list[TensorRange],
+    read: Sequence[Tensor],
+    bad: list[Tensor],
+    kind: int,
+    told_to: bool,
+) -> Birth:
+    """The record of a birth, made while the op's tensors are at hand.
+
+    inputs: of what it read (`read`), as it was before; bad: its outputs of that kind; told_to: as in Birth.
+    """
+    name = op_name(op)
+    of_finite = all(it.kind == FINITE for it in inputs)
+    return Birth(
+        name,
+        inputs[:_MOST_INPUTS],
+        [range_of(it) for it in bad],
+        # Infinities beside a NaN are as new as the NaN, unless they came in.
+        [bad_rows(it, None if of_finite else kind) for it in bad],
+        told_to=told_to,
+        masked_rows=kind == NAN and _has_masked_rows(name, args, read),
+        node=_node_name(),
+        function=_users_function(),
+    )
+
+
+def _has_masked_rows(name: str, args: tuple[Any, ...], read: Sequence[Tensor]) -> bool:
+    """Whether it is a softmax, or attention, over rows that are all -inf."""
+    short = name.rpartition("::")[2]
+    if short in _SOFTMAX and isinstance(args[1], int):
+        dimension = args[1]
+    elif "attention" in short:
+        dimension = -1
+    else:
+        return False
+    return any(
+        it.is_floating_point() and it.ndim > 0 and it.numel() > 0 and bool((it.amax(dimension) == -math.inf).any())
+        for it in read
+    )
+
+
+def _node_name() -> str | None:
+    node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+    return None if node is None else node.name()
+
+
+def _users_function() -> str | None:
+    """The name of the autograd.Function, not torch's own, whose forward or backward runs now."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("forward", "backward", "setup_context") and code.co_argcount:
+            context = frame.f_locals.get(code.co_varnames[0])
+            function = getattr(type(context), "_forward_cls", None) if isinstance(context, FunctionCtx) else None
+            if function is not None and not function.__module__.startswith("torch."):
+                return function.__name__
+        frame = frame.f_back
+    return None

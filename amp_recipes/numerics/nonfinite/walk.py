@@ -1,0 +1,229 @@
+"""Walks from a loss or a gradient that is not finite back to where that began, through what a trace has seen."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from amp_recipes.numerics.nonfinite.memory import Cause, Written
+from amp_recipes.numerics.nonfinite.trace import NonfiniteTrace
+from amp_recipes.numerics.nonfinite.values import INFINITE, NAN, Birth, External, kind_of
+from amp_recipes.numerics.observe import OUTSIDE, Place, dtype_name, op_name
+from amp_recipes.numerics.trial import Outcome
+from amp_recipes.numerics.user_code import Line
+
+_MOST_ANCESTORS = 400  # that are asked for their shape
+# Ops whose output may have its rows in another order than what they read.
+_SHUFFLING = frozenset(
+    {
+        "cat",
+        "copy_",
+        "embedding",
+        "flip",
+        "gather",
+        "index",
+        "index_put",
+        "index_put_",
+        "index_select",
+        "_index_put_impl_",
+    }
+    | {"roll", "scatter", "scatter_", "scatter_add", "scatter_add_", "sort", "stack", "take", "topk", "argsort"}
+)
+
+
+class Passage:
+    """What became of the rows of a nonfinite value on its ways from where it was born to the target."""
+
+    def __init__(self, events: list[Written | External], birth: int, target: int) -> None:
+        self._events, self._birth, self._target = events, birth, target
+
+    def of(self, samples: list[int]) -> list[int]:
+        """Those of the samples that were not left out on all ways: by a `where`, by a mask."""
+        lineage: dict[int, set[int]] = {self._birth: set(samples)}
+        shuffled: set[int] = set()  # where a row may be another sample's
+        for number in range(self._birth + 1, self._target + 1):
+            event = self._events[number]
+            parents = [it for it, _ in event.causes if it in lineage] if isinstance(event, Written) else []
+            if not parents:
+                continue
+            lineage[number] = set().union(*(lineage[it] for it in parents))
+            if not shuffled.isdisjoint(parents) or op_name(event.op).rpartition("::")[2] in _SHUFFLING:
+                shuffled.add(number)
+            elif event.rows is not None:
+                lineage[number] &= set(event.rows)
+        return sorted(lineage.get(self._target, ())) or samples
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a nonfinite value came from.
+
+    target: what must not have been nonfinite ("loss", "gradient of head.weight"); place, op: of the birth, or of the
+    first op that read the external tensor; dtype: of what the op made, or of that tensor; nan: whether it began as NaN;
+    birth: what is known of it (None for an external tensor, and where memory was changed out of sight); chain: modules
+    from there to the target; batch: index of the batch in the window that it was made from, None where it was made
+    from none; shapes: of what it was made from, nearest first; line: of the user's code; passage: what
+    became of its rows.
+    """
+
+    target: str
+    place: Place
+    op: str
+    dtype: str
+    nan: bool
+    birth: Birth | None
+    external: External | None
+    chain: list[str]
+    batch: int | None
+    shapes: list[tuple[int, ...]]
+    line: Line | None
+    passage: Passage
+
+    @property
+    def is_put_there(self) -> bool:
+        """Whether it is an infinity that the code wrote as it was told to, such as a mask."""
+        return not self.nan and self.birth is not None and self.birth.told_to
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether the forward bore it, and yet the loss is finite: only its gradient is not."""
+        return self.is_gradient and self.external is None and self.place.phase != "backward"
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it was a gradient, with a finite loss."""
+        return self.target != "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class _Root:
+    """path: from the birth on to the target, events and what kind they passed on; harmless: put there on purpose."""
+
+    path: tuple[Cause, ...]
+    harmless: bool
+
+    @property
+    def number(self) -> int:
+        return self.path[0][0]
+
+
+def find_origin(trace: NonfiniteTrace, outcome: Outcome) -> Origin | None:
+    """Where the first nonfinite loss of a traced run began, or else the gradients; None where that cannot be told."""
+    if trace.target is not None:
+        return _origin(trace, trace.target, trace.causes)
+    for loss in outcome.losses:
+        if not bool(torch.isfinite(loss).all()):
+            return _origin(trace, "loss", trace.causes_of(loss))
+    if outcome.is_finite:
+        return None
+    # The recipe took its gradients from autograd.grad: all that the backward wrote may be one.
+    written = [(number, it) for number, it in enumerate(trace.events) if isinstance(it, Written)]
+    bad = [(number, it.kind, it.place.phase) for number, it in written if it.kind]
+    causes = [(number, kind) for number, kind, phase in bad if phase == "backward"]
+    causes = causes or [(number, kind) for number, kind, _ in bad]  # or it spoiled them afterwards
+    name = next(name for name, it in outcome.gradients.items() if kind_of(it))
+    return _origin(trace, f"gradient of {name}", causes)
+
+
+def _origin(trace: NonfiniteTrace, target: str, causes: Iterable[Cause]) -> Origin | None:
+    walk = _Walk(trace.events)
+    roots = sorted(walk.roots(causes), key=lambda root: (root.harmless, walk.time_of(root)))
+    return walk.describe(target, roots[0]) if roots else None
+
+
+class _Walk:
+    def __init__(self, events: list[Written | External]) -> None:
+        self._events = events
+
+    def roots(self, causes: Iterable[Cause]) -> list[_Root]:
+        """Where all the ways back end."""
+        towards: dict[Cause, Cause | None] = {}  # the next step on the way to the target
+        queue = deque((cause, None) for cause in causes)
+        found: list[_Root] = []
+        while queue:
+            cause, consumer = queue.popleft()
+            if cause in towards:
+                continue
+            towards[cause] = consumer
+            number, kind = cause
+            event = self._events[number]
+            if isinstance(event, External):
+                found.append(_Root(_path(cause, towards), event.kind == "tensor" and kind == INFINITE))
+                continue
+            further = [it for it in event.causes if it[1] == kind] or (event.causes if kind == INFINITE else ())
+            if further:
+                queue.extend((it, cause) for it in further)
+            elif event.causes:
+                found += self._of_infinities(event, _path(cause, towards))
+            else:
+                put_there = kind == INFINITE and event.birth is not None and event.birth.told_to
+                found.append(_Root(_path(cause, towards), put_there))
+        return found
+
+    def _of_infinities(self, event: Written, path: tuple[Cause, ...]) -> list[_Root]:
+        """Where NaN that came of infinities began: with an infinity that nobody wanted, or else with the NaN itself."""
+        roots = [_Root(it.path + path, it.harmless) for it in self.roots(event.causes)]
+        masked = event.birth is not None and event.birth.masked_rows
+        unwanted = [it for it in roots if not it.harmless and not (masked and self._may_mask(it.number))]
+        return unwanted or [_Root(path, False)]
+
+    def _may_mask(self, number: int) -> bool:
+        """Whether an infinity can be a mask, since no weight has a part in it."""
+        sources = (self._events[it] for it in self._before(number))
+        return not any(isinstance(it, External) and it.kind == "parameter" for it in sources)
+
+    def _before(self, number: int) -> Iterator[int]:
+        """The event and all that it was made from, nearest first."""
+        seen, queue = {number}, deque([number])
+        while queue:
+            number = queue.popleft()
+            yield number
+            event = self._events[number]
+            for source in event.sources if isinstance(event, Written) else ():
+                if source not in seen:
+                    seen.add(source)
+                    queue.append(source)
+
+    def time_of(self, root: _Root) -> int:
+        """When it began to matter: an external tensor, when it was first read."""
+        is_read_later = isinstance(self._events[root.number], External) and len(root.path) > 1
+        return root.path[1 if is_read_later else 0][0]
+
+    def describe(self, target: str, root: _Root) -> Origin:
+        """The origin, in names."""
+        first = self._events[root.number]
+        external = first if isinstance(first, External) else None
+        passed_on = [(event, kind) for it, kind in root.path if isinstance(event := self._events[it], Written)]
+        written = [event for event, _ in passed_on]
+        made_from = [self._events[it] for it in self._before(root.number)]
+        if external is not None and written:  # what was read together with it
+            made_from += [self._events[it] for it in self._before(root.path[1][0])]
+        batches = [it.batch for it in made_from if isinstance(it, External) and it.batch is not None]
+        chain = [event.place.module for event in written]
+        return Origin(
+            target=target,
+            place=written[0].place if written else Place(OUTSIDE, "forward"),
+            op=op_name(written[0].op) if written else "",
+            dtype=dtype_name(written[0].dtype if external is None else external.dtype),
+            nan=root.path[0][1] == NAN,
+            birth=written[0].birth if external is None else None,
+            external=external,
+            chain=[name for i, name in enumerate(chain) if i == 0 or chain[i - 1] != name],
+            # Of several (gradients that accumulate), the newest: those before were well.
+            batch=external.batch if external is not None and external.kind == "batch" else max(batches, default=None),
+            shapes=[it.shape for it in made_from[:_MOST_ANCESTORS]],
+            line=written[0].line if written else None,
+            passage=Passage(self._events, root.number, root.path[-1][0]),
+        )
+
+
+def _path(cause: Cause, towards: dict[Cause, Cause | None]) -> tuple[Cause, ...]:
+    path = []
+    step: Cause | None = cause
+    while step is not None:
+        path.append(step)
+        step = towards[step]
+    return tuple(path)

@@ -1,0 +1,202 @@
+"""Says in words where a nonfinite value was born, and what a person can do about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from amp_recipes.numerics.nonfinite.values import Birth, TensorRange
+from amp_recipes.numerics.nonfinite.walk import Origin
+from amp_recipes.numerics.observe import OUTSIDE
+
+_MOST_NAMED = 8  # samples, modules
+
+# By the op, or the op whose backward it was: where it is not defined, and the cure at any precision.
+_EDGES = {
+    ("sqrt", "rsqrt"): "the root has no slope at 0 and no value below: add an eps inside it",
+    ("norm", "linalg_vector_norm", "cdist", "_cdist"): "a norm has no slope at 0: add an eps to what it is taken of",
+    (
+        "log",
+        "log2",
+        "log10",
+        "xlogy",
+    ): "the log of 0 is -inf, and its slope inf: clamp what it is taken of, or add an eps",
+    ("div", "reciprocal"): "it divides by 0, or nearly: add an eps to the divisor",
+    ("acos", "asin", "atanh", "acosh"): "it has no slope at its ends: clamp its input further inside",
+    ("pow",): "a power may have no slope, or no value, at 0: clamp its base, or add an eps",
+    ("binary_cross_entropy",): "it takes logs of probabilities: use binary_cross_entropy_with_logits",
+}
+_OVERFLOWS = {
+    ("exp", "exp2", "expm1", "sinh", "cosh"): "exp of something large: clamp it, or subtract its maximum first"
+}
+
+
+def message_of(origin: Origin, cause: str, samples: Sequence, all_samples: bool, notes: Sequence[str]) -> str:
+    """The whole message: what, where, of what, in which samples, why, and what to do."""
+    parts = [_birth(origin), _way(origin), _samples(samples, all_samples), *notes, _why(origin, cause)]
+    return " ".join(it for it in parts if it)
+
+
+def not_replayable(drawn: Sequence[str], several_optimizers: bool, device_type: str) -> str:
+    """Why a replay may be finite where the step was not."""
+    reasons = []
+    if drawn:
+        reasons.append(f"the step draws from {' and '.join(drawn)}, which a replay cannot set back")
+    if several_optimizers:
+        reasons.append("another optimizer may have stepped inside the window, which a replay leaves out")
+        reasons.append("an earlier batch may have left gradients that the recipe's own fit_batch does not clear")
+    if device_type != "cpu":
+        reasons.append(f"kernels of {device_type} may add in another order each time (deterministic: true prevents it)")
+    if not reasons:
+        reasons.append("what the step reads beside modules, batch and torch's generators has changed since")
+    why = "; or ".join(reasons)
+    return f"The step was taken again and was finite, so where it went nonfinite cannot be told. What may be: {why}."
+
+
+def norm_overflows(name: str, widest: TensorRange, cause: str, precision: str) -> str:
+    """What is said where all gradients are finite and their norm is not."""
+    told = (
+        f"Every gradient is finite, but their norm is not: the largest is {widest.largest:.4g}, of {name}, and its "
+        "square is beyond float32. "
+    )
+    if cause == "precision":
+        return f"{told}Cause: the precision ({precision}). In float32 the norm of the same step is finite."
+    return (
+        f"{told}Cause: the model, in float32 too. The loss is far too large, or training has diverged: normalise the "
+        "loss, lower the learning rate, or go back to an earlier checkpoint."
+    )
+
+
+def _birth(origin: Origin) -> str:
+    place = origin.place
+    where = "the recipe's own code (no module)" if place.module == OUTSIDE else f"{place.module or 'the model itself'}"
+    line = f" at {origin.line}" if origin.line is not None else ""
+    if origin.external is not None:
+        reader = f"; {where} is the first to read it, in {origin.op}{line}" if origin.op else ""
+        return f"{origin.external} holds {_kind(origin)} before the step begins{reader}."
+    by = f"{origin.op}, {place.phase}, {origin.dtype}"
+    birth = origin.birth
+    if birth is not None and birth.function is not None:
+        by += f", in the autograd.Function {birth.function}"
+    elif birth is not None and birth.node is not None:
+        by += f", {birth.node}"
+    if birth is not None and birth.told_to:
+        return f"{_kind(origin)} was written in {where} ({by}){line}, as the code says, and was not left out again."
+    return f"{_kind(origin)} was born in {where} ({by}){line}{_given(birth)}."
+
+
+def _kind(origin: Origin) -> str:
+    return "NaN" if origin.nan else "inf"
+
+
+def _given(birth: Birth | None) -> str:
+    """What the op was given."""
+    if birth is None:
+        return ": the memory was changed out of sight, or was never written"
+    if birth.masked_rows:
+        return ": all of a row is masked (-inf), and the softmax of nothing is NaN"
+    ranges = [_range(it) for it in birth.inputs]
+    return f": inputs {'; '.join(ranges)}" if ranges else ""
+
+
+def _range(given: TensorRange) -> str:
+    held = "nothing" if given.min is None else f"{given.min:.4g} to {given.max:.4g}"
+    bad = f" and {given.nonfinite} nonfinite" if given.nonfinite else ""
+    return f"{held}{bad} ({given.dtype} {list(given.shape)})"
+
+
+def _way(origin: Origin) -> str:
+    through = [it or "the model itself" for it in origin.chain[1:]]
+    if len(through) > _MOST_NAMED:
+        through = [*through[:3], "...", *through[-3:]]
+    way = f", by way of {' -> '.join(through)}" if through else ""
+    target = f"It made the {origin.target} nonfinite{way}."
+    if origin.was_dropped:
+        target += (
+            " The loss is finite: the forward leaves this value out (a where, a mask), but 0 times its slope is NaN. "
+            "Put a harmless number in its place before the op, not after."
+        )
+    return target
+
+
+def _samples(samples: Sequence, all_samples: bool) -> str:
+    if not samples:
+        return ""
+    if all_samples:
+        return "All samples of the batch do it."
+    pairs = isinstance(samples[0], list)
+    named = ", ".join(f"{it[1]} of batch {it[0]}" if pairs else str(it) for it in samples[:_MOST_NAMED])
+    more = f" and {len(samples) - _MOST_NAMED} more" if len(samples) > _MOST_NAMED else ""
+    whole = "window" if pairs else "batch"
+    return f"Sample{'s' if len(samples) > 1 else ''} {named}{more} (counted from 0) of the {whole} did it."
+
+
+def _why(origin: Origin, cause: str) -> str:
+    if cause == "scale":
+        return (
+            "Cause: the loss scale, and nothing else is wrong. At scale 1 the same step is finite, and the scale backs "
+            "off by itself. A lower init_scale saves the skipped updates."
+        )
+    if cause == "precision":
+        return f"Cause: the precision. In float32 the same step is finite.{_overflow(origin)} {_pin(origin)}"
+    if cause == "data":
+        return "Cause: the data. Clean or drop these samples, and look at what prepares them."
+    if cause == "model" and origin.external is not None:
+        return (
+            "Cause: the model, which is nonfinite at any precision. Look at what made it so: an initialisation, a "
+            "loaded checkpoint, an update that nobody guarded."
+        )
+    if cause == "model":
+        return f"Cause: the model. In float32 the same step is nonfinite too.{_cure(origin)}"
+    return ""
+
+
+def _overflow(origin: Origin) -> str:
+    """What of the dtype was not enough."""
+    if origin.birth is None or not hasattr(torch, origin.dtype):
+        return ""
+    if _advice(origin, _EDGES) is not None:
+        return f" In {origin.dtype} its input is rounded to where it has no value, or no slope."
+    bound = torch.finfo(getattr(torch, origin.dtype)).max
+    largest = max((it.largest for it in origin.birth.inputs if it.largest is not None), default=0.0)
+    if largest > bound:
+        return f" Its input of up to {largest:.4g} is beyond {origin.dtype} (at most {bound:.5g})."
+    return "" if origin.nan else f" Its result is beyond {origin.dtype} (at most {bound:.5g})."
+
+
+def _pin(origin: Origin) -> str:
+    module = origin.place.module
+    if module == OUTSIDE or module.startswith("<"):
+        return "Compute this part in float32: call .float() on what goes into it, or use --precision bf16."
+    if not module:
+        return "Compute this part in float32 (make it a module and pin it), or use another precision."
+    other = ", or use --precision bf16" if origin.dtype == "float16" else ""
+    return f"Add to your YAML: fp32_modules: [{module}]{other}."
+
+
+def _cure(origin: Origin) -> str:
+    birth = origin.birth
+    if origin.is_put_there:
+        return " If it is a mask: what it masks must not be counted. Does a target lie at a masked place?"
+    if birth is not None and birth.masked_rows:
+        return " Leave at least one place of each row unmasked, or replace the result of such rows with 0."
+    advice = _advice(origin, _EDGES) or _advice(origin, _OVERFLOWS)
+    if advice is not None:
+        return f" {advice[0].upper()}{advice[1:]}."
+    return f"{_overflow(origin)} Look at what comes into it, lower the learning rate, or clip the gradients more."
+
+
+def _advice(origin: Origin, advices: dict[tuple[str, ...], str]) -> str | None:
+    """What is said of the op whose backward it was, or else of the op itself."""
+    node = "" if origin.birth is None or origin.birth.node is None else origin.birth.node
+    forward = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", node)).lower()
+    largest = 0.0 if origin.birth is None else max((it.largest or 0.0 for it in origin.birth.inputs), default=0.0)
+    if not forward and not origin.nan and largest > 1.0 and origin.op.startswith("aten::pow"):
+        return None  # not its edge, but a square of something large
+    for name in (forward, origin.op.rpartition("::")[2].rstrip("_")):
+        for names, advice in advices.items():
+            if name in names:
+                return advice
+    return None

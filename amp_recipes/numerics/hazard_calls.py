@@ -1,0 +1,201 @@
+"""Finds hazards in what the user's code calls: what autocast does not touch, refuses, or does otherwise on CUDA."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.overrides import TorchFunctionMode
+
+from amp_recipes.numerics.hazard_list import Found, Grade, library_line, names
+from amp_recipes.numerics.hazard_modules import NAMES
+from amp_recipes.numerics.observe import Attribution, tensors_in
+from amp_recipes.numerics.user_code import Line, user_line
+from amp_recipes.precision.autocast import AUTOCAST_DEVICE_TYPES
+from amp_recipes.precision.op_lists import DOCUMENTED, FLOAT32, LOWER_PRECISION, RAISES, policy
+
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+# A CPU runs these as they are given, where CUDA casts them.
+_CAST_ON_CUDA_ALONE = frozenset({"mv", "addmv", "addr"})
+# They move, pick or repeat values, so that the precision they run in changes none.
+_MOVES = names(
+    """max_pool3d max_unpool2d max_unpool3d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d
+    reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d view_as_complex"""
+)
+# In place they keep the dtype of what they write into.
+_ARITHMETIC = names("add sub mul div addcmul addcdiv lerp")
+_TORCHS = str(Path(torch.__file__).parent)
+
+
+class CallHazards(TorchFunctionMode):
+    """Looks at the calls of torch's functions, above autocast: what the user gave, and whether autocast is on.
+
+    calling: the function that runs; is_under_autocast: whether it was called so (kernels cannot tell: what dispatches
+    them switches autocast off); escapes: whether it was called as autocast does not touch. at: knows the module;
+    is_wide_on_cuda: whether CUDA would have kept a tensor in fp32.
+    """
+
+    def __init__(
+        self, found: Found, device_type: str, at: Attribution, is_wide_on_cuda: Callable[[torch.Tensor], bool]
+    ) -> None:
+        super().__init__()
+        self._found = found
+        self._device_type = device_type
+        self._has_autocast = device_type in AUTOCAST_DEVICE_TYPES
+        # Whose rules count: this device's, and for a rehearsal on a CPU those of CUDA.
+        judged = [device_type, "cuda"] if device_type == "cpu" else [device_type]
+        self._judged = [it for it in judged if it in DOCUMENTED]
+        self._at = at
+        self.calling = ""
+        self.is_under_autocast = False
+        self.escapes = False
+        self._is_wide_on_cuda = is_wide_on_cuda
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.is_under_autocast = self._has_autocast and torch.is_autocast_enabled(self._device_type)
+        self.calling = getattr(func, "__name__", "")
+        self.escapes = False
+        if self.is_under_autocast and self.calling != "__get__":
+            self._look(func, self.calling, args, kwargs)
+        return func(*args, **kwargs)
+
+    def before_step(self, *_: Any) -> None:
+        """An optimizer steps."""
+        if self._has_autocast and torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled():
+            self.note_step(user_line())
+
+    def note_step(self, line: Line | None) -> None:
+        """An optimizer stepped inside the autocast region, called from `line`."""
+        self._found.add(
+            "step_under_autocast",
+            "an optimizer steps inside the autocast region, which keeps low-precision copies of the weights: a forward "
+            "after it in the same region uses the old ones. Leave the region first.",
+            line,
+            "wrong",
+        )
+
+    def _look(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if func in _BACKWARDS:
+            self._add(
+                "backward_under_autocast",
+                "the backward runs inside the autocast region, which casts its own products: those of fp32 regions and "
+                "pinned modules too. Leave the region first.",
+                "risk",
+            )
+            return
+        how, base, asked = _how_called(name, args, kwargs)
+        self.escapes = bool(how)
+        if how and not _is_torchs(_calling_frame(func)):
+            given = [it for it in tensors_in(args, kwargs) if it.is_floating_point()]
+            for device_type in self._judged:
+                self._left_alone((name, how, base, asked), given, device_type)
+            if base in _ARITHMETIC and how == "in place":
+                self._narrowed(name, given)
+        if name == "binary_cross_entropy" and RAISES in [policy(it, name) for it in self._judged]:
+            self._add(
+                "bce",
+                "binary_cross_entropy raises under CUDA's autocast, since fp16 cannot hold its gradients: use "
+                "binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the logits, or switch autocast off for it.",
+                "wrong",
+            )
+        elif self._device_type == "cpu":
+            self._other_on_cuda(name, args, kwargs)
+
+    def _left_alone(
+        self, call: tuple[str, str, str, torch.dtype | None], given: list[torch.Tensor], device_type: str
+    ) -> None:
+        """A call in place, with out= or dtype= of what autocast would cast, where that makes a difference."""
+        name, how, base, asked = call
+        rule = policy(device_type, base)
+        is_cuda = device_type == "cuda"
+        low = {it.dtype for it in given if it.dtype in NAMES and not (is_cuda and self._is_wide_on_cuda(it))}
+        on = "" if device_type == self._device_type else "CUDA's "
+        if rule == FLOAT32 and (asked in NAMES if asked is not None else low):
+            found = NAMES[asked] if asked is not None else " and ".join(sorted(NAMES[it] for it in low))
+            does, so = f"runs {base} in fp32", f"this one runs in {found}"
+        elif rule == LOWER_PRECISION and asked is None and any(it.dtype is torch.float32 for it in given):
+            does, so = f"casts {base} to low precision", "this one runs in fp32, or raises where dtypes differ"
+        else:
+            return
+        self._add(
+            "not_autocast",
+            f"{name} {how}: {on}autocast {does}, but leaves calls {how} alone, so that {so}.",
+            "risk",
+            what=(name, how),
+        )
+
+    def _narrowed(self, name: str, given: list[torch.Tensor]) -> None:
+        """A sum or product that would be fp32, written into low precision."""
+        target, *others = given or [None]
+        if target is None or target.dtype not in NAMES or self._is_wide_on_cuda(target):
+            return
+        if any(it.dtype is torch.float32 and it.ndim for it in others):
+            self._add(
+                "not_autocast",
+                f"{name} in place writes what would be fp32 into {NAMES[target.dtype]}: out of place it stays fp32.",
+                "note",
+                what=name,
+            )
+
+    def _other_on_cuda(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What a CPU runs in fp32 and CUDA does not."""
+        if name in _MOVES or not (name == "cross_entropy" or _differs_on_cuda(name)):
+            return
+        tensors = [it for it in tensors_in(args, kwargs) if it.is_floating_point()]
+        low = [it for it in tensors if it.dtype in NAMES and not self._is_wide_on_cuda(it)]
+        if name == "cross_entropy":
+            does = "rounds its log_softmax to the dtype of the logits: give it logits.float()" if low else ""
+        elif name in _CAST_ON_CUDA_ALONE:
+            does = "casts it to low precision" if any(it.dtype is torch.float32 for it in tensors) else ""
+        elif low:
+            does = "leaves it in the dtype that it is given, where CUDA may refuse it"
+            if policy("cuda", name) is not None:
+                does = "runs it in the widest dtype that it is given"
+        else:
+            does = ""
+        if does:
+            self._add("cpu_is_not_cuda", f"{name} runs in fp32 here; CUDA's autocast {does}.", "note", what=name)
+
+    def _add(self, kind: str, message: str, grade: Grade, what: Any = "") -> None:
+        module = self._at.place.module
+        is_about_line = kind != "cpu_is_not_cuda"
+        self._found.add(
+            kind, message, user_line(), grade, "", module, what, is_about_line=is_about_line, inside=library_line()
+        )
+
+
+def _how_called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str, torch.dtype | None]:
+    """How a call escapes autocast (empty: it does not), what it calls, and the dtype that it asks for."""
+    if name.endswith("_") and not name.endswith("__"):
+        return "in place", name.rstrip("_"), None
+    if kwargs.get("out") is not None:
+        return "with out=", name, None
+    asked = kwargs.get("dtype") or next((it for it in args if isinstance(it, torch.dtype)), None)
+    return ("with dtype=", name, asked) if asked is not None else ("", name, None)
+
+
+def _differs_on_cuda(name: str) -> bool:
+    here, there = policy("cpu", name), policy("cuda", name)
+    return name in _CAST_ON_CUDA_ALONE or (here == FLOAT32 and there not in (FLOAT32, RAISES))
+
+
+def _calling_frame(func: Any) -> FrameType | None:
+    """Who called `func`: torch's functions in Python come here through their own frame."""
+    passed: Iterable[Any] = (getattr(func, "__code__", None), *_PASSED)
+    frame: FrameType | None = sys._getframe(3)  # above this, _look and __torch_function__
+    while frame is not None and frame.f_code in passed:
+        frame = frame.f_back
+    return frame
+
+
+_PASSED = (overrides.handle_torch_function.__code__,)
+
+
+def _is_torchs(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCHS)

@@ -1,0 +1,172 @@
+"""Finds what the modules tell without a step: parameters in low precision, and precisions that TorchScript lost."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_recipes.numerics.hazard_list import Found
+from amp_recipes.numerics.torch_script import class_before_script
+from amp_recipes.numerics.user_code import Line, lies_with_the_user
+from amp_recipes.precision.autocast import has_default_precision
+
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_SPELLINGS = {torch.float16: {"float16", "half"}, torch.bfloat16: {"bfloat16"}}
+_CASTS = {"half": torch.float16, "bfloat16": torch.bfloat16}
+# What a step runs casts activations, not parameters.
+_STEP_METHODS = {"forward", "compute_forward", "compute_objectives", "fit_batch", "evaluate_batch"}
+_NAMED = 4
+
+
+def note_modules(modules: nn.Module, found: Found) -> None:
+    """Note the hazards that lie in the modules themselves."""
+    _note_low_parameters(modules, found)
+    _note_scripted(modules, found)
+
+
+def _note_low_parameters(modules: nn.Module, found: Found) -> None:
+    """Trained parameters that are not fp32; frozen ones are not updated, so nothing is lost."""
+    for dtype, short in NAMES.items():
+        holders = {
+            name: module
+            for name, module in modules.named_modules()
+            if any(it.dtype is dtype and it.requires_grad for it in module.parameters(recurse=False))
+        }
+        if not holders:
+            continue
+        first, *others = _lines_casting_to(dtype, modules) or [None]
+        asked = "" if first is None else " Perhaps asked for here" + _also(others) + "."
+        named = ", ".join(name or "the root" for name in list(holders)[:_NAMED])
+        more = f" and {len(holders) - _NAMED} more" if len(holders) > _NAMED else ""
+        digits = "256" if dtype is torch.bfloat16 else "2048"
+        for name, module in holders.items():
+            found.add(
+                "half_parameters",
+                f"parameters are kept in {short} ({named}{more}): an update below 1/{digits} of a weight is lost."
+                f"{asked} Keep them in fp32; autocast casts them by itself.",
+                first or _line_of_class(type(module)),
+                "wrong",
+                module=name,
+                what=dtype,
+                is_about_line=False,
+            )
+
+
+def _also(lines: list[Line]) -> str:
+    shown = ", ".join(map(str, lines[:_NAMED]))
+    return f" or at {shown}" if shown else ""
+
+
+def _note_scripted(modules: nn.Module, found: Found) -> None:
+    """What TorchScript compiled: it leaves out decorators, and cannot be pinned."""
+    outermost: list[str] = []
+    for name, module in modules.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            continue
+        source = class_before_script(module)
+        is_inside = any(not it or name.startswith(f"{it}.") for it in outermost)
+        if source is not None and has_default_precision(getattr(source, "forward", None)):
+            found.add(
+                "scripted_pin",
+                f"{name or 'the model'} was made by TorchScript from {source.__qualname__}, whose forward has "
+                "fwd_default_precision: the compiled one has not, and autocast casts it. Use the module itself.",
+                _line_of_class(source) or _line_that_scripts(modules),
+                "wrong",
+                module=name,
+                what=name,
+            )
+        elif not is_inside:
+            found.add(
+                "scripted_pin",
+                f"{name or 'the model'} is TorchScript, which fp32_modules cannot pin: if it needs fp32, use the "
+                "module that it was made from.",
+                (_line_of_class(source) if source is not None else None) or _line_that_scripts(modules),
+                "note",
+                module=name,
+                what=name,
+            )
+        if not is_inside:
+            outermost.append(name)
+
+
+def _line_of_class(kind: type) -> Line | None:
+    """Where a class of the user's begins; None for another's, and where there is no source."""
+    try:
+        file = inspect.getsourcefile(kind) or ""
+        return Line(file, inspect.getsourcelines(kind)[1]) if file and lies_with_the_user(file) else None
+    except (OSError, TypeError):
+        return None
+
+
+# ---------------------------------------------------------------------- what the user's sources say
+
+
+def _lines_casting_to(dtype: torch.dtype, modules: nn.Module) -> list[Line]:
+    """Lines that ask for `dtype` outside of a step: `.half()`, else `.to(torch.float16)` and `dtype=torch.float16`.
+
+    Of the files nearest to the model in which there are any.
+    """
+    for files in _users_files(modules):
+        calls: list[Line] = []
+        arguments: list[Line] = []
+        for file in files:
+            for node in _nodes_outside_steps(_tree(file)):
+                if not isinstance(node, ast.Call):
+                    continue
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                if _CASTS.get(name) is dtype and not node.args:
+                    calls.append(Line(file, node.end_lineno or node.lineno))
+                elif _names_dtype(node, dtype, by_position=name in ("to", "set_default_dtype")):
+                    arguments.append(Line(file, node.end_lineno or node.lineno))
+        if calls or arguments:
+            return calls or arguments
+    return []
+
+
+def _names_dtype(call: ast.Call, dtype: torch.dtype, by_position: bool) -> bool:
+    given = [word.value for word in call.keywords if (word.arg or "").endswith("dtype")]
+    given += call.args if by_position else []
+    return any(isinstance(it, ast.Attribute) and it.attr in _SPELLINGS[dtype] for it in given)
+
+
+def _line_that_scripts(modules: nn.Module) -> Line | None:
+    """The first line of the user's files that calls `torch.jit.script` or `trace`."""
+    for file in itertools.chain.from_iterable(_users_files(modules)):
+        for node in ast.walk(_tree(file)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.jit.script", "torch.jit.trace"):
+                return Line(file, node.lineno)
+    return None
+
+
+def _users_files(modules: nn.Module) -> Iterator[list[str]]:
+    """Source files of the user's: of the classes in the tree, then of the script, then all that were imported."""
+    for names in (dict.fromkeys(type(module).__module__ for module in modules.modules()), ["__main__"], sys.modules):
+        files = (getattr(sys.modules.get(name), "__file__", None) for name in list(names))
+        yield sorted({it for it in files if isinstance(it, str) and it.endswith(".py") and lies_with_the_user(it)})
+
+
+@lru_cache(maxsize=256)
+def _tree(file: str) -> ast.AST:
+    try:
+        return ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError, RecursionError):  # changed since it was loaded, or not there
+        return ast.Module(body=[], type_ignores=[])
+
+
+def _nodes_outside_steps(tree: ast.AST) -> Iterator[Any]:
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, ast.FunctionDef) and node.name in _STEP_METHODS:
+            continue
+        yield node
+        waiting.extend(ast.iter_child_nodes(node))

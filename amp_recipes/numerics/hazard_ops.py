@@ -1,0 +1,391 @@
+"""Finds hazards in what kernels are given: constants, casts, long sums and exponentials in low precision."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_recipes.numerics.hazard_calls import CallHazards
+from amp_recipes.numerics.hazard_list import Found, Grade, library_line, names
+from amp_recipes.numerics.hazard_modules import NAMES
+from amp_recipes.numerics.observe import OpWatch, dtype_name, tensors_in
+from amp_recipes.numerics.op_kinds import OpKind, op_kind
+from amp_recipes.precision.op_lists import FLOAT32, KERNEL_OF, LOWER_PRECISION, policy
+
+_LARGEST = torch.finfo(torch.float16).max  # 65504
+_LARGEST_BF16 = torch.finfo(torch.bfloat16).max
+_SMALLEST = 2.0**-24  # of fp16; half of it and less rounds to 0
+# What `torch.finfo(x.dtype)` says of bf16: it follows the precision, and says something else in fp16.
+_FOLLOWS_DTYPE = {_LARGEST_BF16, _LARGEST_BF16 / 2, torch.finfo(torch.bfloat16).tiny}
+# What is between these and 1 rounds to 1: half of the last digit below 1.
+_ROUNDS_TO_ONE = {"bf16": 1 - 2.0**-9, "fp16": 1 - 2.0**-12, "fp32": 1 - 2.0**-25}
+# Whole numbers are exact up to here: 2 to the digits of the significand.
+_COUNTABLE = {"bf16": 256, "fp16": 2048}
+
+# Constants here cannot hurt: they divide, bound from the far side, are compared, or describe a distribution.
+_HARMLESS = names(
+    """div divide true_divide floor_divide fmod remainder pow maximum minimum fmax fmin uniform normal random arange
+    linspace bernoulli exponential lt le gt ge eq ne isclose"""
+)
+# These let a constant that is too large become infinite; all others refuse it.
+_SILENT = names("add sub rsub mul where index_put scalar_tensor addcmul addcdiv lerp nan_to_num _to_copy copy")
+# Where a tiny constant guards: it is added, is a bound, or stands in for another value.
+_GUARDS = names(
+    """add sub rsub clamp clamp_min maximum fmax where masked_fill fill full full_like new_full index_put
+    scalar_tensor"""
+)
+_BOUNDS_ABOVE = frozenset({"clamp", "clamp_max", "minimum", "fmin"})
+# Ops whose 0-d tensors are looked at: they come from Python numbers, or stand for one.
+_TAKES_CONSTANTS = names(
+    """add sub rsub mul where masked_fill fill index_put clamp clamp_min clamp_max maximum minimum fmax fmin"""
+)
+_SUMS = frozenset({"sum", "nansum", "cumsum"})
+# What the user wrote where these run.
+_WRITTEN_AS = {"_to_copy": "a cast", "copy": "a copy", "scalar_tensor": "where", "constant_pad_nd": "pad"}
+_WRITTEN_AS["index_put"] = "an assignment"
+# The base of the exponential, and what is left of it: sinh and cosh are half an exponential, of |x|.
+_EXPONENTIALS = {"exp": (math.e, 1.0), "expm1": (math.e, 1.0), "exp2": (2.0, 1.0), "sinh": (math.e, 2.0)}
+_EXPONENTIALS["cosh"] = _EXPONENTIALS["sinh"]
+# They pick or repeat values, so that the precision they run in changes none.
+_PICKS = "upsample_nearest"
+
+
+class OpHazards(OpWatch):
+    """Looks at the ops of the forward, below autocast; `calls` has to be entered with it.
+
+    On a CPU it follows which tensors CUDA's autocast would leave in fp32 (what comes out of a softmax, and what is
+    computed from that): a hazard in these is a note. Values are read from the device for the few ops concerned.
+    """
+
+    def __init__(self, modules: nn.Module, found: Found, device_type: str) -> None:
+        super().__init__(modules)
+        self.calls = CallHazards(found, device_type, self.at, self._is_wide)
+        self._found = found
+        self._is_cpu = device_type == "cpu"
+        self._wide_on_cuda: set[int] = set()  # storages of low-precision tensors
+
+    def about_to_see(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.at.here.phase != "forward":
+            return
+        kind = op_kind(op)
+        with torch._C.DisableTorchFunction():  # what is asked here is no call of the user's
+            if kind.is_cast:
+                self._cast(kind, args, kwargs)
+            elif kind.doing != "view":
+                self._constants(kind, args, kwargs)
+                if kind.base in _EXPONENTIALS or (kind.base == "pow" and not isinstance(args[0], torch.Tensor)):
+                    self._exponential(kind, args)
+
+    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self.at.here.phase != "forward":
+            return
+        kind = op_kind(op)
+        with torch._C.DisableTorchFunction():
+            if kind.base in _SUMS or kind.base == "mean":
+                self._sum(kind, args, output)
+            if self._is_cpu and kind.doing != "view":
+                self._follow(kind, args, kwargs, output)
+
+    # ------------------------------------------------------------------ constants
+
+    def _constants(self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kind.base in _HARMLESS and kind.base not in _BOUNDS_ABOVE | _GUARDS:
+            return
+        constants = [it for it in _constants_in(kind, args, kwargs) if _is_remarkable(it[1])]
+        if not constants or _computed_in(kind, args, kwargs) not in NAMES:
+            return
+        low = [it for it in tensors_in(args) if it.dtype in NAMES and it.ndim] or list(tensors_in(args))
+        note = self._only_on_cpu(low)
+        for name, value in constants:
+            if abs(value) > _LARGEST and kind.base not in _HARMLESS:
+                self._too_large(kind, name, value, note)
+            elif 0 < abs(value) < _SMALLEST and kind.base in _GUARDS and name != "alpha":
+                becomes = "0" if abs(value) <= _SMALLEST / 2 else f"{_SMALLEST:.3g}"
+                self._add(
+                    "eps",
+                    f"{value:g} is below the smallest number of fp16 ({_SMALLEST:.3g}) and becomes {becomes}"
+                    f"{', so that it guards nothing' if becomes == '0' else ''}: compute this in fp32, or take more.",
+                    "risk",
+                    "fp16",
+                    value,
+                    note,
+                )
+            elif kind.base in _BOUNDS_ABOVE and _ROUNDS_TO_ONE["bf16"] <= value < _ROUNDS_TO_ONE["fp32"]:
+                in_both = value >= _ROUNDS_TO_ONE["fp16"]
+                self._add(
+                    "eps",
+                    f"{value:.10g} rounds to 1 in {'fp16 and bf16' if in_both else 'bf16'}, so that it bounds nothing: "
+                    "compute this in fp32.",
+                    "risk",
+                    "" if in_both else "bf16",
+                    value,
+                    note,
+                )
+
+    def _too_large(self, kind: OpKind, name: str, value: float, note: str) -> None:
+        both = abs(value) > _LARGEST_BF16
+        refused = (kind.base not in _SILENT or name == "alpha") and str(kind.op) != "aten.fill_.Tensor"
+        happens = "torch refuses it there" if refused else "it becomes infinite there"
+        self._add(
+            "mask_value",
+            f"{value:g} in {_WRITTEN_AS.get(kind.base, kind.base)} is beyond "
+            f"{'fp16 and bf16' if both else f'fp16 ({_LARGEST:g})'}: {happens}. A mask can be "
+            "torch.finfo(x.dtype).min, or -inf where no row is masked throughout; all else belongs in fp32.",
+            "wrong",
+            "" if both else "fp16",
+            value,
+            note,
+        )
+
+    def _cast(self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Constants and inputs that are cast to low precision: what needs no gradient, and is no parameter."""
+        source = args[kind.source]
+        target = args[0].dtype if kind.base == "copy" else kwargs.get("dtype")
+        if target not in NAMES or not isinstance(source, torch.Tensor) or source.dtype in NAMES:
+            return
+        if source.requires_grad or isinstance(source, nn.Parameter):
+            return
+        if (bounds := _bounds(source)) is None:
+            return
+        smallest, largest = bounds
+        furthest = max(-smallest, largest)
+        if not source.is_floating_point():
+            self._whole_numbers(furthest)
+        elif furthest in _FOLLOWS_DTYPE:
+            return
+        elif largest <= 1 and _LARGEST < -smallest < math.inf:
+            self._too_large(kind, "", smallest, "")
+        elif _LARGEST < furthest < math.inf:
+            self._add(
+                "value_range",
+                f"values of up to {furthest:.4g} that need no gradient (an input?) are cast to {NAMES[target]} here; "
+                f"fp16 ends at {_LARGEST:g}: scale them down first.",
+                "wrong",
+                "fp16",
+            )
+
+    def _whole_numbers(self, largest: float) -> None:
+        if largest > _COUNTABLE["bf16"]:
+            in_both = largest > _COUNTABLE["fp16"]
+            self._add(
+                "whole_numbers",
+                f"whole numbers of up to {largest:.6g} are cast to low precision here: bf16 counts exactly to "
+                f"{_COUNTABLE['bf16']}, fp16 to {_COUNTABLE['fp16']}. Positions and counts belong in fp32.",
+                "risk",
+                "" if in_both else "bf16",
+            )
+
+    # ------------------------------------------------------------------ values
+
+    def _exponential(self, kind: OpKind, args: tuple[Any, ...]) -> None:
+        base, share = _EXPONENTIALS.get(kind.base) or (_base_of_power(args[0]), 1.0)
+        exponent = args[1] if kind.base == "pow" else args[0]
+        if base is None or not isinstance(exponent, torch.Tensor) or not exponent.is_floating_point():
+            return
+        if exponent.dtype is torch.float64 or (bounds := _bounds(exponent)) is None:
+            return
+        largest = max(-bounds[0], bounds[1]) if share != 1.0 else bounds[1]
+        ends = {name: math.log(most * share) / math.log(base) for name, most in _largest_by_name()}
+        if not ends["fp16"] < largest < math.inf:
+            return
+        in_all = largest > ends["bf16"]
+        if not in_all and exponent.dtype not in NAMES:
+            return
+        note = "" if not self._is_cpu or in_all else " CUDA runs it in fp32; what is cast to fp16 after it overflows."
+        where = "in every precision" if in_all else "in fp16"
+        self._add(
+            "exp_of_large",
+            f"{kind.base} of up to {largest:.4g} is infinite {where} (from {ends['bf16' if in_all else 'fp16']:.4g} "
+            f"on): subtract the maximum first, as logsumexp does{'' if in_all else ', or compute it in fp32'}.{note}",
+            "wrong",
+            "" if in_all else "fp16",
+        )
+
+    def _sum(self, kind: OpKind, args: tuple[Any, ...], output: Any) -> None:
+        given = args[0]
+        if not isinstance(given, torch.Tensor) or given.dtype not in NAMES or output.dtype not in NAMES:
+            return
+        if kind.base == "cumsum":
+            elements = given.shape[args[1]] if given.ndim else 1
+        else:
+            elements = given.numel() // max(1, output.numel())
+        if kind.base == "mean":
+            self._mean(elements, self._only_on_cpu([given]))
+        elif elements > _COUNTABLE["bf16"]:
+            bounds = _bounds(output) or (0.0, 0.0)
+            self._long_sum(kind.base, elements, max(-bounds[0], bounds[1]))
+
+    def _long_sum(self, name: str, elements: int, largest: float) -> None:
+        # CUDA's autocast runs sum and cumsum in fp32, unless they say dtype=, which is a hazard of its own.
+        note = f" (Not on CUDA, whose autocast runs {name} in fp32.)" if self._is_cpu else ""
+        if _LARGEST < largest < math.inf:
+            self._add(
+                "long_reduction",
+                f"{name} over {elements} elements comes to {largest:.4g}, beyond fp16 ({_LARGEST:g}): give it "
+                "dtype=torch.float32.",
+                "wrong",
+                "fp16",
+                name,
+                note,
+            )
+            return
+        in_both = elements > _COUNTABLE["fp16"]
+        self._add(
+            "long_reduction",
+            f"{name} over {elements} elements in low precision: bf16 counts exactly to {_COUNTABLE['bf16']}, fp16 to "
+            f"{_COUNTABLE['fp16']} and no further than {_LARGEST:g}. Give it dtype=torch.float32.",
+            "risk",
+            "" if in_both else "bf16",
+            name,
+            note,
+        )
+
+    def _mean(self, elements: int, note: str) -> None:
+        if elements > _LARGEST:
+            self._add(
+                "long_reduction",
+                f"mean over {elements} elements in low precision: each one's gradient is 1/{elements} of the mean's, "
+                f"below the normal numbers of fp16 ({2.0**-14:.3g}) unless the loss scale lifts it. Take it in fp32.",
+                "note",
+                "fp16",
+                "mean",
+                note,
+            )
+
+    # ------------------------------------------------------------------ what CUDA would do
+
+    def _follow(self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Remark what CUDA would run in fp32, and remember which tensors would be fp32 there."""
+        given = [it for it in tensors_in(args, kwargs) if it.is_floating_point()]
+        low = [it for it in given if it.dtype in NAMES]
+        there = _on_cuda(kind.name) if self.calls.is_under_autocast and not self.calls.escapes else None
+        # An op in place keeps its dtype there as well, and what it writes into is known already.
+        outputs = [it for it in tensors_in(output) if it.dtype in NAMES] if not kind.writes_into else []
+        is_wide = there == FLOAT32 or self._flows_wide(kind, low, outputs)
+        for tensor in outputs:
+            self._mark(tensor, is_wide and there != LOWER_PRECISION and not kind.is_product)
+        if there == FLOAT32 and low and outputs and not kind.base.startswith(_PICKS):
+            name = KERNEL_OF.get(kind.base, kind.base)
+            self._found.add(
+                "cpu_is_not_cuda",
+                f"{name} runs in {dtype_name(low[0].dtype)} here, but CUDA's autocast runs it in fp32: what is found "
+                "here does not hold there.",
+                self.at.line,
+                "note",
+                module=self.at.here.module,
+                what=name,
+                is_about_line=False,
+            )
+
+    def _flows_wide(self, kind: OpKind, low: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+        if kind.is_cast and low and outputs and outputs[0].dtype != low[0].dtype:
+            return False
+        least = min(1, max((it.ndim for it in outputs), default=0))  # a 0-d tensor does not widen others
+        return any(self._is_wide(it) for it in low if it.ndim >= least)
+
+    def _is_wide(self, tensor: torch.Tensor) -> bool:
+        """Whether CUDA's autocast would have kept `tensor`, of low precision here, in fp32."""
+        return (storage := _storage(tensor)) is not None and storage in self._wide_on_cuda
+
+    def _mark(self, tensor: torch.Tensor, is_wide: bool) -> None:
+        storage = _storage(tensor)
+        if storage is not None and is_wide:
+            self._wide_on_cuda.add(storage)
+        elif storage is not None:
+            self._wide_on_cuda.discard(storage)  # the memory may have been another's
+
+    def _only_on_cpu(self, low: list[torch.Tensor]) -> str:
+        """What to add where CUDA computes this in fp32; empty where it does not."""
+        if not self._is_cpu:
+            return ""
+        name = self.calls.calling
+        if self.calls.is_under_autocast and _on_cuda(name) == FLOAT32:
+            return f" (Not on CUDA, whose autocast runs {name} in fp32.)"
+        if any(self._is_wide(it) for it in low):
+            return " (Not on CUDA, whose autocast has made this fp32.)"
+        return ""
+
+    def _add(self, kind: str, message: str, grade: Grade, precision: str = "", what: Any = "", note: str = "") -> None:
+        grade = "note" if note and grade == "risk" else grade
+        module = self.at.here.module
+        self._found.add(kind, message + note, self.at.line, grade, precision, module, what, inside=library_line())
+
+
+# ---------------------------------------------------------------------- reading
+
+
+@functools.cache
+def _on_cuda(name: str) -> str | None:
+    return policy("cuda", name)
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """Names the memory of a plain tensor."""
+    return tensor.untyped_storage()._cdata if _is_plain(tensor) else None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its values lie in memory, one by one; what subclasses do when asked is not known."""
+    is_known = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    return is_known and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
+
+
+def _bounds(tensor: torch.Tensor) -> tuple[float, float] | None:
+    """The smallest and the largest value; None where there is none to read."""
+    if not _is_plain(tensor) or not tensor.numel() or tensor.is_quantized:
+        return None
+    if tensor.dtype not in (*NAMES, torch.float32, torch.float64, torch.int16, torch.int32, torch.int64):
+        return None
+    return tuple(map(float, torch.aminmax(tensor.detach())))
+
+
+def _is_remarkable(value: float) -> bool:
+    size = abs(value)
+    return _LARGEST < size < math.inf or 0 < size < _SMALLEST or _ROUNDS_TO_ONE["bf16"] <= value < 1
+
+
+def _constants_in(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Numbers that the op computes with, by the name of their argument; sizes and dimensions are none."""
+    for schema, value in zip(kind.op._schema.arguments, args, strict=False):
+        yield from _constant(kind, schema, value)
+    if kwargs:
+        for schema in kind.op._schema.arguments:
+            if schema.name in kwargs:
+                yield from _constant(kind, schema, kwargs[schema.name])
+
+
+def _constant(kind: OpKind, schema: Any, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if "int" not in str(schema.type).lower() and abs(value) not in _FOLLOWS_DTYPE:
+            yield schema.name, float(value)
+    elif isinstance(value, torch.Tensor) and value.ndim == 0 and kind.base in _TAKES_CONSTANTS:
+        is_number = value.is_floating_point() and not value.requires_grad and _is_plain(value)
+        if is_number and abs(number := float(value)) not in _FOLLOWS_DTYPE:
+            # What a low precision made of -1e9 is told as -1e9.
+            yield schema.name, float(f"{number:.2g}") if value.dtype in NAMES else number
+
+
+def _computed_in(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The dtype of what comes out, before the op runs."""
+    if kwargs.get("dtype") is not None:
+        return kwargs["dtype"]
+    tensors = [it for it in tensors_in(args) if it.is_floating_point()]
+    if not tensors:
+        return None
+    if kind.writes_into or kind.base not in ("add", "sub", "rsub", "mul", "where", "maximum", "minimum", "lerp"):
+        return tensors[0].dtype
+    leading = [it for it in tensors if it.ndim] or tensors
+    return functools.reduce(torch.promote_types, (it.dtype for it in leading))
+
+
+def _base_of_power(base: Any) -> float | None:
+    return float(base) if isinstance(base, (int, float)) and base > 1 else None
+
+
+def _largest_by_name() -> tuple[tuple[str, float], ...]:
+    return (("fp16", _LARGEST), ("bf16", _LARGEST_BF16))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from amp_recipes import __version__
+from amp_recipes import __version__, compare
 from amp_recipes.completion import SHELLS, Words, completion_script
 from amp_recipes.config import check, parse_arguments
 from amp_recipes.config.commands import shown, summary
 from amp_recipes.errors import AmpRecipesError, ConfigError
 from amp_recipes.export import export_run
+from amp_recipes.numerics.nonfinite import read_command
+from amp_recipes.precision.op_reference import report_ops
 from amp_recipes.resume_check.verify import verify_resume
 from amp_recipes.run_diff import compare_runs
 
@@ -101,6 +105,57 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
+# ---------------------------------------------------------------------- diagnose, replay
+
+
+def _diagnose_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="the recipe's script")
+    parser.add_argument("hparams_file", metavar="YAML", type=Path, help="its YAML file")
+
+
+def _diagnose(arguments: argparse.Namespace) -> int:
+    return _start(arguments.script, [str(arguments.hparams_file), *arguments.recipe_options, "--diagnose"])
+
+
+def _replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="a folder nonfinite-N that a run left behind")
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    command = read_command(arguments.folder)
+    words = [*command["words"], f"--replay={arguments.folder.resolve()}"]
+    print(f"runs {command['script']} {' '.join(words)}", file=sys.stderr, flush=True)
+    if command["masked"]:
+        print(f"not in the folder, give them again: {', '.join(command['masked'])}", file=sys.stderr, flush=True)
+    return _start(Path(command["script"]), words, command["cwd"], command["module"])
+
+
+def _start(script: Path, words: Sequence[str], folder: str | None = None, module: str | None = None) -> int:
+    """Run a recipe's script as its user would, with this interpreter; its exit status.
+
+    module: its name, where it was started by `python -m`.
+    """
+    if not script.is_file():
+        raise ConfigError(f"there is no script {script}; expected the recipe's script, such as train.py.")
+    start = ["-m", module] if module else [str(script)]
+    return subprocess.run([sys.executable, *start, *words], cwd=folder).returncode
+
+
+# ---------------------------------------------------------------------- ops
+
+
+def _ops_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", metavar="TYPE", help="cpu, cuda or xpu (default: the best one here)")
+    parser.add_argument("--dtype", metavar="NAME", help="bf16 or fp16 (default: bf16)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--all", action="store_true", help="also the ops that do as documented")
+
+
+def _ops(arguments: argparse.Namespace) -> int:
+    print(report_ops(arguments.device, arguments.dtype, arguments.json, arguments.all))
+    return 0
+
+
 # ---------------------------------------------------------------------- diff
 
 
@@ -171,6 +226,42 @@ COMMANDS = (
         passes_options=True,
     ),
     Command(
+        "diagnose",
+        "Say what bf16 or fp16 does to a recipe's model: is it safe, which modules need fp32, what it costs. Looks at "
+        "a few batches in place of training; prints a verdict, and writes diagnosis.json into the output folder. The "
+        "same as SCRIPT YAML --diagnose.",
+        "amp-recipes diagnose recipes/image_classification/train.py configs/image_classification.yaml --precision fp16",
+        _diagnose_arguments,
+        _diagnose,
+        passes_options=True,
+    ),
+    Command(
+        "replay",
+        "Take a step that went nonfinite again, from the folder that the run wrote about it. Starts the run's script, "
+        "which the folder names: replay only what you would run.",
+        "amp-recipes replay results/image_classification/fp16/seed_1234/nonfinite-17",
+        _replay_arguments,
+        _replay,
+    ),
+    Command(
+        "ops",
+        "Print what autocast does to each op on this machine: the documented lists beside what a live probe finds, and "
+        "the differences.",
+        "amp-recipes ops --device cpu --dtype bf16",
+        _ops_arguments,
+        _ops,
+    ),
+    Command(
+        "compare",
+        "Train a recipe at several precisions and seeds, and say whether a precision is worse than the first one "
+        "beyond what seeds do. Exit status: 0 none is worse, 1 one is, 2 there is no verdict.",
+        "amp-recipes compare recipes/image_classification/train.py configs/image_classification.yaml "
+        "--precisions fp32,bf16 --seeds 3",
+        compare.add_arguments,
+        compare.run,
+        passes_options=True,
+    ),
+    Command(
         "diff",
         "Show what differs between two runs: settings, versions, git state, results. Exit status: 0 nothing but times "
         "and memory, 1 something, 2 a folder is no run or cannot be read.",
@@ -226,7 +317,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.recipe_options and not arguments.chosen.passes_options:
         arguments.parser.error(f"unrecognized arguments: {' '.join(arguments.recipe_options)}")
     try:
-        return arguments.chosen.run(arguments)
+        status = arguments.chosen.run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read it, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except AmpRecipesError as error:
         print(f"amp-recipes: {error}", file=sys.stderr)
         return 1

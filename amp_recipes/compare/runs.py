@@ -16,8 +16,7 @@ from typing import Any
 from amp_recipes.compare.outcome import as_number
 from amp_recipes.compare.plan import Plan, PlannedRun, setting_differences
 from amp_recipes.config.changes import one_line
-from amp_recipes.config.sweep import OUTPUT_FILE
-from amp_recipes.config.sweep import Signals
+from amp_recipes.config.sweep import OUTPUT_FILE, Signals
 from amp_recipes.errors import ConfigError
 from amp_recipes.loggers.text import format_seconds
 from amp_recipes.run_files import read_json, regular_only, write_atomically

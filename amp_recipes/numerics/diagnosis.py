@@ -1,0 +1,367 @@
+"""Puts the instruments' findings together: is a precision safe for this model, and if not, what makes it so?"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amp_recipes.errors import ConfigError, PrecisionError
+from amp_recipes.numerics.census import Census, take_census
+from amp_recipes.numerics.drift import ModuleDrift, drift
+from amp_recipes.numerics.gradient_noise import ErrorSums, GradientError, GradientNoise
+from amp_recipes.numerics.hazards import Hazard, find_hazards
+from amp_recipes.numerics.lost_pins import lost_pins
+from amp_recipes.numerics.nonfinite import locate
+from amp_recipes.numerics.pin_search import TENSOR_TOLERANCE, PinSearch, default_tolerance, search_pins
+from amp_recipes.numerics.trial import Outcome, Trial, Window
+from amp_recipes.numerics.underflow import Underflow, underflow
+from amp_recipes.precision import AMPConfig
+from amp_recipes.run_files import write_atomically
+
+# Windows that a diagnosis looks at: about three in five to search pins on, the others held out.
+WINDOWS = 8
+JSON_FILE, PINS_FILE = "diagnosis.json", "fp32_modules.yaml"
+_NAMED = 4  # modules in one sentence of the verdict
+_HAZARDS_SHOWN = 6
+# An error that is another on each batch, of a fifth of what batches differ by anyway, adds 2 % to the gradient's noise:
+# sqrt(1 + 0.2^2). One that is the same on every batch (a bias) adds up, and has a bound of its own.
+_SHARE_OF_NOISE = 0.2
+_SLOW = 5  # times as long as fp32: emulated, not slow
+_ON_CPU = (
+    "This ran on a CPU, whose autocast leaves softmax, layer_norm, sum, exp and pow in the low precision where CUDA "
+    "runs them in fp32 (`amp-recipes ops` prints both): the verdict is about training on a CPU."
+)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What a diagnosis is to answer.
+
+    precisions: names of those to look at, the one that matters most last; tolerance: bound on the relative error of the
+    gradient, None: see `tolerance_for`; steps: of training in the proof of pins, at most; seconds: that it may take,
+    about. One precision may be given as a string.
+    """
+
+    precisions: Sequence[str]
+    tolerance: float | None = None
+    steps: int = 200
+    seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        names = (self.precisions,) if isinstance(self.precisions, str) else tuple(self.precisions)
+        object.__setattr__(self, "precisions", names)
+        if not self.seconds > 0:
+            raise ConfigError(f"a diagnosis is given {self.seconds:g} seconds, but must be given some.")
+        for name in self.precisions:
+            if AMPConfig.from_name(name).dtype == torch.float32:
+                raise PrecisionError(f"a diagnosis compares bf16 or fp16 with fp32, but is asked about {name!r}.")
+
+
+@dataclass
+class Answer:
+    """What was found for one precision.
+
+    scale: the loss scale of the steps; drift: the most sensitive modules first; raises: what the step raises in this
+    precision, empty if it runs (census and drift are then those of bf16); noise: what the gradients of batches differ
+    by, relative to their size.
+    """
+
+    name: str
+    scale: float
+    census: Census
+    drift: list[ModuleDrift]
+    pins: PinSearch
+    noise: float
+    raises: str = ""
+
+    @property
+    def nonfinite(self) -> list[ModuleDrift]:
+        """The modules that this precision makes nonfinite."""
+        return [row for row in self.drift if not (math.isfinite(row.sensitivity) and math.isfinite(row.local_error))]
+
+    @property
+    def verdict(self) -> str:
+        """One paragraph that a person can act on: safe, safe with these pins, or why that is not decided."""
+        found = self.pins
+        if found.decision == "safe":
+            return ". ".join([f"{self.name}: safe ({self._proof()})", *found.notes]) + "."
+        if found.decision == "pins":
+            said = [
+                f"{self.name}: {self._what_is_wrong()}",
+                f"Pin {', '.join(found.modules)} ({'verified: ' if found.proof.proven else ''}{self._proof()})",
+                _cost(found.cost_time, found.cost_memory),
+                f"Add to your YAML: fp32_modules: [{', '.join(found.fp32_modules)}]",
+            ]
+            return ". ".join([*said, *found.notes]) + "."
+        if self.raises or found.needed:
+            said = [f"{self.name}: not safe as it is: {self._what_is_wrong()}"]
+            said.append(f"Which pins would mend it is not decided: {found.undecided or found.proof.text}")
+        else:
+            said = [f"{self.name}: not decided: {found.undecided or found.proof.text}"]
+            if found.worst is not None:
+                said.append(f"On the batches looked at: {self._measured(found.worst)}")
+        return ". ".join([*said, *found.notes]) + "."
+
+    def _proof(self) -> str:
+        """What was shown of the pins, or of none."""
+        measured = "" if self.pins.worst is None else self._measured(self.pins.worst)
+        only = "" if self.pins.proof.proven else "gradient error only: "
+        return f"{only}{measured}, {self.pins.training}"
+
+    def _measured(self, found: GradientError) -> str:
+        """The errors beside their bounds."""
+        if not math.isfinite(found.error):
+            return "the gradient is not finite"
+        bound = self.pins.bias_tolerance
+        said = [f"gradient error {_beside(found.error, self.pins.tolerance)}"]
+        if found.tensor:
+            said.append(f"at worst {found.tensor} {_beside(found.tensor_error, TENSOR_TOLERANCE)}")
+        if bound < self.pins.tolerance:
+            said.append(f"the same on every batch {_beside(found.bias, max(bound, found.bias_floor))}")
+        return ", ".join(said)
+
+    def _what_is_wrong(self) -> str:
+        if self.raises:
+            return f"the step does not run: {self.raises}"
+        worst = self.nonfinite
+        if not worst:
+            return "it is beyond a bound" if self.pins.without is None else self._measured(self.pins.without)
+        largest = torch.finfo(AMPConfig.from_name(self.name).dtype).max
+        named = ", ".join(
+            f"{row.module} (|x| up to {row.largest:.2g}{f' > {largest:.5g}' if row.largest > largest else ''})"
+            for row in worst[:_NAMED]
+        )
+        one = "s" if len(worst) == 1 else ""
+        verb = f"overflow{one}" if any(row.largest > largest for row in worst) else f"become{one} nonfinite"
+        more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
+        return f"{len(worst)} of {len(self.drift)} modules with low-precision ops {verb}: {named}{more}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """As in `diagnosis.json`."""
+        return {
+            **self.census.as_dict(),
+            "precision": self.name,
+            "scale": self.scale,
+            "raises": self.raises,
+            "gradient_noise": self.noise,
+            "drift": [row.as_dict() for row in self.drift],
+            "pins": self.pins.as_dict(),
+        }
+
+
+@dataclass(repr=False)
+class Diagnosis:
+    """What precision does to a model; `str` of it is the verdict.
+
+    answers: one per precision, in the order asked; weights: whose they were; notes: what else is to be known.
+    """
+
+    answers: list[Answer] = field(default_factory=list)
+    underflow: Underflow | None = None
+    hazards: list[Hazard] = field(default_factory=list)
+    lost_pins: list[dict[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    weights: str = ""
+    device: str = ""
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        """What to do, in a few lines."""
+        names = [answer.name for answer in self.answers]
+        lines = [answer.verdict for answer in self.answers]
+        if self.underflow is not None and "fp16" in names:
+            lines.append(self.underflow.summary())
+        lines += [f"{lost['module']}: the pin does nothing: {lost['reason']}" for lost in self.lost_pins]
+        hazards = [it for it in self.hazards if it.precision in ("", *names) and it.grade != "note"]
+        lines += [f"{hazard.place}: {hazard.message}" for hazard in hazards[:_HAZARDS_SHOWN]]
+        if len(hazards) > _HAZARDS_SHOWN:
+            lines.append(f"{len(hazards) - _HAZARDS_SHOWN} more hazards are in {JSON_FILE}.")
+        seen = [f"Looked at the weights {self.weights}."] if self.weights else []
+        return "\n".join([*lines, *seen, *self.notes])
+
+    def __str__(self) -> str:
+        return self.verdict
+
+    __repr__ = __str__  # what a notebook shows
+
+    def as_dict(self) -> dict[str, Any]:
+        """As in `diagnosis.json`: the last precision's findings at the top, those of others below `others`."""
+        found = [answer.as_dict() for answer in self.answers]
+        main = found[-1] if found else {"census": [], "casts": [], "drift": [], "pins": None, "precision": None}
+        return {
+            "verdict": self.verdict,
+            **main,
+            "underflow": None if self.underflow is None else self.underflow.as_dict(),
+            "hazards": [hazard.as_dict() for hazard in self.hazards],
+            "lost_pins": self.lost_pins,
+            "others": {other["precision"]: other for other in found[:-1]},
+            "weights": self.weights,
+            "device": self.device,
+            "seconds": round(self.seconds, 3),
+            "notes": self.notes,
+            "versions": {
+                "amp_recipes": importlib.metadata.version("amp_recipes"),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+    def write(self, folder: Path) -> None:
+        """Write `diagnosis.json`, and `fp32_modules.yaml` if pins are verified, into `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / JSON_FILE, (json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n").encode())
+        if self.answers and self.answers[-1].pins.decision == "pins":
+            write_atomically(folder / PINS_FILE, self.answers[-1].pins.yaml().encode())
+
+
+def diagnose(
+    trial: Trial, windows: Sequence[Window], questions: Questions, pinned: Sequence[str] = (), weights: str = ""
+) -> Diagnosis:
+    """Ask the instruments about the precisions of `questions`.
+
+    windows: at least three, of real batches; pinned: modules that are pinned already; weights: whose they are.
+    """
+    result = Diagnosis(weights=weights, device=_device_name(trial.device))
+    began = time.perf_counter()
+    held_out = max(1, 2 * len(windows) // 5)
+    searched, held = list(windows[:-held_out]), list(windows[-held_out:])
+    noise = _noise_in_fp32(trial, windows, result)
+    repeats_within = 0.0 if noise is None else _repeats_within(trial, searched[0], result)
+    if noise is not None:
+        result.hazards = find_hazards(trial, searched[0])
+        result.lost_pins = lost_pins(trial, searched[0], pinned, torch.bfloat16, standing=True)
+        result.underflow = underflow(trial, searched)
+        for index, name in enumerate(questions.precisions):
+            left = max(0.0, questions.seconds - (time.perf_counter() - began))
+            seconds = left / (len(questions.precisions) - index)
+            try:
+                answer = _answer(trial, searched, held, name, questions, pinned, seconds, result, noise, repeats_within)
+                result.answers.append(answer)
+            except RuntimeError as error:
+                result.notes.append(f"{name}: the step does not run: {_first_line(error)}.")
+        if trial.device.type == "cpu":
+            result.notes.append(_ON_CPU)
+    result.seconds = time.perf_counter() - began
+    return result
+
+
+def tolerance_for(dtype: torch.dtype, noise: float) -> float:
+    """The bound on the gradient's relative error where none is given, from what batches differ by (`GradientNoise`).
+
+    A fifth of that, and at least ten times the dtype's eps, which rounding alone can reach. What is the same on every
+    batch is held to the latter, since no mean over batches takes it away.
+    """
+    return max(default_tolerance(dtype), _SHARE_OF_NOISE * noise)
+
+
+def _noise_in_fp32(trial: Trial, windows: Sequence[Window], result: Diagnosis) -> float | None:
+    """What the gradients of windows differ by; None, and a note, where fp32 is not finite: that is no precision's."""
+    noise = GradientNoise()
+    for index, window in enumerate(windows):
+        outcome = trial.run(window)
+        if not outcome.is_finite:
+            report = locate(trial, window, torch.float32, 1.0)
+            result.notes.append(f"fp32 itself is not finite, on window {index} of the training set. {report.message}")
+            return None
+        noise.add(outcome)
+    return noise.relative
+
+
+def _repeats_within(trial: Trial, window: Window, result: Diagnosis) -> float:
+    """What one fp32 step differs from itself by, taken twice; a note where it is not bit for bit the same."""
+    first, second = trial.run(window), trial.run(window)
+    if _bitwise_equal(first, second):
+        return 0.0
+    sums = ErrorSums()
+    sums.add(second, first)
+    found = sums.result(())
+    result.notes.append(
+        f"A step in fp32, taken twice from the same state, does not give the same bits: its gradient differs from "
+        f"itself by {_percent(found.error)}. Errors are known no better than that."
+    )
+    return found.error
+
+
+def _bitwise_equal(first: Outcome, second: Outcome) -> bool:
+    pairs = [*zip(first.losses, second.losses, strict=True)]
+    if first.gradients.keys() != second.gradients.keys():
+        return False
+    pairs += [(gradient, second.gradients[name]) for name, gradient in first.gradients.items()]
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def _answer(
+    trial: Trial,
+    searched: Sequence[Window],
+    held_out: Sequence[Window],
+    name: str,
+    questions: Questions,
+    pinned: Sequence[str],
+    seconds: float,
+    result: Diagnosis,
+    noise: float,
+    repeats_within: float,
+) -> Answer:
+    began = time.perf_counter()
+    dtype = AMPConfig.from_name(name).dtype
+    scale = result.underflow.init_scale if dtype == torch.float16 and result.underflow is not None else 1.0
+    watched, raises = dtype, ""
+    try:
+        slowness = trial.run(searched[0], dtype, scale).seconds / trial.run(searched[0]).seconds
+        if slowness > _SLOW:
+            result.notes.append(
+                f"A step in {name} took {slowness:.0f} times as long as in fp32 on {result.device}: its times say "
+                "nothing of a device with such arithmetic."
+            )
+    except RuntimeError as error:
+        if dtype == torch.bfloat16:
+            raise
+        watched, raises = torch.bfloat16, _first_line(error)
+    watched_scale = scale if watched is dtype else 1.0
+    census = take_census(trial, searched[0], watched, watched_scale)
+    ranked = drift(trial, searched, watched, watched_scale)
+    left = max(0.0, seconds - (time.perf_counter() - began))
+    # A bound of the user's own holds for all of the error.
+    asked = questions.tolerance
+    tolerance, bias = (tolerance_for(dtype, noise), default_tolerance(dtype)) if asked is None else (asked, asked)
+    pins = search_pins(
+        trial, searched, held_out, dtype, scale, tolerance, ranked, questions.steps, left, pinned, bias, repeats_within
+    )
+    return Answer(name, scale, census, ranked, pins, noise, raises)
+
+
+def _beside(error: float, bound: float) -> str:
+    return f"{_percent(error)} {'<=' if error <= bound else '>'} {_percent(bound)}"
+
+
+def _percent(share: float) -> str:
+    percent = 100 * share
+    return f"{percent:.2g} %" if percent < 99.5 else f"{percent:.0f} %" if percent < 1e5 else "over 100000 %"
+
+
+def _cost(time_ratio: float | None, memory_ratio: float | None) -> str:
+    if time_ratio is None or memory_ratio is None:
+        return "What that costs could not be measured, since the step does not run without"
+    time_share, memory_share = 100 * (time_ratio - 1), 100 * (memory_ratio - 1)
+    took = f"{time_share:.0f} % of the step" if time_share >= 1 else "no measurable time"
+    return f"Costs {took}, and {max(0.0, memory_share):.0f} % of what is saved for the backward"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip('.')}"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"a CPU ({torch.backends.cpu.get_cpu_capability()})" if device.type == "cpu" else device.type

@@ -1,0 +1,209 @@
+"""Proves a set of pins: by steps of training, by a census, and says what it costs in time and memory."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_recipes.numerics.trial import Course, Trial, Window
+
+# Pairs of trainings, fp32 and low precision, that differ in the order of the batches and in the random numbers.
+SEEDS = 3
+# Student's t, 95 %, one-sided. With SEEDS - 1 = 2 degrees of freedom the distribution is 1/2 + t / (2 sqrt(2 + t^2)):
+# the quantile is a * sqrt(2 / (1 - a^2)) with a = 2 * 0.95 - 1.
+_T = 0.9 * math.sqrt(2 / (1 - 0.9**2))
+# Final losses that differ by less are not told apart, however alike the pairs are: few batches repeat.
+_NEGLIGIBLE = 1e-3
+# A loss higher by this share of what fp32 gained must have shown, or the trainings say nothing.
+_RESOLVED = 0.5
+_BACK_OFFS = 3  # of fp16's loss scale until it fits
+_FEWEST_STEPS = 10
+
+
+@dataclass
+class Training:
+    """How training with the pins compares with fp32.
+
+    steps: that each training took, 0 if none was; curves: loss by step, of each seed in fp32 and in low precision;
+    proven: whether the loss fell and the low precision ends no worse; text: the same in words; detail: with the
+    figures.
+    """
+
+    steps: int = 0
+    proven: bool = False
+    text: str = "no training asked for"
+    detail: str = ""
+    reference: list[list[float]] = field(default_factory=list)
+    low: list[list[float]] = field(default_factory=list)
+
+
+def train_with_pins(
+    trial: Trial, windows: Sequence[Window], dtype: torch.dtype, scale: float, pins: Sequence[str], steps: int
+) -> Training:
+    """Train `steps` steps in fp32 and in low precision, for SEEDS seeds each; the weights stay.
+
+    The final loss is the mean over the last quarter. A pair has the same batches and random numbers, so the difference
+    of its final losses is the precision's. It is worse if the mean difference is beyond Student's one-sided 95 %, and
+    more than 0.1 % of the mean |loss| (as a step may have losses that cancel). Nothing is proven where fp32's loss does
+    not fall, where updates are skipped, or where half of what fp32 gains could be lost unseen. A learning rate that
+    warms up begins at the rate it warms up to.
+    """
+    if steps < 1:
+        return Training()
+    if all(float(_full_rate(group)) == 0 for it in trial.optimizers().values() for group in it.param_groups):
+        return Training(text="no training, since every learning rate is 0")
+    reference, low = [], []
+    for seed in range(SEEDS):
+        reference.append(_course(trial, windows, torch.float32, 1.0, (), steps, seed))
+        low.append(_course(trial, windows, dtype, scale, pins, steps, seed))
+    found = Training(steps, reference=[it.losses for it in reference], low=[it.losses for it in low])
+    skipped = max(mine.skipped - its.skipped for mine, its in zip(low, reference, strict=True))
+    if not all(it.is_finite for it in reference):
+        found.text = f"training showed nothing: fp32 diverges within {steps} steps"
+    elif skipped > (_BACK_OFFS if dtype == torch.float16 else 0):
+        found.text = f"{skipped} of {steps} updates were skipped in training"
+    elif not all(it.is_finite for it in low):
+        found.text = f"training diverges within {steps} steps, unlike in fp32"
+    else:
+        _compare(found, statistics.fmean(_final(it.sizes) for it in reference))
+    return found
+
+
+def _compare(found: Training, size: float) -> None:
+    """Let `found` say how the final losses compare; size: the mean |loss| at the end in fp32."""
+    first = statistics.fmean(_first(losses) for losses in found.reference)
+    last = statistics.fmean(_final(losses) for losses in found.reference)
+    gains = [_final(mine) - _final(its) for mine, its in zip(found.low, found.reference, strict=True)]
+    higher = statistics.fmean(gains)
+    shows = max(_T * statistics.stdev(gains) / math.sqrt(SEEDS), _NEGLIGIBLE * size)
+    found.detail = (
+        f"loss from {first:.4g} to {last:.4g} in fp32; higher by {higher:.2g} in low precision, {shows:.2g} would have "
+        f"shown (paired t test of {SEEDS} seeds, 95 %, one-sided; mean of the last quarter)"
+    )
+    percent = f"{100 * shows / size:.2g} %" if size else "any"
+    if last >= first:
+        found.text = f"training showed nothing: the loss did not fall in {found.steps} steps of fp32"
+    elif higher > shows:
+        found.text = f"{found.steps} steps end WORSE than fp32 (the loss is higher by {100 * higher / size:.2g} %)"
+    elif shows > _RESOLVED * (first - last):
+        found.text = f"training showed nothing: only a loss {percent} higher would have shown"
+    else:
+        found.proven = True
+        found.text = f"{found.steps} steps no worse than fp32 (a loss {percent} higher would have shown)"
+
+
+def steps_that_fit(steps: int, fp32_seconds: float, low_seconds: float, seconds: float) -> int:
+    """As many steps as fit into `seconds`, at most `steps`; 0 where they are too few to show anything."""
+    fit = int(seconds / max(1e-9, SEEDS * (fp32_seconds + low_seconds)))
+    return 0 if min(steps, fit) < min(steps, _FEWEST_STEPS) else min(steps, fit)
+
+
+def _course(
+    trial: Trial,
+    windows: Sequence[Window],
+    dtype: torch.dtype,
+    scale: float,
+    pins: Sequence[str],
+    steps: int,
+    seed: int,
+) -> Course:
+    order = random.Random(seed)
+    chosen: list[Window] = []
+    while len(chosen) < steps:
+        chosen += order.sample(list(windows), len(windows))
+
+    def prepare() -> None:
+        torch.manual_seed(seed)
+        for optimizer in trial.optimizers().values():
+            for group in optimizer.param_groups:
+                group["lr"] = _full_rate(group)
+
+    return trial.train(chosen[:steps], dtype, scale, pins, prepare=prepare)
+
+
+def _full_rate(group: dict[str, Any]) -> Any:
+    """The learning rate, or the one that its schedule started from if that is higher: a warm-up would show nothing."""
+    rate, full = group["lr"], group.get("initial_lr", group["lr"])
+    if float(full) <= float(rate):
+        return rate
+    return torch.full_like(rate, float(full)) if isinstance(rate, torch.Tensor) else full
+
+
+def _first(losses: Sequence[float]) -> float:
+    return statistics.fmean(losses[: max(1, len(losses) // 4)])
+
+
+def _final(losses: Sequence[float]) -> float:
+    return statistics.fmean(losses[-max(1, len(losses) // 4) :])
+
+
+class SavedBytes:
+    """Within its `with`, counts the bytes that the forward saves for the backward, without the parameters."""
+
+    def __init__(self, modules: nn.Module) -> None:
+        self.bytes = 0
+        self._parameters = {it.untyped_storage()._cdata for it in modules.parameters()}
+        self._seen: set[tuple[int, int]] = set()
+        self._hooks: Any = None
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._hooks.__exit__(*exception)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            # The address as well: a storage that was freed may lend its identity to the next one.
+            key = (storage._cdata, storage.data_ptr())
+            if storage._cdata not in self._parameters and key not in self._seen:
+                self._seen.add(key)
+                self.bytes += storage.nbytes()
+        return tensor
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[list[int]]:
+    """The most bytes that were allocated on a CUDA device within it, in the list that it yields; empty elsewhere."""
+    found: list[int] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    yield found
+    if device.type == "cuda":
+        found.append(torch.cuda.max_memory_allocated(device))
+
+
+def cost(
+    trial: Trial,
+    window: Window,
+    dtype: torch.dtype,
+    scale: float,
+    pins: Sequence[str],
+    already: Sequence[str],
+    pairs: int,
+) -> tuple[float, float]:
+    """What the pins cost: (time, memory) of a step with them, each as a ratio to one without the new ones.
+
+    Time: median over pairs of runs, one after the other; memory: bytes that are saved for the backward.
+    """
+    ratios = []
+    for _ in range(pairs):
+        without = trial.run(window, dtype, scale, already).seconds
+        ratios.append(trial.run(window, dtype, scale, pins).seconds / without)
+    saved = []
+    for names in (pins, already):
+        with_count = SavedBytes(trial.modules)
+        trial.run(window, dtype, scale, names, watch=[with_count])
+        saved.append(with_count.bytes)
+    return statistics.median(ratios), saved[0] / max(1, saved[1])

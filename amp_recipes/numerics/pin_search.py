@@ -1,0 +1,400 @@
+"""Searches the smallest set of modules whose pinning to fp32 keeps the gradient's error below a tolerance."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from glob import escape
+from typing import Any
+
+import torch
+
+from amp_recipes.numerics.census import pins_hold, take_census
+from amp_recipes.numerics.drift import ModuleDrift
+from amp_recipes.numerics.gradient_noise import ErrorSums, GradientError, GradientNoise
+from amp_recipes.numerics.pin_proof import Training, cost, steps_that_fit, train_with_pins
+from amp_recipes.numerics.trial import Outcome, Trial, Window
+
+# The search asks for less than the bounds: on held-out batches errors were seen to be up to 21 % larger.
+_MARGIN = 1.25
+_WIDENED = 3  # times that the search asks for less still, where all batches together do not hold
+# The gradient of no parameter may be changed by more: one that is wholly gone is changed by 1.
+TENSOR_TOLERANCE = 0.5
+# A step that differs from itself by more than this share of a bound cannot be held to it.
+_REPEATS = 0.25
+_PAIRS = 5
+_SLOW_SECONDS = 1.0
+
+
+def default_tolerance(dtype: torch.dtype) -> float:
+    """Ten times the dtype's eps: more than rounding alone does at usual depths, far less than what goes wrong."""
+    return 10 * torch.finfo(dtype).eps
+
+
+@dataclass
+class PinSearch:
+    """A set of pins, and what was shown about it.
+
+    modules: to pin beside those that are already (empty: none is needed, if `verified`); tolerance: bound on the
+    relative error of the gradient; error, held_out_error: the largest one over the windows searched on and held out;
+    error_without: without `modules`; bias_tolerance: bound on the part of the error that is the same on every window;
+    worst: what was found with these pins on all windows, or with none where no set does; without: the same without
+    `modules`; needed: whether a bound is exceeded without them; proof: the steps of training; cost_time, cost_memory:
+    ratios to a step without `modules`; verified: held-out batches, census and training (where it was asked for) agree;
+    undecided: why not, in words; superfluous: modules that were pinned already without need; runs: steps that the
+    search took. None: not measured; infinite: not finite in low precision.
+    """
+
+    tolerance: float
+    bias_tolerance: float = math.inf
+    modules: list[str] = field(default_factory=list)
+    error: float | None = None
+    error_without: float | None = None
+    held_out_error: float | None = None
+    worst: GradientError | None = None
+    without: GradientError | None = None
+    needed: bool = False
+    verified: bool = False
+    undecided: str = ""
+    proof: Training = field(default_factory=Training)
+    cost_time: float | None = None
+    cost_memory: float | None = None
+    superfluous: list[str] = field(default_factory=list)
+    already: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    runs: int = 0
+
+    @property
+    def decision(self) -> str:
+        """`safe`: nothing more is to be pinned; `pins`: `modules` are; or `not decided`."""
+        return "not decided" if not self.verified else "pins" if self.modules else "safe"
+
+    @property
+    def steps(self) -> int:
+        """Steps of training in the proof."""
+        return self.proof.steps
+
+    @property
+    def training(self) -> str:
+        """How training ended, in words."""
+        return self.proof.text
+
+    @property
+    def fp32_modules(self) -> list[str]:
+        """What the run option is to be: the pins that there were and are needed, and the new ones if verified."""
+        new = self.modules if self.verified else []
+        return [name for name in self.already if name not in self.superfluous] + new
+
+    def as_dict(self) -> dict[str, Any]:
+        """As in `diagnosis.json`: numbers that are not finite as strings."""
+        return {
+            "modules": self.modules,
+            "fp32_modules": self.fp32_modules,
+            "tolerance": self.tolerance,
+            "error": _plain(self.error),
+            "error_without": _plain(self.error_without),
+            "held_out_error": _plain(self.held_out_error),
+            "worst_tensor": None if self.worst is None else self.worst.as_dict(),
+            "tensor_tolerance": TENSOR_TOLERANCE,
+            "bias": None if self.worst is None else _plain(self.worst.bias),
+            "bias_tolerance": _plain(self.bias_tolerance),
+            "decision": self.decision,
+            "undecided": self.undecided,
+            "steps": self.steps,
+            "training": self.training,
+            "training_detail": self.proof.detail,
+            "curves": {
+                "reference": [[_plain(loss) for loss in curve] for curve in self.proof.reference],
+                "pinned": [[_plain(loss) for loss in curve] for curve in self.proof.low],
+            },
+            "cost_time": self.cost_time,
+            "cost_memory": self.cost_memory,
+            "verified": self.verified,
+            "superfluous": self.superfluous,
+            "runs": self.runs,
+            "notes": self.notes,
+        }
+
+    def yaml(self) -> str:
+        """A file for `!include:` that says which modules to pin, with what was shown in its comment.
+
+        Only of pins that are verified: raises ValueError of others.
+        """
+        if not self.verified or self.held_out_error is None or self.error_without is None:
+            raise ValueError(f"these pins are not verified, so no file shall advise them: {self.undecided}.")
+        names = json.dumps([escape(name) for name in self.fp32_modules], ensure_ascii=False)
+        return (
+            f"# gradient error {self.held_out_error:.2g} on held-out batches (tolerance {self.tolerance:.2g}, "
+            f"{self.error_without:.2g} without); {self.training}\n"
+            "# To use it, copy it beside your YAML:   pins: !include:fp32_modules.yaml\n"
+            "#                                        fp32_modules: !ref <pins[fp32_modules]>\n"
+            f"fp32_modules: {names}\n"
+        )
+
+
+def search_pins(
+    trial: Trial,
+    search: Sequence[Window],
+    held_out: Sequence[Window],
+    dtype: torch.dtype,
+    scale: float,
+    tolerance: float | None = None,
+    ranked: Sequence[ModuleDrift] = (),
+    steps: int = 200,
+    seconds: float | None = None,
+    already: Sequence[str] = (),
+    bias_tolerance: float | None = None,
+    repeats_within: float = 0.0,
+) -> PinSearch:
+    """The smallest set of pins that is found: by rank, galloping and bisecting the prefix, then taken out one by one.
+
+    search, held_out: windows to search on (at least three are better) and to verify on; ranked: what `drift` returned;
+    steps: of training in the proof, at most (0: none is asked for); seconds: that it may take, about (None: as long as
+    it needs); already: modules that are pinned, and stay so; bias_tolerance: bound on the part of the error that is the
+    same on every batch (default: the tolerance); repeats_within: what an fp32 step differs from itself by. The set is
+    1-minimal on the windows searched (no single pin can be left out), not the only one, and held-out windows and
+    training decide whether it is `verified`.
+    """
+    bound = default_tolerance(dtype) if tolerance is None else tolerance
+    found = PinSearch(bound, bound if bias_tolerance is None else bias_tolerance, already=list(already))
+    if repeats_within > _REPEATS * min(found.tolerance, found.bias_tolerance):
+        by = f"by {100 * repeats_within:.2g} %" if math.isfinite(repeats_within) else "without a bound"
+        found.undecided = f"the step does not repeat itself: fp32 differs from itself {by}"
+        return found
+    return _Search(trial, search, held_out, dtype, scale, found, seconds).run(ranked, steps)
+
+
+class _OutOfTime(Exception):
+    """The search has used up its seconds."""
+
+
+class _Search:
+    def __init__(
+        self,
+        trial: Trial,
+        search: Sequence[Window],
+        held_out: Sequence[Window],
+        dtype: torch.dtype,
+        scale: float,
+        found: PinSearch,
+        seconds: float | None,
+    ) -> None:
+        self._trial, self._search, self._held_out = trial, list(search), list(held_out)
+        self._dtype, self._scale, self._already = dtype, scale, list(found.already)
+        self._deadline = math.inf if seconds is None else time.perf_counter() + seconds
+        self._measured: dict[frozenset[str], GradientError] = {}
+        # The sums of the set that did last, so that held-out windows are added without taking the others again.
+        self._kept: tuple[frozenset[str], ErrorSums] | None = None
+        self._target = 1.0
+        self._references: dict[int, Outcome] = {}
+        self._judged: set[str] = set()
+        self._seconds = {torch.float32: 0.0, dtype: 0.0}  # of one step
+        self.found = found
+
+    def run(self, ranked: Sequence[ModuleDrift], steps: int) -> PinSearch:
+        found = self.found
+        order = [row.module for row in ranked if not _covered(row.module, self._already)]
+        try:
+            noise = GradientNoise()
+            for window in (*self._search, *self._held_out):
+                noise.add(self._reference(window))
+            self._judged = noise.judged
+            found.worst = found.without = self._of(())
+            found.error_without = found.error = found.worst.error
+            if self._find(order):
+                self._prove(steps)
+        except _OutOfTime:
+            found.undecided = f"the time was used up after {found.runs} steps of the search"
+        return found
+
+    # ------------------------------------------------------------------ the set
+
+    def _find(self, order: list[str]) -> bool:
+        """Whether there is a set that holds on all windows: `found.modules`. One that fails is searched on as well."""
+        found, allowed, chosen = self.found, 1.0, list[str]()
+        for widened in range(_WIDENED + len(self._held_out)):
+            if widened or self._excess(()) > 1:
+                found.needed, self._target = True, allowed / _MARGIN
+                prefix = self._prefix(order, self._target)
+                if prefix is None:
+                    found.modules, found.error, found.worst = [], found.error_without, found.without
+                    found.undecided = self._nothing_does(order)
+                    return False
+                chosen = self._pruned(prefix, self._target)
+            found.modules, found.error = chosen, self._of(chosen).error
+            if not self._held_out:
+                found.undecided = "no batch is left that the search did not see: give more batches"
+                return False
+            failing = self._verified_with(chosen)
+            if failing is None:
+                return True
+            found.needed = True
+            if not chosen and found.worst is not None:
+                found.without, found.error_without = found.worst, found.worst.error
+            if failing:
+                moved = failing[0]
+                self._held_out = [it for it in self._held_out if it is not moved]
+                self._search.append(moved)
+                self._measured.clear()
+                self._kept = None
+                found.notes.append("A batch that was held out failed, so that the search was done again with it")
+            else:
+                allowed /= _MARGIN
+        found.undecided = "no set that does on the batches searched does on all of them: give more batches"
+        return False
+
+    def _nothing_does(self, order: list[str]) -> str:
+        if not order:
+            return "there is no module to pin: what is wrong comes from ops outside of modules"
+        left = self._of(order)
+        error = f"the error is {100 * left.error:.2g} %" if math.isfinite(left.error) else "it is not finite"
+        return (
+            f"even with all {len(order)} candidates pinned {error}: what is left comes from ops outside of modules, or "
+            "from the batches' own noise"
+        )
+
+    def _verified_with(self, names: Sequence[str]) -> list[Window] | None:
+        """None if the set holds on held-out windows and on all together; else the windows that fail, worst first."""
+        found, key = self.found, frozenset(names)
+        if self._kept is None or self._kept[0] != key:
+            self._measured.pop(key, None)
+            self._of(names, keep=True)
+        assert self._kept is not None
+        sums, self._kept = self._kept[1], None
+        errors = [self._add(sums, window, key) for window in self._held_out]
+        found.held_out_error = max(errors)
+        found.worst = sums.result(self._judged)
+        failing = [index for index, error in enumerate(errors) if error > found.tolerance]
+        if failing:
+            return [self._held_out[index] for index in sorted(failing, key=lambda index: -errors[index])]
+        return [] if self._exceeds(found.worst) > 1 else None
+
+    def _prefix(self, order: list[str], target: float) -> list[str] | None:
+        """The shortest beginning of `order` that does, where the excess falls with its length."""
+        if not order or self._excess(order) > target:
+            return None
+        low, high = 0, 1
+        while high < len(order) and self._excess(order[:high]) > target:
+            low, high = high, 2 * high
+        high = min(high, len(order))
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._excess(order[:middle]) <= target else (middle, high)
+        return order[:high]
+
+    def _pruned(self, chosen: list[str], target: float) -> list[str]:
+        """`chosen` without the pins that can be left out, the least sensitive tried first, until none can."""
+        before = None
+        while chosen != before:
+            before = chosen
+            for name in reversed(before):
+                fewer = [other for other in chosen if other != name]
+                if self._excess(fewer) <= target:
+                    chosen = fewer
+        return chosen
+
+    def _excess(self, names: Iterable[str]) -> float:
+        return self._exceeds(self._of(names))
+
+    def _exceeds(self, error: GradientError) -> float:
+        return error.excess(self.found.tolerance, self.found.bias_tolerance, TENSOR_TOLERANCE)
+
+    def _of(self, names: Iterable[str], keep: bool = False) -> GradientError:
+        """What the set gives on the windows searched on."""
+        key = frozenset(names)
+        if key not in self._measured:
+            sums = ErrorSums()
+            for window in self._search:
+                self._add(sums, window, key)
+            self._measured[key] = sums.result(self._judged)
+            if keep or self._exceeds(self._measured[key]) <= self._target:
+                self._kept = (key, sums)
+        return self._measured[key]
+
+    def _reference(self, window: Window) -> Outcome:
+        if time.perf_counter() > self._deadline:
+            raise _OutOfTime
+        key = id(window)
+        if key not in self._references:
+            self._references[key] = self._trial.run(window)
+            self._seconds[torch.float32] = self._references[key].seconds
+        return self._references[key]
+
+    def _add(self, sums: ErrorSums, window: Window, names: frozenset[str]) -> float:
+        """Count the window, and return its error."""
+        reference = self._reference(window)
+        self.found.runs += 1
+        try:
+            low = self._trial.run_finite(window, self._dtype, self._scale, [*self._already, *sorted(names)])
+        except RuntimeError as error:  # a mask beyond the format, an op that the device lacks
+            said = (str(error).splitlines() or [""])[0].rstrip(".")
+            note = f"A step in {str(self._dtype).removeprefix('torch.')} raises: {said}"
+            if note not in self.found.notes:
+                self.found.notes.append(note)
+            return sums.fail()
+        self._seconds[self._dtype] = low.seconds
+        return sums.add(low, reference)
+
+    # ------------------------------------------------------------------ the proof
+
+    def _prove(self, steps: int) -> None:
+        found = self.found
+        pins = [*self._already, *found.modules]
+        holds = True
+        if found.modules:
+            census = take_census(self._trial, self._search[0], self._dtype, self._scale, pins=pins)
+            broken = pins_hold(census, found.modules)
+            holds = not broken
+            found.notes += [f"A pin does not hold: {it['module']}: {it['reason']}" for it in broken]
+            pairs = 2 if self._seconds[self._dtype] > _SLOW_SECONDS else _PAIRS
+            window = self._search[0]
+            with suppress(RuntimeError):  # without the pins the step may not run at all
+                found.cost_time, found.cost_memory = cost(
+                    self._trial, window, self._dtype, self._scale, pins, self._already, pairs
+                )
+        fit = steps
+        if self._deadline < math.inf:
+            left = max(0.0, self._deadline - time.perf_counter())
+            fit = steps_that_fit(steps, self._seconds[torch.float32], self._seconds[self._dtype], left)
+        windows = [*self._search, *self._held_out]
+        if steps and not fit:
+            found.proof = Training(text="no time was left for training")
+        else:
+            found.proof = train_with_pins(self._trial, windows, self._dtype, self._scale, pins, fit)
+            if fit < steps:
+                found.notes.append(f"Time allowed {fit} of {steps} steps of training")
+        found.verified = holds and (found.proof.proven or steps == 0)
+        if not found.verified:
+            found.undecided = found.proof.text if holds else "a pin does not hold"
+            return
+        with suppress(_OutOfTime):  # what is verified stays so
+            self._look_for_superfluous()
+
+    def _look_for_superfluous(self) -> None:
+        """Which of the pins that there were are not needed (with the new ones, and one by one)."""
+        kept = list(self._already)
+        for name in list(kept):
+            fewer = [other for other in kept if other != name]
+            saved, self._already = self._already, fewer
+            sums = ErrorSums()
+            try:
+                for window in (*self._search, *self._held_out):
+                    self._add(sums, window, frozenset(self.found.modules))
+            finally:
+                self._already = saved
+            if self._exceeds(sums.result(self._judged)) <= 1 / _MARGIN:
+                kept = fewer
+                self.found.superfluous.append(name)
+
+
+def _covered(name: str, pinned: Iterable[str]) -> bool:
+    """Whether the module is pinned, or stands in one that is."""
+    return any(name == other or other == "" or name.startswith(f"{other}.") for other in pinned)
+
+
+def _plain(number: float | None) -> float | str | None:
+    return number if number is None or math.isfinite(number) else str(number)

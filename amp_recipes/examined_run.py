@@ -104,6 +104,8 @@ class ExaminedRun(ResumableRun):
         """
         if windows < _FEWEST_WINDOWS:
             raise ConfigError(f"windows is {windows}, but a diagnosis needs at least {_FEWEST_WINDOWS}.")
+        if not minutes > 0:
+            raise ConfigError(f"minutes is {minutes:g}, but must be greater than 0.")
         questions = Questions(precisions or _precisions(self.precision), tolerance, steps, minutes * 60)
         with self._examination() as weights:
             chosen = self._first_windows(train_set, train_loader_kwargs, windows)
@@ -152,8 +154,8 @@ class ExaminedRun(ResumableRun):
             chosen.pop()  # an epoch's rest says less than a whole window
         if len(chosen) < _FEWEST_WINDOWS:
             raise DataError(
-                f"a diagnosis needs at least {_FEWEST_WINDOWS} windows of grad_accumulation_factor={self.grad_accumulation_factor} "
-                f"batches, but the training set yields {len(chosen)}: give more data or smaller batches."
+                f"a diagnosis needs at least {_FEWEST_WINDOWS} windows of {self.grad_accumulation_factor} batches "
+                f"(grad_accumulation_factor), but the training set yields {len(chosen)}: give more data or smaller batches."
             )
         return chosen
 

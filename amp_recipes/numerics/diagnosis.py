@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from amp_recipes.errors import ConfigError, PrecisionError
+from amp_recipes.errors import PrecisionError
 from amp_recipes.numerics.census import Census, take_census
 from amp_recipes.numerics.drift import ModuleDrift, drift
 from amp_recipes.numerics.gradient_noise import ErrorSums, GradientError, GradientNoise
@@ -59,8 +59,6 @@ class Questions:
     def __post_init__(self) -> None:
         names = (self.precisions,) if isinstance(self.precisions, str) else tuple(self.precisions)
         object.__setattr__(self, "precisions", names)
-        if not self.seconds > 0:
-            raise ConfigError(f"a diagnosis is given {self.seconds:g} seconds, but must be given some.")
         for name in self.precisions:
             if AMPConfig.from_name(name).dtype == torch.float32:
                 raise PrecisionError(f"a diagnosis compares bf16 or fp16 with fp32, but is asked about {name!r}.")

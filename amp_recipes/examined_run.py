@@ -155,7 +155,8 @@ class ExaminedRun(ResumableRun):
         if len(chosen) < _FEWEST_WINDOWS:
             raise DataError(
                 f"a diagnosis needs at least {_FEWEST_WINDOWS} windows of {self.grad_accumulation_factor} batches "
-                f"(grad_accumulation_factor), but the training set yields {len(chosen)}: give more data or smaller batches."
+                f"(grad_accumulation_factor), but the training set yields {len(chosen)}: give more data, or "
+                "smaller batches."
             )
         return chosen
 

@@ -21,7 +21,6 @@ from amp_recipes.hooks import Stage
 from amp_recipes.ledger import Ledger, Window
 from amp_recipes.numerics.diagnosis import WINDOWS, Diagnosis, Questions, diagnose
 from amp_recipes.numerics.nonfinite import locate, read_replay, write_report
-from amp_recipes.numerics.observe import tensors_in
 from amp_recipes.numerics.preserved import preserved
 from amp_recipes.numerics.trial import Trial
 from amp_recipes.precision import Patience, Update, UpdateOwner
@@ -333,8 +332,12 @@ class _SavesNothing:
 
 
 def _versions(batches: Sequence[Any]) -> list[int]:
-    """How often the tensors of the batches were written to."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors_in(list(batches))]
+    """How often the tensors of the batches were written to; of those that stand at their top, to lose no time."""
+    found = []
+    for batch in batches:
+        parts = batch.values() if type(batch) is dict else batch if type(batch) in (tuple, list) else (batch,)
+        found += [it._version for it in parts if type(it) is torch.Tensor and not it.is_inference()]
+    return found
 
 
 def _command() -> dict[str, Any] | None:

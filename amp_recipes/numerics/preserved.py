@@ -122,6 +122,8 @@ class _Memory:
             return
         elif _is_the_users(type(value)):
             self.keep_attributes(vars(value))
+        elif hasattr(type(value), "__iter__"):
+            return  # a library's loader, or a counter of epochs: a step does not move it, and a load would
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             self._undo.callback(value.load_state_dict, deepcopy(value.state_dict()))
 

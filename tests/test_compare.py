@@ -94,7 +94,6 @@ def test_seed_noise_that_both_share_is_taken_out_by_the_pairs():
         ([0.0, 0.0], [0.0, 0.0], 1),
         ([1.0, 1.0, 1.0], [0.1, 0.1, 0.1], 1),  # better, at each seed
         ([0.1, 0.1, 0.1], [1.0, 1.0, 1.0], 0),
-        ([0.97, 0.98, 0.99], [0.98, 0.99, 1.0], 0),  # equal differences, but for their last bits
         ([0.1 + 0.2, 0.3], [0.3, 0.1 + 0.2], 1),
     ],
 )
@@ -103,6 +102,17 @@ def test_without_spread_any_difference_counts(one, other, p):
     assert (found.p, found.error, found.detectable(0.05)) == (p, 0, None)
     apart = worse_than(by_seed(*one), {seed + 10: value for seed, value in by_seed(*other).items()}, "min")
     assert len(set(one)) > 1 or (apart.p, apart.error) == (p, 0)
+
+
+def test_equal_differences_of_seeds_that_differ_are_chance_in_a_metric_of_few_steps():
+    """Accuracy over 269 images, two images fewer at both of two seeds: that is no certainty."""
+    one, other = by_seed(260 / 269, 266 / 269), by_seed(258 / 269, 264 / 269)
+    found = worse_than(one, other, "max")
+    assert found.name == WELCH and found.p > 0.2
+    # Equal but for their last bits, too.
+    assert worse_than(by_seed(0.97, 0.98, 0.99), by_seed(0.98, 0.99, 1.0), "min").p == pytest.approx(
+        stats.ttest_ind([0.98, 0.99, 1.0], [0.97, 0.98, 0.99], equal_var=False, alternative="greater").pvalue
+    )
 
 
 def test_one_seed_gives_no_test():

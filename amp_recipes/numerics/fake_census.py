@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from amp_recipes.numerics.census import census_of
 from amp_recipes.numerics.census_rows import Census
 from amp_recipes.numerics.census_watch import CensusWatch
 from amp_recipes.numerics.trial import plain_trial
-from amp_recipes.precision import TorchAutocast
-from amp_recipes.precision.autocast import map_tensors
+from amp_recipes.precision import TorchAutocast, map_tensors
+from amp_recipes.precision.op_findings import autocast_without_device
 
 
 def fake_census(
@@ -105,22 +105,4 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _forced_autocast(device_type: str, dtype: torch.dtype) -> AbstractContextManager:
     """What torch.autocast does; it refuses a device that is not there."""
-
-    @contextmanager
-    def force() -> Iterator[None]:
-        if dtype is torch.float32:
-            yield
-            return
-        before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        torch.set_autocast_enabled(device_type, True)
-        torch.set_autocast_dtype(device_type, dtype)
-        torch.autocast_increment_nesting()
-        try:
-            yield
-        finally:
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
-            torch.set_autocast_enabled(device_type, before[0])
-            torch.set_autocast_dtype(device_type, before[1])
-
-    return force()
+    return nullcontext() if dtype is torch.float32 else autocast_without_device(device_type, dtype, enabled=True)

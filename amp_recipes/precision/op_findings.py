@@ -196,7 +196,7 @@ class _Prober:
     def _autocast(self, enabled: bool) -> AbstractContextManager:
         if self._live:
             return TorchAutocast(self._device.type, dtype=self._low, enabled=enabled)
-        return _autocast_without_device(self._device.type, self._low, enabled)
+        return autocast_without_device(self._device.type, self._low, enabled)
 
     def _verdict(self, on: dict[str, _Run], off: dict[str, _Run]) -> tuple[str, str]:
         """What autocast does, and the turn that shows it."""
@@ -252,7 +252,7 @@ def _undisturbed(device_type: str, live: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _autocast_without_device(device_type: str, dtype: torch.dtype, enabled: bool) -> Iterator[None]:
+def autocast_without_device(device_type: str, dtype: torch.dtype, enabled: bool) -> Iterator[None]:
     """`torch.autocast` for a device that is not here, where the original would turn itself off."""
     was_enabled, was_dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.set_autocast_enabled(device_type, enabled)

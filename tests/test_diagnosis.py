@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from amp_recipes.errors import PrecisionError
-from amp_recipes.numerics.diagnosis import Questions, diagnose, tolerance_for
+from amp_recipes.numerics.diagnosis import Diagnosis, Questions, diagnose, tolerance_for
 from amp_recipes.numerics.trial import plain_trial
 
 BF16 = torch.bfloat16
@@ -191,3 +191,9 @@ def test_a_precision_may_be_given_as_a_string():
 def test_the_bound_where_none_is_given():
     assert tolerance_for(BF16, 0.0) == 10 * torch.finfo(BF16).eps
     assert tolerance_for(BF16, 1.0) == 0.2
+
+
+def test_a_number_that_is_not_finite_does_not_lose_a_finished_diagnosis(tmp_path):
+    Diagnosis(seconds=math.inf, notes=["found"]).write(tmp_path)
+    written = json.loads((tmp_path / "diagnosis.json").read_text(), parse_constant=pytest.fail)
+    assert written["seconds"] == "inf" and written["notes"] == ["found"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import math
 import platform
 import time
@@ -22,6 +21,7 @@ from amp_recipes.numerics.hazards import Hazard, find_hazards
 from amp_recipes.numerics.lost_pins import lost_pins
 from amp_recipes.numerics.nonfinite import locate
 from amp_recipes.numerics.pin_search import TENSOR_TOLERANCE, PinSearch, default_tolerance, search_pins
+from amp_recipes.numerics.plain_json import json_bytes
 from amp_recipes.numerics.trial import Outcome, Trial, Window
 from amp_recipes.numerics.underflow import Underflow, underflow
 from amp_recipes.precision import AMPConfig
@@ -217,7 +217,7 @@ class Diagnosis:
     def write(self, folder: Path) -> None:
         """Write `diagnosis.json`, and `fp32_modules.yaml` if pins are verified, into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / JSON_FILE, (json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n").encode())
+        write_atomically(folder / JSON_FILE, json_bytes(self.as_dict()))
         if self.answers and self.answers[-1].pins.decision == "pins":
             write_atomically(folder / PINS_FILE, self.answers[-1].pins.yaml().encode())
 

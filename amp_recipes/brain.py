@@ -25,6 +25,7 @@ from amp_recipes.ledger import Window
 from amp_recipes.loss_average import LossAverage
 from amp_recipes.precision import Update, as_scalar, clear_gradients
 from amp_recipes.spike_recovery import GoingBack, SpikeRecovery
+from amp_recipes.stage_metrics import StageMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -397,11 +398,11 @@ class Brain(SpikeRecovery):
 
     def _start_stage(self, stage: Stage, epoch: int | None, loader: Iterable[Any]) -> None:
         self._stage, self._epoch = stage, epoch
-        self._average = LossAverage()
+        self._average, self._sums = LossAverage(), StageMetrics()
         if stage is Stage.TRAIN:
             if self.step:  # resumed inside the epoch
-                self._average = self._train_average
-            self._train_average = self._average
+                self._average, self._sums = self._train_average, self._train_sums
+            self._train_average, self._train_sums = self._average, self._sums
         self.modules.train(stage is Stage.TRAIN)
         set_epoch(loader, epoch or 0)
         self.on_stage_start(stage, epoch)
@@ -422,8 +423,10 @@ class Brain(SpikeRecovery):
             )
         if stage is Stage.VALID:
             self._position.epoch_loss_due = loss
+        self.stage_metrics = self._added_metrics()
         returned = self.on_stage_end(stage, loss, epoch)
-        metrics = {name: float(value) for name, value in returned.items()} if isinstance(returned, Mapping) else {}
+        own = returned if isinstance(returned, Mapping) else {}
+        metrics = {name: float(value) for name, value in {**self.stage_metrics, **own}.items()}
         # All ranks go by the main process's figures: they decide on stopping and on learning rates.
         self._metrics = distributed.from_main_process({"loss": loss, **metrics})
         self._log.end_stage(loss, metrics)

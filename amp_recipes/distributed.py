@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -102,6 +102,19 @@ def means(values: Sequence[float], device: torch.device) -> list[float]:
     total = total.to(device) if dist.get_backend() == "nccl" else total
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()
+
+
+def sums(pairs: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """Both numbers of each name, summed over all ranks in their order; a rank may lack a name."""
+    if not initialized():
+        return dict(pairs)
+    of_ranks: list[Mapping[str, tuple[float, float]]] = [{}] * world_size()
+    dist.all_gather_object(of_ranks, dict(pairs))
+    names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
+    return {
+        name: tuple(sum(of_rank[name][at] for of_rank in of_ranks if name in of_rank) for at in (0, 1))
+        for name in names
+    }
 
 
 def from_main_process(value: Any) -> Any:

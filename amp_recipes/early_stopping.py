@@ -33,7 +33,7 @@ class MetricWatch:
                 f"early_stop_metric '{self.metric}' is not among the metrics of epoch {epoch}: "
                 f"{', '.join(metrics) or 'none'}. "
                 + (f"Did you mean '{near[0]}'? " if near else "")
-                + f"Return it from on_stage_end, as in return {{'{self.metric}': value}}."
+                + f"Add it with self.add_metric('{self.metric}', total, count), or return it from on_stage_end."
             )
         value = self._sign * metrics[self.metric]
         best = -math.inf if self.best is None else self._sign * self.best

@@ -32,6 +32,7 @@ from amp_recipes.randomness import (
 )
 from amp_recipes.report import draw_diagnosis
 from amp_recipes.resumable_run import ResumableRun
+from amp_recipes.stage_metrics import StageMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _FEWEST_WINDOWS = 3  # of a diagnosis: two to search on, one held out
 # What a step moves on the Brain itself, beside what the recipe sets there.
 _OF_A_STEP = (
     *("step", "should_step", "_stage", "_epoch", "_window_size", "_window_weight", "_batch_weight"),
-    *("_stepped_by_hand", "_plan", "_ledger", "_log", "_ema", "training_ctx", "scaler", "_stage_so_far"),
+    *("_stepped_by_hand", "_plan", "_ledger", "_log", "_ema", "training_ctx", "scaler", "_stage_so_far", "_sums"),
     "checkpointer",
 )
 
@@ -110,7 +111,7 @@ class ExaminedRun(ResumableRun):
             chosen = self._first_windows(train_set, train_loader_kwargs, windows)
             pinned = tuple(self._plan.pinned)
             found = diagnose(self._trial(), chosen, questions, pinned, weights)
-        folder = self._folder_of_reports()
+        folder = self._own_folder()
         if folder is not None:
             found.write(folder)
             try:
@@ -206,7 +207,7 @@ class ExaminedRun(ResumableRun):
         known = self._reports.get(told)
         if known is not None:
             return f"{report.message} (As in {known}.)" if last else f"as in {known}."
-        folder = self._folder_of_reports()
+        folder = self._own_folder()
         path = None
         if folder is not None:
             try:
@@ -215,11 +216,6 @@ class ExaminedRun(ResumableRun):
                 logger.warning("the report of a nonfinite step could not be written: %s", error)
         self._reports[told] = f"step {report.step}" if path is None else str(path)
         return report.message if path is None else f"{report.message} See {path}."
-
-    def _folder_of_reports(self) -> Path | None:
-        if self.output_folder is None:
-            return None
-        return Path(self.output_folder) / "debug" if self.debug else Path(self.output_folder)
 
     def _show_again(self, folder: Path) -> None:
         """Take a step that went nonfinite in an earlier process again, and print where the value was born."""
@@ -269,7 +265,7 @@ class ExaminedRun(ResumableRun):
         with preserved(self.modules, optimizers, self.device, weights, holders, untouched=[self]):
             try:
                 self._ledger = Ledger(self.device, lambda *_: None, lambda *_: None)
-                self._log, self._ema = self._idle_log, None
+                self._log, self._ema, self._sums = self._idle_log, None, StageMetrics()
                 self.checkpointer = None if self.checkpointer is None else _SavesNothing(self.checkpointer)
                 yield
             finally:

@@ -158,6 +158,7 @@ class ResumableRun(RunData):
             "optimizer_step": self._optimizer_step,
             "skipped_steps": self._skipped_steps,
             "average": self._train_average.state_dict(),
+            "metrics": self._train_sums.state_dict(),
             "summary": {name: getattr(self.summary, name) for name in _SUMMARY_TOTALS},
             "watch": self._watch.state_dict(),
             "patience": self._plan.patience.state_dict(),
@@ -166,6 +167,7 @@ class ResumableRun(RunData):
     def _take_numbers(self, state: Mapping[str, Any]) -> None:
         self._optimizer_step, self._skipped_steps = state["optimizer_step"], state["skipped_steps"]
         self._train_average.load_state_dict(state["average"])
+        self._train_sums.load_state_dict(state.get("metrics", {}))  # absent from checkpoints of before there were any
         self._stage_so_far = state["stage_so_far"]
         for name, value in state["summary"].items():
             setattr(self.summary, name, value)

@@ -12,12 +12,12 @@ from amp_recipes import distributed
 from amp_recipes.data import as_batches, batch_length, length, make_loader, to_device
 from amp_recipes.errors import DataError
 from amp_recipes.hooks import Stage
-from amp_recipes.run_setup import RunSetup
+from amp_recipes.run_report import RunReport
 
 _SET_NAMES = {Stage.TRAIN: "Training set", Stage.VALID: "Validation set", Stage.TEST: "Test set"}
 
 
-class RunData(RunSetup):
+class RunData(RunReport):
     """Base of `Brain`: makes loaders, moves batches and weighs them."""
 
     def make_dataloader(self, dataset: Dataset, stage: Stage, **loader_kwargs: Any) -> DataLoader:

@@ -180,14 +180,15 @@ class RunSetup(Hooks):
     @contextmanager
     def _set_aside(self, weights: bool) -> Iterator[None]:
         """Within it, an evaluation may change the loop's state (and weights): all is put back afterwards."""
-        state = (self._stage, self._epoch, self.step, self._average, self._metrics)
+        names = ("_stage", "_epoch", "step", "_average", "_sums", "_metrics", "stage_metrics")
+        state = {name: getattr(self, name) for name in names}
         modes = [(module, module.training) for module in self.modules.modules()]
         holders = [self.modules, *([self._ema] if self._ema is not None else [])] if weights else []
         kept = [{name: value.clone() for name, value in holder.state_dict().items()} for holder in holders]
         try:
             yield
         finally:
-            self._stage, self._epoch, self.step, self._average, self._metrics = state
+            vars(self).update(state)
             for module, training in modes:
                 module.training = training
             for holder, values in zip(holders, kept, strict=True):

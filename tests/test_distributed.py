@@ -21,6 +21,9 @@ class Regression(Brain):
         return self.modules.model(batch[0])
 
     def compute_objectives(self, predictions, batch, stage):
+        self.add_metric("mean_input", batch[0].nan_to_num(), batch[0].numel())
+        if distributed.rank() == 1:
+            self.add_metric("batches_of_rank_1", 1)
         return nn.functional.mse_loss(predictions.float(), batch[1])
 
 
@@ -59,7 +62,9 @@ def worker(rank: int, store: str, options: dict, nan_at: int | None, results) ->
     brain = train(rank, options, nan_at)
     weights = torch.cat([p.detach().flatten() for p in brain.modules.parameters()])
     statistics = torch.cat([b.flatten().float() for b in brain.modules.buffers()])
-    results.put((rank, weights.numpy(), statistics.numpy(), brain.optimizer_step, brain.skipped_steps))
+    results.put(
+        (rank, weights.numpy(), statistics.numpy(), brain.optimizer_step, brain.skipped_steps, brain.summary.last)
+    )
     results.close()
     results.join_thread()
     torch.distributed.barrier()
@@ -91,7 +96,7 @@ def test_a_nan_on_one_rank_skips_the_update_on_both(run_two, options):
     first, second = run_two(options, nan_at=1)
     assert torch.equal(first[1], second[1]) and first[1].isfinite().all()
     assert first[2].isfinite().all() and second[2].isfinite().all()
-    assert first[3:] == second[3:] == (STEPS - 1, 1)
+    assert first[3:5] == second[3:5] == (STEPS - 1, 1)
 
 
 def test_two_ranks_equal_one_process_that_accumulates_their_batches(run_two):
@@ -107,6 +112,10 @@ def test_two_ranks_equal_one_process_that_accumulates_their_batches(run_two):
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
     torch.testing.assert_close(both[0][1], expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(both[0][1], both[1][1])
+    every_input = torch.cat([x for rank in range(2) for x, _ in batches(rank)])
+    for *_, reported in both:
+        assert reported["train"]["mean_input"] == pytest.approx(every_input.double().mean().item(), abs=1e-12)
+        assert reported["train"]["batches_of_rank_1"] == 1
 
 
 @pytest.mark.parametrize("saves", [4, 0])
@@ -114,7 +123,7 @@ def test_a_spike_on_one_rank_sends_both_back_to_the_same_place(run_two, tmp_path
     folder = tmp_path / "run"
     options = {"on_spike": "lower_lr", "spike_window": 8, "spike_steps": 4, "ckpt_interval_steps": saves}
     first, second = run_two({**options, "output_folder": str(folder), "max_grad_norm": 1.0})
-    assert torch.equal(first[1], second[1]) and first[3:] == second[3:] == (SPIKE_STEPS, 0)
+    assert torch.equal(first[1], second[1]) and first[3:5] == second[3:5] == (SPIKE_STEPS, 0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

@@ -63,9 +63,14 @@ class RunLog:
             logger.start_stage(stage, epoch, batches)
 
     @property
+    def seconds(self) -> float:
+        """Of the running stage, so far."""
+        return time.perf_counter() - self._began
+
+    @property
     def so_far(self) -> dict[str, float]:
         """What a run that resumes inside the stage gives to `start_stage`, besides the batches."""
-        return {"samples_done": self._samples, "seconds_done": time.perf_counter() - self._began}
+        return {"samples_done": self._samples, "seconds_done": self.seconds}
 
     def advance(self, batches: int, samples: int) -> None:
         """`batches` more batches with `samples` samples are done."""

@@ -25,21 +25,10 @@ class ImageClassifier(Brain):
     ) -> torch.Tensor:
         """Return the mean loss and count the right answers; only training smooths the labels."""
         labels_B = batch["label"]
-        # The counter stays on the device: reading it here would make the host wait for every batch.
-        self.num_correct += (predictions.detach().argmax(dim=1) == labels_B).sum()
-        self.num_images += len(labels_B)
+        self.add_metric("accuracy", predictions.argmax(dim=1) == labels_B, len(labels_B))
         smoothing = self.hparams.label_smoothing if stage == Stage.TRAIN else 0.0
         # CPU autocast would take the softmax's logarithm in the low precision; CUDA's takes it in fp32.
         return F.cross_entropy(predictions.float(), labels_B, label_smoothing=smoothing)
-
-    def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
-        """Count from zero in each stage."""
-        self.num_correct = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.num_images = 0
-
-    def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> dict[str, float]:
-        """Return the accuracy of the stage that ends, between 0 and 1."""
-        return {"accuracy": self.num_correct.item() / max(1, self.num_images)}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from amp_recipes.randomness import GENERATORS, generator_state, set_generator_state
 
@@ -159,9 +161,27 @@ class RecipeState:
             problem = self._problem(value)
             if problem is None:
                 found[name] = value
-            elif left_out is not None and not callable(value):
+            elif left_out is not None and not callable(value) and self._may_remember(value):
                 left_out[name] = problem
         return found
+
+    def _may_remember(self, value: Any, depth: int = 8) -> bool:
+        """Whether training might change `value` unseen: not where it is data, modules saved elsewhere, or a path.
+
+        depth: how deep containers are looked into.
+        """
+        if isinstance(value, nn.Module):
+            saved = {id(part) for _, part in _parts(self._recipe.modules)}
+            return any(id(part) not in saved for _, part in _parts(value))
+        if isinstance(value, (Dataset, DataLoader, Sampler, Path)):
+            return False
+        if is_dataclass(value) and not isinstance(value, type):
+            value = [getattr(value, field.name) for field in fields(value)]
+        inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
+        problems = [item for item in inside or () if self._problem(item) is not None]
+        if problems and depth:
+            return any(self._may_remember(item, depth - 1) for item in problems)
+        return not callable(value)
 
     def _holders(self) -> Iterator[tuple[str, Any]]:
         """Generators and objects that have a state, each once."""

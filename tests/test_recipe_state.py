@@ -3,16 +3,31 @@
 import random
 import tempfile
 from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset, TensorDataset
 
 from amp_recipes import Checkpointer
 from amp_recipes.checkpoint import plain_problem
 from amp_recipes.recipe_state import RecipeState
+
+
+class Pair(NamedTuple):
+    left: float
+    right: float
+
+
+@dataclass(frozen=True)
+class Sets:
+    train: Dataset
+    names: tuple[str, ...]
 
 
 class Meter:
@@ -48,6 +63,22 @@ def moved(made, change, into=None):
     other = recipe() if into is None else into
     state_of(other).load_state_dict(saved)
     return other
+
+
+def test_what_cannot_be_kept_is_told_where_it_may_change(caplog):
+    """Neither data nor the Brain's own modules are memory of the recipe's."""
+    made, model = recipe(), nn.Linear(1, 1)
+    made.modules["model"] = model
+    made.pair, made.teachers = Pair(1.0, 2.0), [nn.Linear(1, 1)]
+    made.hparams.modules, made.hparams.folder = {"model": model}, Path("here")
+    made.hparams.sets = {"all": [Sets(TensorDataset(torch.ones(2)), ("a", "b"))]}
+    state = state_of(made)
+    state.begin()
+    with caplog.at_level("INFO"):
+        state.state_dict()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "pair" in told and "teachers" in told
+    assert "hparams" not in told
 
 
 @pytest.mark.parametrize(

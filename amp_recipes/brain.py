@@ -173,14 +173,20 @@ class Brain(SpikeRecovery):
         self.on_fit_batch_end(batch, outputs, loss, self.should_step)
         return loss.detach()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Differentiate this batch's share of its window's loss, scaled where the precision asks for it."""
+    def backward(self, loss: torch.Tensor, *names: str) -> None:
+        """Differentiate this batch's share of its window's loss, scaled where the precision asks for it.
+
+        names: of the optimizers whose parameters it is for (a generator's loss goes through the critic, and would
+        leave gradients there); default: all.
+        """
+        self._check_names(names)
+        chosen = [self.optimizers_dict[name] for name in names] or None
         if self._window_size == 1:
-            self._plan.updates.backward(loss)
+            self._plan.updates.backward(loss, optimizers=chosen)
         elif self._own_batch_weight:
-            self._plan.updates.backward(loss, share=self._batch_weight, of=self._window_weight)
+            self._plan.updates.backward(loss, self._batch_weight, self._window_weight, chosen)
         else:
-            self._plan.updates.backward(loss, of=self._window_size)
+            self._plan.updates.backward(loss, of=self._window_size, optimizers=chosen)
 
     def gradients(self, loss: torch.Tensor, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Any:
         """Gradients of `loss` with respect to `inputs`: unscaled and differentiable, for a gradient penalty."""

@@ -229,11 +229,12 @@ class RunSetup(Hooks):
         self._stepped_by_hand = True
 
     def _check_names(self, names: Sequence[str]) -> None:
+        """Refuse names that no optimizer has."""
         for name in names:
             if name not in self.optimizers_dict:
                 near = get_close_matches(name, self.optimizers_dict, n=1)
                 raise ConfigError(
-                    f"optimizers_step('{name}'): there is no such optimizer; expected one of "
+                    f"there is no optimizer '{name}'; expected one of "
                     f"{', '.join(self.optimizers_dict) or '(none)'}." + (f" Did you mean '{near[0]}'?" if near else "")
                 )
 

@@ -229,6 +229,31 @@ def test_two_named_steps_after_two_backwards_share_both_losses():
     assert updates.step({"first": torch.optim.SGD(first.parameters(), lr=0.1)}, 0).read().taken
 
 
+@pytest.mark.parametrize("fp16", [False, True])
+def test_backward_for_one_optimizer_leaves_the_others_without_gradients(fp16):
+    """A generator's loss goes through the critic, and yet must leave nothing there."""
+    torch.manual_seed(0)
+    critic, generator = nn.Linear(3, 1), nn.Linear(2, 3)
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer = torch.optim.SGD([*generator.parameters(), frozen], lr=0.1)
+    updates = owner(nn.ModuleList([critic, generator]), fp16=fp16, init_scale=8.0)
+    loss = critic(generator(torch.randn(5, 2)) * frozen).square().mean()
+    expected = torch.autograd.grad(
+        loss * (8.0 if fp16 else 1.0) * 0.25, list(generator.parameters()), retain_graph=True
+    )
+    updates.backward(loss, share=1.0, of=4.0, optimizers=[optimizer])
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(generator.parameters(), expected, strict=True))
+    assert all(p.grad is None for p in (*critic.parameters(), frozen))
+    assert updates.step({"generator": optimizer}, 0).read().taken
+
+
+def test_backward_for_optimizers_that_train_nothing_is_refused():
+    model = nn.Linear(1, 1)
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    with pytest.raises(RecipeError, match="none of whose parameters requires a gradient"):
+        owner(model).backward(model(torch.ones(1, 1)).sum(), optimizers=[torch.optim.SGD([frozen], lr=0.1)])
+
+
 def test_two_optimizers_that_share_a_parameter_are_refused():
     model = nn.Linear(1, 1)
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name in ("a", "b")}

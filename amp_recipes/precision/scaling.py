@@ -109,10 +109,17 @@ class UpdateOwner:
         if not self.buffers.watching:
             self.buffers.watch()
 
-    def backward(self, loss: torch.Tensor, share: float = 1.0, of: float = 1.0) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        share: float = 1.0,
+        of: float = 1.0,
+        optimizers: Iterable[Optimizer] | None = None,
+    ) -> None:
         """Scale and differentiate loss * share / of (0-d); gradients accumulate until `step`.
 
-        share, of: what the loss counts for in its accumulation window, and the sum over the window.
+        share, of: what the loss counts for in its accumulation window, and the sum over the window; optimizers: leave
+        gradients with their parameters alone (default: with all).
         """
         if self._losses_judged:
             self._losses, self._losses_judged = [], False
@@ -122,7 +129,7 @@ class UpdateOwner:
             loss = loss * share
         if of != 1.0:
             loss = loss / of
-        self.scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward(inputs=None if optimizers is None else _trainable(optimizers))
 
     def gradients(self, loss: torch.Tensor, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Any:
         """Gradients of `loss` with respect to `inputs`, unscaled and differentiable (for a gradient penalty).
@@ -388,6 +395,14 @@ def as_scalar(loss: Any, where: str) -> torch.Tensor:
         f"{where}: the loss is {given}; expected a tensor with one number. Reduce it, as with .mean(), in "
         "compute_objectives."
     )
+
+
+def _trainable(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    found = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+    if not found:
+        raise RecipeError("backward was called for optimizers none of whose parameters requires a gradient.")
+    return found
 
 
 def _with_gradient(optimizer: Optimizer) -> list[nn.Parameter]:

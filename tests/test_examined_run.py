@@ -512,3 +512,24 @@ def test_a_fault_that_depends_on_the_step_and_on_the_recipes_generator_is_locate
     brain.fit(range(1, 2), data())
     report = json.loads(next((tmp_path / "run").glob("nonfinite-*.json")).read_text())
     assert report["cause"] != "not replayable" and report["module"] == "<recipe>", report["message"]
+
+
+class Penalised(Classifier):
+    """A penalty on the gradient: its loss is nonfinite where the scaled gradient is."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        loss = F.cross_entropy(predictions.float(), batch[1])
+        (gradient,) = self.gradients(loss, [self.modules.model[0].weight])
+        return loss + gradient.square().mean()
+
+
+def test_a_loss_made_of_gradients_that_overflow_at_the_scale_is_benign(caplog):
+    brain = brain_of(network(), Penalised, precision="fp16", init_scale=2.0**40, nonfinite_patience=100)
+    with caplog.at_level(logging.WARNING):
+        brain.fit(range(1), data(2))
+    found = [
+        record.getMessage()
+        for record in caplog.records
+        if "born" in record.getMessage() or "Cause" in record.getMessage()
+    ]
+    assert found and all("the scale" in message and "fp32_modules" not in message for message in found)

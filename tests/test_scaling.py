@@ -170,6 +170,17 @@ def test_unscaled_differentiable_gradients():
     assert [grad.shape for grad in several] == [parameter.shape for parameter in model.parameters()]
 
 
+def test_gradients_of_a_vector_of_losses_survive_the_first_scale_in_fp16():
+    """65536, at which a scale begins, is inf in fp16: no element's way back may begin with it."""
+    x = torch.randn(16, 3, requires_grad=True)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    updates = owner(model, fp16=True, init_scale=2.0**16)
+    expected = torch.autograd.grad(model(x).sum(), x)[0]
+    with torch.autocast("cpu", torch.float16):
+        losses = model(x)
+    torch.testing.assert_close(updates.gradients(losses, x), expected, rtol=2e-2, atol=1e-3)
+
+
 def test_lbfgs_is_refused_with_its_reason():
     model = nn.Linear(1, 1)
     with pytest.raises(PrecisionError, match=r"LBFGS.*several times"):

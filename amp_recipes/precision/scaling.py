@@ -137,11 +137,13 @@ class UpdateOwner:
         loss: any shape; summed. Returns one tensor for one input, else a tuple in the order of `inputs`.
         """
         one = isinstance(inputs, torch.Tensor)
-        total = loss if loss.ndim == 0 else loss.sum()
+        scaled = self.scaler.is_enabled()
+        # Scaled, the mean: from a sum, the way back would begin at each element with the scale itself, inf in fp16.
+        total = loss if loss.ndim == 0 else loss.float().mean() if scaled else loss.sum()
         grads = torch.autograd.grad(self.scaler.scale(total), inputs, create_graph=True)
-        if self.scaler.is_enabled():
+        if scaled:
             # In float32 on the device: the scale is a power of two unless the user chose other factors.
-            inverse = self.scaler.scale_tensor.reciprocal()
+            inverse = self.scaler.scale_tensor.reciprocal() * loss.numel()
             grads = tuple(grad * inverse for grad in grads)
         return grads[0] if one else grads
 

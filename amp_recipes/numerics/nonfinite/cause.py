@@ -139,7 +139,8 @@ class _Search:
         """The cause, and the origin that goes with it."""
         if origin.external is not None and origin.external.kind != "tensor":
             return self._of_external(origin)
-        if origin.is_gradient and self._scale != 1.0:
+        # A loss made of gradients (a penalty on them) depends on the scale as gradients do.
+        if (origin.is_gradient or origin.place.phase == "backward") and self._scale != 1.0:
             if self._run(self._dtype, 1.0).is_finite:
                 return "scale", origin
             self._bad_at = 1.0

@@ -300,9 +300,9 @@ class Brain(SpikeRecovery):
         if stage is Stage.VALID:
             self._position.validation_begins()
         self._start_stage(stage, epoch, loader)
-        averaged = self._ema.applied() if self._ema is not None else nullcontext()
+        averaged = self._ema.applied if self._ema is not None else nullcontext
         posted: deque[tuple[Ticket, float]] = deque()
-        with torch.no_grad(), averaged, loader_faults(loader), suppress(LoadingStopped):
+        with torch.no_grad(), averaged(), loader_faults(loader), suppress(LoadingStopped):
             for batch in self._limited(loader):
                 if self._may_leave(stage):
                     break
@@ -325,7 +325,9 @@ class Brain(SpikeRecovery):
             self._average.add(ticket.read()[0], weight, self.update_average)
         if self.step == 0:
             raise DataError(f"the {stage.name.lower()} set yielded no batch")
-        loss = self._end_stage(stage, epoch)
+        # Its hook sees the weights that were tested; that of a validation may save, and saves those that train.
+        with averaged() if stage is Stage.TEST else nullcontext():
+            loss = self._end_stage(stage, epoch)
         self.step = 0
         return loss
 

@@ -160,6 +160,7 @@ class ResumableRun(RunData):
             "average": self._train_average.state_dict(),
             "metrics": self._train_sums.state_dict(),
             "summary": {name: getattr(self.summary, name) for name in _SUMMARY_TOTALS},
+            "total_updates": self._schedulers.total_updates,
             "watch": self._watch.state_dict(),
             "patience": self._plan.patience.state_dict(),
         }
@@ -171,6 +172,14 @@ class ResumableRun(RunData):
         self._stage_so_far = state["stage_so_far"]
         for name, value in state["summary"].items():
             setattr(self.summary, name, value)
+        planned, total = state.get("total_updates"), self._schedulers.total_updates
+        if planned is not None and total is not None and planned != total:
+            logger.warning(
+                "the learning rates were planned for %d updates, and this run is to take %d: from here on they follow "
+                "the new plan",
+                planned,
+                total,
+            )
         self._watch.load_state_dict(state["watch"])
         self._plan.patience.load_state_dict(state["patience"])
 

@@ -10,10 +10,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from amp_recipes import distributed
 from amp_recipes.data import as_batches, batch_length, length, make_loader, to_device
-from amp_recipes.errors import DataError
+from amp_recipes.errors import ConfigError, DataError
 from amp_recipes.hooks import Stage
 from amp_recipes.run_report import RunReport
 
+_UPDATES_OF_A_DIAGNOSIS = 1000
 _SET_NAMES = {Stage.TRAIN: "Training set", Stage.VALID: "Validation set", Stage.TEST: "Test set"}
 
 
@@ -35,6 +36,23 @@ class RunData(RunReport):
             world_size=distributed.world_size(),
             **loader_kwargs,
         )
+
+    def _count_updates(self) -> int:
+        """How many updates the fit that begins will take, if none is skipped."""
+        if not self._loaders:  # a diagnosis, which takes steps of the start
+            return _UPDATES_OF_A_DIAGNOSIS
+        batches = length(self._loaders["train"])
+        epochs = getattr(self._epoch_counter, "limit", None) or length(self._epoch_counter)
+        if batches is None or epochs is None:
+            unknown = "its training set" if batches is None else "the epoch counter"
+            raise ConfigError(
+                f"lr_scheduler takes total_updates, but {unknown} has no length to count them by. Give it in the YAML, "
+                "as an argument of lr_scheduler."
+            )
+        if self.debug:
+            batches, epochs = min(batches, self.debug_batches), min(epochs, self.debug_epochs)
+        updates = -(-batches // self.grad_accumulation_factor) * epochs
+        return min(updates, self.optimizer_step_limit or updates)
 
     def _batches_of(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Iterable[Any]:
         make = functools.partial(self.make_dataloader, stage=stage)

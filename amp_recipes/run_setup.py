@@ -169,7 +169,7 @@ class RunSetup(Hooks):
             return
         check_optimizers(self.optimizers_dict, self.modules, scaled=self.scaler.is_enabled())
         make = getattr(self.hparams, "lr_scheduler", None)
-        self._schedulers = Schedulers(make, self.optimizers_dict, self.lr_scheduler_interval)
+        self._schedulers = Schedulers(make, self.optimizers_dict, self.lr_scheduler_interval, self._count_updates)
         for name, optimizer in self.optimizers_dict.items():
             self._checkpoints.register(f"optimizer.{name}", optimizer, replace=True)
             if self._own_fit_batch:

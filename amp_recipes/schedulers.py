@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -20,14 +20,30 @@ class Schedulers:
     """The schedulers that `make` (the hparam `lr_scheduler`) returns for each optimizer.
 
     make: a class, function or partial that takes the optimizer, as `!name:` in a YAML gives. None, and an object with
-    a state of its own (as recipes of the original Brain have, which step it themselves), make none.
-    interval: "step" or "epoch". Raises ConfigError for ReduceLROnPlateau by the step.
+    a state of its own (as recipes of the original Brain have, which step it themselves), make none. A parameter
+    `total_updates` that is not given gets what count_updates returns: how many updates the run is to take.
+    interval: "step" or "epoch". Raises ConfigError for ReduceLROnPlateau by the step, for total_updates by the epoch.
     """
 
-    def __init__(self, make: Any, optimizers: Mapping[str, Optimizer], interval: str) -> None:
+    def __init__(
+        self,
+        make: Any,
+        optimizers: Mapping[str, Optimizer],
+        interval: str,
+        count_updates: Callable[[], int] | None = None,
+    ) -> None:
         takes_optimizer = isinstance(make, functools.partial) or inspect.isclass(make) or inspect.isroutine(make)
         if make is not None and not takes_optimizer:
             logger.info("lr_scheduler is a %s: the recipe itself is to step it", type(make).__name__)
+        self.total_updates: int | None = None  # that it was told
+        if takes_optimizer and count_updates is not None and _lacks_total(make):
+            if interval == "epoch":
+                raise ConfigError(
+                    "lr_scheduler takes total_updates, but lr_scheduler_interval is epoch: it would move by epochs. "
+                    "Set lr_scheduler_interval: step, or give total_updates in the YAML."
+                )
+            self.total_updates = count_updates()
+            make = functools.partial(make, total_updates=self.total_updates)
         self.by_optimizer = {name: make(optimizer) for name, optimizer in optimizers.items()} if takes_optimizer else {}
         self.optimizers = dict(optimizers)
         self._interval = interval
@@ -49,3 +65,12 @@ class Schedulers:
         if self._interval == "epoch":
             for scheduler in self.by_optimizer.values():
                 scheduler.step(*([loss] if isinstance(scheduler, ReduceLROnPlateau) else []))
+
+
+def _lacks_total(make: Any) -> bool:
+    """Whether it has a parameter total_updates that the YAML did not give."""
+    given = make.keywords if isinstance(make, functools.partial) else {}
+    try:
+        return "total_updates" in inspect.signature(make).parameters and "total_updates" not in given
+    except ValueError:  # of a class in C
+        return False

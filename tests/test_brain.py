@@ -293,6 +293,25 @@ def test_unknown_optimizer_name_suggests_the_nearest():
 # ---------------------------------------------------------------- evaluate
 
 
+def test_the_hook_after_a_test_sees_the_averaged_weights_and_that_after_a_validation_those_that_train():
+    class Seeing(Regression):
+        def evaluate_batch(self, batch, stage):
+            self.evaluated = self.modules.model.weight.clone()
+            return super().evaluate_batch(batch, stage)
+
+        def on_stage_end(self, stage, stage_loss, epoch=None):
+            if stage is not Stage.TRAIN:
+                self.same = torch.equal(self.evaluated, self.modules.model.weight)
+
+    brain = make(Seeing, ema_decay=0.9)
+    brain.fit(range(1), batches(), batches())
+    assert not brain.same
+    trained = brain.modules.model.weight.clone()
+    brain.evaluate(batches())
+    assert brain.same
+    assert torch.equal(brain.modules.model.weight, trained)
+
+
 @pytest.mark.parametrize("hook", ["on_fit_batch_end", "on_stage_end"])
 def test_an_evaluation_inside_fit_changes_nothing_of_the_training(hook, tmp_path):
     class Evaluating(Regression):

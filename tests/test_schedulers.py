@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import TensorDataset
 
+from amp_recipes import Brain, EpochCounter
 from amp_recipes.errors import ConfigError
 from amp_recipes.schedulers import Schedulers
 
@@ -122,3 +124,92 @@ def test_each_optimizer_has_a_scheduler_of_its_own_under_its_name():
     optimizers = {"a": sgd(), "b": sgd()}
     found = Schedulers(by_a_function, optimizers, "step").by_optimizer
     assert {name: scheduler.optimizer for name, scheduler in found.items()} == optimizers
+
+
+# ---------------------------------------------------------------------- total_updates
+
+
+def falling(optimizer, total_updates, final=0.0):
+    return LambdaLR(optimizer, lambda step: 1 - (1 - final) * min(1.0, step / total_updates))
+
+
+class FallingClass(LambdaLR):
+    def __init__(self, optimizer, total_updates):
+        super().__init__(optimizer, lambda step: 1 - step / total_updates)
+
+
+@pytest.mark.parametrize("make", [falling, functools.partial(falling, final=0.0), FallingClass])
+def test_a_scheduler_that_takes_the_number_of_updates_is_told_it(make):
+    optimizer = sgd()
+    schedulers = Schedulers(make, {"optimizer": optimizer}, "step", lambda: 4)
+    schedulers.after_update(["optimizer"])
+    assert (rate(optimizer), schedulers.total_updates) == (0.75, 4)
+
+
+def test_what_the_yaml_gives_wins():
+    optimizer = sgd()
+    make = functools.partial(falling, total_updates=2)
+    schedulers = Schedulers(make, {"optimizer": optimizer}, "step", lambda: 4)
+    schedulers.after_update(["optimizer"])
+    assert (rate(optimizer), schedulers.total_updates) == (0.5, None)
+
+
+def test_by_the_epoch_a_number_of_updates_makes_no_sense():
+    with pytest.raises(ConfigError, match="lr_scheduler_interval: step"):
+        Schedulers(falling, {"optimizer": sgd()}, "epoch", lambda: 4)
+
+
+class Regression(Brain):
+    def compute_forward(self, batch, stage):
+        return self.modules.model(batch[0])
+
+    def compute_objectives(self, predictions, batch, stage):
+        return predictions.square().mean()
+
+
+def brain_of(**options):
+    model = nn.Linear(2, 1)
+    return Regression(
+        {"model": model},
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        hparams={"lr_scheduler": falling},
+        run_opts={"device": "cpu", "noprogressbar": True, **options},
+    )
+
+
+DATA = TensorDataset(torch.randn(11, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 3 * 6),
+        ({"grad_accumulation_factor": 4}, 3 * 2),
+        ({"optimizer_step_limit": 7}, 7),
+        ({"debug": True, "debug_batches": 2, "debug_epochs": 1}, 2),
+        ({"overfit_batches": 1}, 3),
+    ],
+    ids=["plain", "windows", "limited", "debug", "overfit"],
+)
+def test_it_is_told_as_many_updates_as_the_run_takes(options, expected):
+    brain = brain_of(**options)
+    brain.fit(EpochCounter(3), DATA, train_loader_kwargs={"batch_size": 2})
+    assert brain._schedulers.total_updates == brain.optimizer_step == expected
+    assert rate(brain.optimizer) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_training_set_without_a_length_is_refused_before_anything_is_trained():
+    brain = brain_of()
+    with pytest.raises(ConfigError, match=r"total_updates, but its training set has no length"):
+        brain.fit(EpochCounter(3), ([torch.randn(2, 2)] for _ in range(3)))
+    assert brain.optimizer_step == 0
+
+
+def test_a_resume_with_another_plan_says_so(tmp_path, caplog):
+    loader_kwargs = {"batch_size": 2}
+    brain_of(output_folder=str(tmp_path)).fit(EpochCounter(1), DATA, train_loader_kwargs=loader_kwargs)
+    with caplog.at_level("WARNING"):
+        longer = brain_of(output_folder=str(tmp_path))
+        longer.fit(EpochCounter(2), DATA, train_loader_kwargs=loader_kwargs)
+    assert "planned for 6 updates, and this run is to take 12" in caplog.text
+    assert rate(longer.optimizer) == pytest.approx(0.0, abs=1e-9)

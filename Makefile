@@ -16,7 +16,7 @@ BENCHMARKS := $(filter-out benchmarks/_% benchmarks/faults.py,$(wildcard benchma
 help:
 	@echo "make setup   install into $(VENV), at the versions of constraints.txt"
 	@echo "make train   train the image classification recipe (PRECISION=$(PRECISION), ARGS=...)"
-	@echo "make test    run the tests (ARGS=...)"
+	@echo "make test    run the tests, in a process per core (ARGS=...; ARGS='-n 0 ...' for one process)"
 	@echo "make lint    check style and format"
 	@echo "make bench   run every benchmark, each writes to benchmarks/results/"
 	@echo "make faults  kill and damage hundreds of runs, writes benchmarks/results/faults.md (ARGS=...)"
@@ -33,8 +33,9 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 train: setup
 	$(RUN) recipes/image_classification/train.py configs/image_classification.yaml --precision $(PRECISION) $(ARGS)
 
+# A process per core; worksteal keeps the tests of a file together, so that what they share is made about once.
 test: setup
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 lint: setup
 	$(RUN) -m ruff check .

@@ -1,7 +1,15 @@
 """Fixtures that several test files share."""
 
 import copy
+import os
+import sys
 from contextlib import suppress
+
+# Before torch is imported, for this process and for those that tests start: the tests' networks are so small that a
+# second thread costs more than it does, and `make test` has a process on every core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hundreds of tests start an interpreter, and each would compile the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import ruamel.yaml
@@ -12,6 +20,8 @@ with suppress(ImportError):
     import setuptools  # noqa: F401
 
 from amp_recipes.host_copy import HostCopy
+
+sys.dont_write_bytecode = False  # nor does the next run rewrite the test files' assertions anew
 
 
 @pytest.fixture(params=["at_once", "queued"])

@@ -88,7 +88,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS, ids=str)
+@pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda value: type(value).__name__)
 def test_values_that_differ_in_a_bit_have_other_digests(one, other):
     assert leaves(one) == leaves(one)
     assert leaves(one) != leaves(other)

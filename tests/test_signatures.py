@@ -210,7 +210,9 @@ def test_a_decorator_that_may_take_other_arguments_accepts_everything():
     assert mistakes(function, {"x": 3, "extra": 1, "other": 2}) == []
 
 
-@pytest.mark.parametrize("decorator", [torch.no_grad(), functools.lru_cache, functools.cache], ids=str)
+@pytest.mark.parametrize(
+    "decorator", [torch.no_grad(), functools.lru_cache, functools.cache], ids=["no_grad", "lru_cache", "cache"]
+)
 def test_a_decorator_that_passes_everything_on_is_seen_through(decorator):
     @decorator
     def function(width: int):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import os
@@ -279,6 +280,8 @@ class RunOptions(Mapping[str, Any]):
         """These options, those not explicit taken from `hparams` where it has a key of that name."""
         names = OPTION_NAMES - self.explicit
         found = {name: hparams[name] for name in names if name in hparams} if hparams else {}
+        if not found:
+            return self
         explicit = {name: self[name] for name in self.explicit}
         return self.from_mapping({**found, **explicit}, where, self.purpose)
 
@@ -308,7 +311,9 @@ class RunOptions(Mapping[str, Any]):
 
 
 OPTION_NAMES = frozenset(option.name for option in fields(RunOptions))
-OPTION_TYPES: dict[str, Any] = {name: get_type_hints(RunOptions)[name] for name in sorted(OPTION_NAMES)}
+OPTION_TYPES: dict[str, Any] = dict(sorted(get_type_hints(RunOptions).items()))
+_SCHEMA = OmegaConf.structured(RunOptions)  # to be copied: to make it anew takes four times as long
+OmegaConf.set_readonly(_SCHEMA, False)  # OmegaConf copies the flag of a frozen dataclass
 
 
 def options_by_group() -> dict[str, list[Any]]:
@@ -360,8 +365,7 @@ def validate_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     if not isinstance(options, Mapping):
         kind = type(options).__name__
         return {}, {"": f"run options must be a mapping of names to values, but are a {kind}"}
-    schema = OmegaConf.structured(RunOptions)
-    OmegaConf.set_readonly(schema, False)  # OmegaConf copies the flag of a frozen dataclass
+    schema = copy.deepcopy(_SCHEMA)
     mistakes: dict[str, str] = {}
     for name, value in options.items():
         if name not in OPTION_NAMES:

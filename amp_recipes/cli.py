@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from amp_recipes import __version__, compare
+from amp_recipes import __version__, compare, new
 from amp_recipes.completion import SHELLS, Words, completion_script
 from amp_recipes.config import check, parse_arguments
 from amp_recipes.config.commands import shown, summary
@@ -191,12 +191,25 @@ def _words(command: Command) -> Words:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     command.add_arguments(parser)
     actions = parser._actions  # argparse has no public way to ask; what completes for it goes this way
-    options = [word for action in actions for word in action.option_strings if word.startswith("--")]
+    options = {
+        word: tuple(action.choices or ())
+        for action in actions
+        for word in action.option_strings
+        if word.startswith("--")
+    }
     first = next((action for action in actions if not action.option_strings), None)
     return Words(options, tuple(first.choices or ()) if first else (), command.passes_options)
 
 
 COMMANDS = (
+    Command(
+        "new",
+        "Make a recipe of your own in a new folder: script, YAML, model, data, tests and a README. It runs at once, on "
+        "random data. Nothing is overwritten.",
+        "amp-recipes new my_task --to experiments/my_task",
+        new.add_arguments,
+        new.run,
+    ),
     Command(
         "check",
         "Check a recipe's YAML and options without running its script: every mistake at once, with its line. Builds "

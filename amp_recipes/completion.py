@@ -8,7 +8,7 @@ the script has no `eval`, and no `compgen -W`, which would run what a key says.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from amp_recipes.config.run_options import OPTION_TYPES, RunOptions, option_choices
 
@@ -25,10 +25,11 @@ _SCRIPT_OPTIONS = (
 class Words:
     """What may follow a subcommand of `amp-recipes`.
 
-    options: its own (`--to`); choices: of its first argument; of_recipe: whether a recipe's options may follow.
+    options: its own (`--to`), each with the values that it takes, where they are few; choices: of its first argument;
+    of_recipe: whether a recipe's options may follow.
     """
 
-    options: Sequence[str] = ()
+    options: Mapping[str, Sequence[str]] = field(default_factory=dict)
     choices: Sequence[str] = ()
     of_recipe: bool = False
 
@@ -64,7 +65,11 @@ def _words(commands: Mapping[str, Words]) -> str:
     lines = []
     for name, words in commands.items():
         assigned = f'options="{" ".join(words.options)}" choices="{" ".join(words.choices)}"'
-        lines.append(f"        {name}) {assigned} of_recipe={'yes' if words.of_recipe else ''} ;;")
+        lines.append(f"        {name}) {assigned} of_recipe={'yes' if words.of_recipe else ''}")
+        for option, values in words.options.items():
+            if values:
+                lines.append(f'            [[ $previous == {option} ]] && values="{" ".join(values)}"')
+        lines.append("            ;;")
     return "\n".join(lines)
 
 
@@ -281,7 +286,7 @@ _amp_recipes_script() {
 
 # amp-recipes ...
 _amp_recipes_command() {
-    local typed yaml current previous options="" choices="" of_recipe=""
+    local typed yaml current previous options="" choices="" values="" of_recipe=""
     COMPREPLY=()
     _amp_recipes_typed
     current=${typed[$((${#typed[@]} - 1))]}
@@ -295,6 +300,9 @@ _amp_recipes_command() {
     esac
     if (( ${#typed[@]} == 3 )); then
         _amp_recipes_offer "$choices" "$current"
+    fi
+    if [[ -n $values ]]; then
+        _amp_recipes_offer "$values" "$current"
     fi
     if [[ $current == -* ]]; then
         _amp_recipes_offer "$options" "$current"

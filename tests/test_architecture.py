@@ -52,6 +52,8 @@ LAYERS = {
     "run_diff": 11,
     "compare": 11,
     "completion": 11,
+    "new": 11,
+    "templates": 11,
     "cli": 12,
 }
 # Inside layer 0 these may be imported by their neighbours: they hold no decisions, only words that all rooms share.

@@ -258,6 +258,11 @@ def test_a_huge_file_does_not_hold_up_the_shell(complete, yaml):
     [
         ("ver", ["verify-resume"]),
         ("completion ", ["bash", "zsh"]),
+        ("ne", ["new"]),
+        ("new my_task --t", ["--to", "--template"]),
+        ("new my_task --template ", ["basic", "own_step"]),
+        ("new my_task --template o", ["own_step"]),
+        ("new my_task --to ", []),
         ("export --t", ["--to"]),
         ("export --prec", []),
         ("diff a --j", ["--json"]),

@@ -19,6 +19,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from amp_recipes.new import TEMPLATES
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "amp_recipes"
 SETUP = configparser.ConfigParser()
@@ -110,6 +112,8 @@ def test_what_the_package_imports_is_declared():
     if "pyyaml" in promised:
         promised.add("yaml")  # the only one that is imported under another name
     for path in sorted(PACKAGE.rglob("*.py")):
+        if path.is_relative_to(PACKAGE / "templates"):
+            continue  # these are never imported: `amp-recipes new` copies them
         for module in import_time_modules(ast.parse(path.read_text(encoding="utf-8"))):
             top = module.split(".")[0]
             known = top in sys.stdlib_module_names or top in promised
@@ -187,6 +191,8 @@ def test_wheel_holds_the_whole_package_and_nothing_else(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     sources = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
+    templates = {f"amp_recipes/templates/{name}" for name in TEMPLATES}
+    sources |= {f"{folder}/{name}" for folder in templates for name in ("my_task.yaml", "README.md", "gitignore")}
     in_package = {name for name in names if name.startswith("amp_recipes/")}
     assert sources - in_package == set(), "a folder without __init__.py stays out of the wheel"
     assert "amp_recipes/py.typed" in in_package

@@ -1,0 +1,209 @@
+"""Makes a recipe of one's own from a folder of `templates/`: a script, a YAML, a test and a README that run at once.
+
+A template is itself a recipe that runs, called `my_task`; a copy has another name in place of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import builtins
+import itertools
+import keyword
+import os
+import re
+import shlex
+import tempfile
+import unicodedata
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+from amp_recipes.config.module_files import spec_of
+from amp_recipes.errors import ConfigError
+
+PLACEHOLDER = "my_task"
+# name -> what the recipe shows; the first is the default
+TEMPLATES = {
+    "basic": "one model, one loss, a metric: what most recipes are",
+    "own_step": "a fit_batch of its own: two optimizers that take turns (a small GAN)",
+}
+_LONGEST_NAME = 40  # characters; a longer one would not fit into the template's lines
+_MAY_BE_THERE = {".git"}  # in the folder that is to be filled
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Enter what `amp-recipes new` takes."""
+    told = "; ".join(f"{name}: {summary}" for name, summary in TEMPLATES.items())
+    parser.add_argument("name", metavar="NAME", help="the recipe's name, such as my_task")
+    parser.add_argument("--to", metavar="FOLDER", type=Path, help="folder to make (default: NAME, in this folder)")
+    parser.add_argument("--template", choices=TEMPLATES, default=next(iter(TEMPLATES)), help=f"{told} (default: basic)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make the recipe and say what to do next."""
+    folder = arguments.to if arguments.to is not None else Path(arguments.name)
+    made = new_recipe(arguments.name, folder, arguments.template)
+    print(report(arguments.name, folder, made))
+    return 0
+
+
+def new_recipe(name: str, folder: Path, template: str) -> list[str]:
+    """Write a recipe called `name` into `folder`, which is made; the names of its files.
+
+    All files are there or none: they are written elsewhere and renamed. Raises ConfigError for a name that a recipe
+    cannot have, and for a folder that holds anything.
+    """
+    contents = read_template(template)
+    check_name(name, contents)
+    renamed = {_in_place(path, name): _in_place(text, name) for path, text in contents.items()}
+    try:
+        check_folder(folder, name)
+        _write_all(renamed, folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} was not made: {error.strerror or error}. Give another with --to.") from error
+    return sorted(renamed)
+
+
+def read_template(template: str) -> dict[str, str]:
+    """File name -> text of a template; what an earlier run of it left behind is no part of it."""
+    entries = (entry for entry in (files("amp_recipes") / "templates" / template).iterdir() if entry.is_file())
+    # As `.gitignore` it would act on the template, and packaging tools pass over hidden files.
+    return {
+        ".gitignore" if entry.name == "gitignore" else entry.name: entry.read_text(encoding="utf-8")
+        for entry in entries
+    }
+
+
+def _in_place(text: str, name: str) -> str:
+    return text.replace(PLACEHOLDER, name).replace(class_name(PLACEHOLDER), class_name(name))
+
+
+def class_name(name: str) -> str:
+    """`my_task` -> `MyTask`."""
+    return "".join(word[:1].upper() + word[1:] for word in name.split("_"))
+
+
+# ---------------------------------------------------------------------- names
+
+
+def check_name(name: str, contents: Mapping[str, str]) -> None:
+    """Raise ConfigError, with a name that would do where one can be made, for one that a recipe cannot have."""
+    wrong = _what_is_wrong(name, contents)
+    if wrong is None:
+        return
+    nearest = suggestion(name)
+    candidates = (nearest, f"{nearest}_task", f"my_{nearest}")
+    good = next((it for it in candidates if it and _what_is_wrong(it, contents) is None), PLACEHOLDER)
+    raise ConfigError(f"a recipe cannot be called {name!r}: {wrong}. For example: amp-recipes new {good}")
+
+
+def _what_is_wrong(name: str, contents: Mapping[str, str]) -> str | None:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        return "expected small letters a to z, digits and _, with a letter first"
+    if len(name) > _LONGEST_NAME:
+        return f"it has {len(name)} characters, and at most {_LONGEST_NAME} fit"
+    if name.endswith("_") or "__" in name:
+        return "every _ must stand between two words"
+    if keyword.iskeyword(name):
+        return "this is a keyword of Python"
+    scripts = [text for path, text in contents.items() if path.endswith(".py")]
+    own = {Path(path).stem for path in contents if path.endswith(".py")}
+    if name in own:
+        return f"{name}.py is one of the recipe's files"
+    spec = spec_of(name)
+    if spec is not None and spec.origin is not None:  # a folder without code in it has none
+        return f"Python has a module of this name ({spec.origin}), which a file of yours would hide"
+    of_class = class_name(name)
+    taken = set().union(*map(_names_in, scripts)) - {class_name(PLACEHOLDER)}
+    if of_class in taken or keyword.iskeyword(of_class) or hasattr(builtins, of_class):
+        return f"its class would be {of_class}, which means something else in its code"
+    return None
+
+
+def _names_in(script: str) -> set[str]:
+    """Every name that a script defines, imports or reads."""
+    found = set()
+    for node in ast.walk(ast.parse(script)):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found.add(node.name)
+    return found
+
+
+def suggestion(name: str) -> str:
+    """What a name becomes that follows the rules on letters: `My-Täsk` -> `my_task`; empty if nothing is left."""
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower()
+    joined = re.sub(r"[^a-z0-9]+", "_", words).strip("_")
+    return (f"task_{joined}" if joined[:1].isdigit() else joined)[:_LONGEST_NAME].rstrip("_")
+
+
+# ---------------------------------------------------------------------- files
+
+
+def check_folder(folder: Path, name: str) -> None:
+    """Raise ConfigError unless the folder is new or empty."""
+    if folder.is_dir():
+        there = sorted({path.name for path in folder.iterdir()} - _MAY_BE_THERE)
+        if there:
+            raise ConfigError(
+                f"{folder} is not empty (it holds {there[0]}), and nothing is overwritten. Give a new folder: "
+                f"amp-recipes new {name} --to {shlex.quote(str(_free_folder(folder, name)))}"
+            )
+    elif os.path.lexists(folder):
+        raise ConfigError(f"{folder} is there, and is no folder. Give another with --to.")
+
+
+def _free_folder(folder: Path, name: str) -> Path:
+    """A folder near to one that is taken, and free."""
+    inside = folder / name
+    beside = (folder.with_name(f"{folder.name}_{count}") for count in itertools.count(2))
+    candidates = beside if folder.name in (name, "") else itertools.chain([inside], beside)
+    return next(path for path in candidates if not os.path.lexists(path))
+
+
+def _write_all(contents: Mapping[str, str], folder: Path) -> None:
+    """Write files into a folder, all or none."""
+    if folder.is_dir():
+        _fill(contents, folder)
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+        whole = Path(temporary) / folder.name
+        whole.mkdir()  # the temporary folder itself is for its owner alone
+        _fill(contents, whole)
+        os.rename(whole, folder)  # refuses a folder that has come into being meanwhile, unless it is empty
+
+
+def _fill(contents: Mapping[str, str], folder: Path) -> None:
+    """Write files into a folder that is there: the shell may stand in it, so it must stay the same folder."""
+    written: list[Path] = []
+    try:
+        for name, text in contents.items():
+            with open(folder / name, "x", encoding="utf-8") as file:  # never into a file that is there
+                written.append(folder / name)
+                file.write(text)
+    except BaseException:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def report(name: str, folder: Path, made: list[str]) -> str:
+    """What was made, and the commands that work from here."""
+    train = f"python train.py {name}.yaml"
+    steps = {
+        f"cd {shlex.quote(str(folder))}": "",
+        train: "# trains on random data, in seconds",
+        f"{train} --help": "# every setting",
+        "python -m pytest": "# its tests (pip install pytest)",
+    }
+    if folder.resolve() == Path.cwd():
+        del steps[f"cd {shlex.quote(str(folder))}"]
+    width = max(map(len, steps))
+    commands = "\n".join(f"    {command:{width}}  {comment}".rstrip() for command, comment in steps.items())
+    return f"{folder}: {', '.join(made)}\n\n{commands}\n\nREADME.md says where your data, model and metrics go."

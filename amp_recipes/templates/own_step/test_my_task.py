@@ -1,0 +1,28 @@
+"""Tests of my_task: it learns at each precision, and a kill changes nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+RECIPE = (str(FOLDER / "train.py"), str(FOLDER / "my_task.yaml"))
+
+
+def run_python(*words: str) -> None:
+    """Run Python as from the shell: what one run imports or seeds is nothing to another."""
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_few_epochs_bring_the_points_near(tmp_path, precision):
+    run_python(*RECIPE, f"--precision={precision}", "--number_of_epochs=4", f"--output_folder={tmp_path}")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["last"]["test"]["loss"] < 0.25  # the energy distance; untrained it is near 0.6
+
+
+def test_a_killed_run_goes_on_bit_for_bit():
+    run_python("-m", "amp_recipes.cli", "verify-resume", *RECIPE)

@@ -1,6 +1,8 @@
-# PYTHON: the interpreter that .venv is made with. PRECISION, ARGS: what `make train` passes to the recipe, as in
-#     make train PRECISION=fp16 ARGS="--seed 7 --number_of_epochs 3"
+# PYTHON: the interpreter that .venv is made with. RECIPE: which one `make train` runs, by its configs/*.yaml of the same
+# name. PRECISION, ARGS: what it passes to the recipe, as in
+#     make train RECIPE=language_modeling PRECISION=fp16 ARGS="--seed 7 --number_of_epochs 3"
 PYTHON ?= python3
+RECIPE ?= image_classification
 PRECISION ?= bf16
 ARGS ?=
 
@@ -15,7 +17,7 @@ BENCHMARKS := $(filter-out benchmarks/_% benchmarks/faults.py,$(wildcard benchma
 
 help:
 	@echo "make setup   install into $(VENV), at the versions of constraints.txt"
-	@echo "make train   train the image classification recipe (PRECISION=$(PRECISION), ARGS=...)"
+	@echo "make train   train a recipe (RECIPE=$(RECIPE), PRECISION=$(PRECISION), ARGS=...)"
 	@echo "make test    run the tests, in a process per core (ARGS=...; ARGS='-n 0 ...' for one process)"
 	@echo "make lint    check style and format"
 	@echo "make bench   run every benchmark, each writes to benchmarks/results/"
@@ -31,7 +33,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 train: setup
-	$(RUN) recipes/image_classification/train.py configs/image_classification.yaml --precision $(PRECISION) $(ARGS)
+	$(RUN) recipes/$(RECIPE)/train.py configs/$(RECIPE).yaml --precision $(PRECISION) $(ARGS)
 
 # A process per core; worksteal keeps the tests of a file together, so that what they share is made about once.
 test: setup

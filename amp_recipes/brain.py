@@ -290,7 +290,7 @@ class Brain(SpikeRecovery):
                     f"test_only: there is no checkpoint in {self.output_folder}/save, so the model is untrained. "
                     "Train first, or give the output_folder of a run that did."
                 )
-            if found is None and (self.test_only or max_key or min_key):
+            if found is None and not self.debug and (self.test_only or max_key or min_key):
                 logger.warning("no checkpoint was loaded: evaluating the weights as they are")
             if not self._in_fit:  # inside fit, all is put back as it was
                 self._plan.updates.forget_state()

@@ -116,11 +116,11 @@ def test_other_text_is_no_formula(text):
     ],
 )
 def test_what_cannot_be_computed_is_refused_at_once(text, said):
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(ConfigError) as caught:
         evaluate(text)
     assert said in str(caught.value) and len(str(caught.value)) < 250
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 0.5
 
 
 @pytest.mark.parametrize(

@@ -278,17 +278,17 @@ def anchors(levels, leaf="[1]"):
 
 
 def test_an_expansion_that_fills_a_machine_is_refused_at_once():
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ConfigError, match=r"x\.yaml: more than 100,000 values"):
         changes(anchors(40), anchors(40, "[2]"))
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_objects_that_share_objects_are_not_written_out():
-    began = time.perf_counter()
+    began = time.process_time()
     deep = "\n".join(["a0: &a0 !new:x.A [1]", *(f"a{n}: &a{n} !new:x.A [*a{n - 1}, *a{n - 1}]" for n in range(1, 15))])
     assert changes(deep, deep.replace("[1]", "[2]")) == ["a0: !new:x.A [1] -> !new:x.A [2]"]
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 # ---------------------------------------------------------------------- what may always change

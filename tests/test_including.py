@@ -374,10 +374,10 @@ def test_all_mistakes_are_told(write):
 def test_files_that_multiply_are_stopped(write):
     for level in range(30):
         write(f"a: !include:f{level + 1}.yaml\nb: !include:f{level + 1}.yaml\n", f"f{level}.yaml")
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(LimitError, match=f"more than {INCLUDED_FILES} files"):
         expanded(write("a: !include:f0.yaml\n"))
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(
@@ -416,10 +416,10 @@ def test_includes_below_includes_do_not_fill_the_stack(write):
 def test_aliases_that_multiply_are_stopped_where_they_are_merged(write):
     lines = ["l0: &l0 {x: 1}", *(f"l{n}: &l{n} {{a: *l{n - 1}, b: *l{n - 1}}}" for n in range(1, 40))]
     write("\n".join(lines), "net.yaml")
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(LimitError):
         expanded(write("\n".join([*lines, "net: !include:net.yaml {l39: *l39}"])))
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_no_node_stands_twice_where_a_file_is_included_twice(write):

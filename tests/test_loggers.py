@@ -503,10 +503,10 @@ def test_a_link_that_takes_the_place_of_the_file_costs_records_and_not_the_run(t
 def test_a_file_of_one_endless_line_is_refused_at_once(tmp_path, end):
     with open(tmp_path / "metrics.jsonl", "wb") as file:
         file.truncate(end)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ConfigError, match="no file of records"):
         JsonlLogger(tmp_path)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert (tmp_path / "metrics.jsonl").stat().st_size == end
 
 
@@ -520,10 +520,10 @@ def test_record_costs_little_more_than_encoding_it(tmp_path):
     logger = JsonlLogger(tmp_path, flush_seconds=3600)
 
     def seconds(work: Callable[[], object]) -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(500):
             work()
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     logging_it = min(seconds(lambda: logger.log_step(STEP)) for _ in range(7))
     encoding_it = min(seconds(lambda: json.dumps(STEP.as_dict())) for _ in range(7))

@@ -355,19 +355,19 @@ def test_what_multiplies_is_stopped():
     tree: dict = {"a": 1}
     for _ in range(40):
         bomb, tree = [bomb, bomb], {"a": tree, "b": tree}
-    start = time.perf_counter()
+    start = time.process_time()
     for value in (bomb, tree, list(range(NODES + 1))):
         with pytest.raises(LimitError):
             override("a: null", {"a": value})
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_hundreds_of_unknown_keys_of_a_large_yaml_take_no_time():
     text = "\n".join(f"key_number_{at}: {{x: 1, y: 2}}" for at in range(1500))
     root, mistakes = tree_of(text), Mistakes()
-    start = time.perf_counter()
+    start = time.process_time()
     apply_overrides(root, {f"kye_number_{at}.x": 1 for at in range(1000)}, mistakes, COMMAND_LINE, "--")
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert len(mistakes) == 1000
 
 
@@ -429,10 +429,10 @@ def test_text_of_the_wrong_form_is_a_mistake(text):
 
 def test_aliases_that_multiply_in_text_are_stopped():
     text = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}]\n" for n in range(1, 30))
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(LimitError):
         from_text(text)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_what_is_overridden_by_text_is_what_the_dict_of_it_overrides():

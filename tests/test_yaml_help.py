@@ -69,9 +69,9 @@ def test_nothing_steers_the_terminal():
 def test_a_file_of_anchors_is_told_at_once():
     lists = "\n".join(["a0: &a0 [1]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 45)])
     maps = "\n".join(["b0: &b0 {x: 1}"] + [f"b{n}: &b{n} {{x: *b{n - 1}, y: *b{n - 1}}}" for n in range(1, 45)])
-    began = time.perf_counter()
+    began = time.process_time()
     lines = shown(f"{lists}\n{maps}")
-    assert time.perf_counter() - began < 1 and len(lines) < 200
+    assert time.process_time() - began < 1 and len(lines) < 200
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)

@@ -507,19 +507,19 @@ def test_a_file_of_two_hundred_lines_is_checked_in_no_time(tmp_path):
     file.write_text("".join(blocks))
     assert len(file.read_text().splitlines()) == 200
     check(str(file))  # what is read once in a process
-    start = time.perf_counter()
+    start = time.process_time()
     check(str(file))
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_five_megabytes_are_refused_before_they_are_read(tmp_path):
     # Measured on one core: 0.001 s.
     file = tmp_path / "main.yaml"
     file.write_text(filled("a: b # a comment\n", 5 * MIB))
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError, match=r"main\.yaml.*larger than"):
         check(str(file))
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 if __name__ == "__main__":

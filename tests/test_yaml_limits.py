@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import pytest
 from amp_recipes.config import check, parse_arguments
 from amp_recipes.errors import ConfigError
 
-pytestmark = pytest.mark.slow  # one process for all cases, about half a minute by day
+pytestmark = pytest.mark.slow  # about half a minute by day
 
 # Of processor time, for a check or a load: the promise is 1 s; the bound leaves room for a slower machine.
 SECONDS = 3.0
@@ -452,14 +452,13 @@ def measured(case: str, folder: Path, readers: tuple[Callable[..., Any], ...]) -
     return {"ends": ends, "seconds": max(seconds), "megabytes": grown / 1024}
 
 
-def work(root: Path, cases: Iterable[str]) -> None:
-    """Measure each case in a fork of this process."""
-    results = {}
+def work(root: Path) -> None:
+    """Measure each case that is asked for, a line each, in a fork of this process, and answer with a line."""
     (root / "recipe").mkdir(parents=True)
     (root / "recipe" / "limits_script.py").write_text(SCRIPT)
     sys.path.insert(0, str(root / "recipe"))
     readers = importlib.import_module("limits_script").both()
-    for case in cases:
+    for case in map(str.strip, sys.stdin):
         folder = root / case
         folder.mkdir(parents=True)
         if os.fork() == 0:
@@ -471,25 +470,29 @@ def work(root: Path, cases: Iterable[str]) -> None:
                 os._exit(code)
         os.wait()
         result = folder / "result.json"
-        results[case] = json.loads(result.read_text()) if result.exists() else {"ends": ["did not end"]}
-    (root / "results.json").write_text(json.dumps(results))
+        print(result.read_text() if result.exists() else json.dumps({"ends": ["did not end"]}), flush=True)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, request):
-    root = tmp_path_factory.mktemp("limits")
-    cases = [item.callspec.id for item in request.session.items if item.originalname == _MEASURED]
+def ask(tmp_path_factory):
+    """Measures a case in the process that forks for each."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, __file__, str(root), *cases], env=environment, check=True, timeout=1_200)
-    return json.loads((root / "results.json").read_text())
+    command = [sys.executable, __file__, str(tmp_path_factory.mktemp("limits"))]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
 
+        def asked(case: str) -> dict[str, Any]:
+            process.stdin.write(f"{case}\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
 
-_MEASURED = "test_it_ends_at_once_and_in_little_memory"
+        yield asked
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(("case", "expected"), PARAMETERS)
-def test_it_ends_at_once_and_in_little_memory(case, expected, results):
-    found = results[case]
+def test_it_ends_at_once_and_in_little_memory(case, expected, ask):
+    found = ask(case)
     for end in found["ends"]:
         assert end.startswith("refused" if expected == "refused" else ("refused", "loaded")), found
     assert found["seconds"] < SECONDS, found
@@ -523,4 +526,4 @@ def test_five_megabytes_are_refused_before_they_are_read(tmp_path):
 
 
 if __name__ == "__main__":
-    work(Path(sys.argv[1]), sys.argv[2:])
+    work(Path(sys.argv[1]))

@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import copy
+import gc
 import os
 import sys
 from contextlib import suppress
@@ -22,6 +23,12 @@ with suppress(ImportError):
 from amp_recipes.host_copy import HostCopy
 
 sys.dont_write_bytecode = False  # nor does the next run rewrite the test files' assertions anew
+
+
+def pytest_collection_finish():
+    """What is there before the first test stays to the end, and no collection of garbage need look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["at_once", "queued"])

@@ -61,8 +61,9 @@ class ResumableRun(RunData):
         """A checkpoint was loaded: what follows from its place, before its epoch begins."""
         self._note_best()
         self._plan.updates.forget_state()
-        if self._position.inside_epoch and hasattr(self._epoch_counter, "current"):
-            self._epoch_counter.current -= 1
+        counter = self._epoch_counter
+        if self._position.inside_epoch and hasattr(counter, "state_dict") and hasattr(counter, "current"):
+            counter.current -= 1  # SpeechBrain's, which has no state_dict, does so itself
         if self._position.epoch_loss_due is not None:
             # The recipe saved in on_stage_end, before what follows from the epoch's end.
             self._schedulers.after_epoch(self._position.epoch_loss_due)

@@ -21,8 +21,13 @@ _SET_NAMES = {Stage.TRAIN: "Training set", Stage.VALID: "Validation set", Stage.
 class RunData(RunReport):
     """Base of `Brain`: makes loaders, moves batches and weighs them."""
 
-    def make_dataloader(self, dataset: Dataset, stage: Stage, **loader_kwargs: Any) -> DataLoader:
-        """A loader over the samples of `dataset`; its order depends on `seed` and the epoch alone."""
+    def make_dataloader(
+        self, dataset: Dataset, stage: Stage, ckpt_prefix: str | None = None, **loader_kwargs: Any
+    ) -> DataLoader:
+        """A loader over the samples of `dataset`; its order depends on `seed` and the epoch alone.
+
+        ckpt_prefix: without effect, for recipes that give it: checkpoints hold every loader's place anyway.
+        """
         shuffle = loader_kwargs.pop("shuffle", False)
         if stage is Stage.TRAIN and self.train_sampler is not None:
             loader_kwargs.setdefault("sampler", self.train_sampler)

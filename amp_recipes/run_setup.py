@@ -115,6 +115,7 @@ class RunSetup(Hooks):
         self._fits = 0
         self._at_its_place = False  # the epoch's loader gives the next batch to train on
         self._stepped_by_hand = False
+        self.nonfinite_count = 0  # for recipes that count in a `fit_batch` of their own, as the original Brain does
         self._own_batch_weight = self._overrides("batch_weight")
         self._own_fit_batch = self._overrides("fit_batch")
         self._plain_losses = not (self._own_fit_batch or self._overrides("backward"))
@@ -151,8 +152,14 @@ class RunSetup(Hooks):
             folder = None  # only looked at
         if folder is not None and checkpointer is None:
             refuse_link(folder)  # a copied run folder may have one, and old checkpoints are deleted
-        self._checkpoints = CheckpointKeeper(checkpointer, folder, writes, background=self.ckpt_background)
-        self.checkpointer = self._checkpoints.checkpointer
+        self._checkpoints = CheckpointKeeper(checkpointer, folder, writes, self.ckpt_background, self.debug)
+        by_interval = self.ckpt_interval_steps > 0 or self.ckpt_interval_minutes > 0
+        if by_interval and self._checkpoints.theirs and distributed.world_size() > 1:
+            logger.warning(
+                "SpeechBrain's Checkpointer saves inside an epoch in runs of one process only: ckpt_interval_steps and "
+                "ckpt_interval_minutes do nothing. Leave `checkpointer` out and give an output_folder to have it."
+            )
+        self.checkpointer = self._checkpoints.checkpointer if checkpointer is None else checkpointer
         if self._checkpoints.owned:
             # As they are before a wrapper for several processes adds its prefix to every name.
             self._checkpoints.register("modules", nn.ModuleDict(dict(self.modules)))

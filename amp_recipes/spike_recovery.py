@@ -73,6 +73,11 @@ class SpikeRecovery(ExaminedRun):
 
     def _set_up_checkpoints(self, checkpointer: Checkpointer | None) -> None:
         super()._set_up_checkpoints(checkpointer)
+        if self._spikes is not None and self._checkpoints.theirs:
+            raise ConfigError(
+                f"on_spike is {self.on_spike}, which rewrites checkpoints, but the recipe brings SpeechBrain's "
+                "Checkpointer: leave `checkpointer` out and give an output_folder, or leave on_spike off."
+            )
         if self._spikes is not None and self.checkpointer is None:
             raise ConfigError(
                 f"on_spike is {self.on_spike}, which goes back to a checkpoint, but there is no output_folder to save "

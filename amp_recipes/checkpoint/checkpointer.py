@@ -109,6 +109,19 @@ class Checkpointer:
             )
         self.recoverables[name] = obj
 
+    def only(self, names: Iterable[str]) -> Checkpointer:
+        """A checkpointer of the same folder for some of the recoverables."""
+        some = {name: self.recoverables[name] for name in names if name in self.recoverables}
+        return Checkpointer(self.checkpoints_dir, some)
+
+    def holds_any(self) -> bool:
+        """Whether the folder has checkpoints, damaged ones and those of other formats included."""
+        return bool(numbered_folders(self.checkpoints_dir))
+
+    def move_to(self, folder: Path) -> None:
+        """Move the checkpoints to `folder`, which is made, with all that lies beside them."""
+        self.checkpoints_dir.rename(folder)
+
     def check_writable(self) -> None:
         """Make the folder if needed and write to it once. Raises CheckpointError if that fails."""
         try:

@@ -24,6 +24,7 @@ from amp_recipes.run_files import regular_only
 
 META_FILE = "meta.json"
 MANIFEST_FILE = "MANIFEST.sha256"
+INSIDE_EPOCH = "inside_epoch"  # marks, in meta, what only stands in until the epoch's end
 STATE_SUFFIX = ".safetensors"
 TEMPORARY_PREFIX = ".tmp-"
 _FOLDER_PATTERN = re.compile(r"CKPT\+(\d+)")

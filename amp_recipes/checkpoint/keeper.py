@@ -11,14 +11,16 @@ from typing import Any
 
 from torch import nn
 
+from amp_recipes import distributed
 from amp_recipes.checkpoint.checkpointer import Checkpointer
-from amp_recipes.checkpoint.folder import Checkpoint, numbered_folders
+from amp_recipes.checkpoint.folder import INSIDE_EPOCH, Checkpoint, numbered_folders
+from amp_recipes.checkpoint.speechbrain import SpeechBrainCheckpointer, is_speechbrains
 from amp_recipes.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 _NEWEST = 2  # so many stay beside the best: one to fall back to if the newest is damaged
-_INSIDE_EPOCH = "inside_epoch"  # marks, in meta, what only stands in until the epoch's end
+_THEIR_NAMES = {"optimizer.optimizer": "optimizer"}  # so that a run of SpeechBrain's Brain goes on here
 BEST_BY = "best_by"  # in meta: the metric that decides which checkpoint of the run is the best, and its mode
 
 
@@ -27,6 +29,7 @@ class CheckpointKeeper:
 
     A recipe that brings a checkpointer saves at the end of epochs itself, as it did with the original Brain; what the
     framework adds (optimizers, scaler, counters) goes into those checkpoints too. Its own saves after every epoch.
+    It may be SpeechBrain's (`theirs`), which under `debug` saves into a folder that is deleted at exit.
     writes: whether this process is the one that writes; background: whether training goes on while it does.
     set_aside_number: N, once `resume("never")` has renamed the folder of the old checkpoints to `save.N`; deletes:
     whether a save is followed by the deletion of older ones; updates_since_save: how often `due` was asked.
@@ -36,12 +39,20 @@ class CheckpointKeeper:
     deletes = True
 
     def __init__(
-        self, checkpointer: Checkpointer | None, folder: Path | None, writes: bool, background: bool = True
+        self,
+        checkpointer: Checkpointer | Any | None,
+        folder: Path | None,
+        writes: bool,
+        background: bool = True,
+        debug: bool = False,
     ) -> None:
         self.owned = checkpointer is None and folder is not None
+        self.theirs = is_speechbrains(checkpointer)
+        if self.theirs:
+            checkpointer = SpeechBrainCheckpointer(checkpointer, elsewhere=debug)
         self.checkpointer = Checkpointer(folder) if self.owned else checkpointer
         self._writes = writes
-        self._background = background
+        self._background = background and not self.theirs
         self._resumed = self._may_resume_again = False
         self._registered: set[str] = set()
         self._save_again: Callable[[], object] | None = None  # what saved last, if that was at an epoch's end
@@ -50,8 +61,10 @@ class CheckpointKeeper:
 
     @property
     def saves(self) -> bool:
-        """Whether this process can save."""
-        return self.checkpointer is not None and self._writes
+        """Whether this process can save at any moment."""
+        # SpeechBrain's saves in all processes together, and only the recipe calls it in all.
+        alone = not self.theirs or distributed.world_size() == 1
+        return self.checkpointer is not None and self._writes and alone
 
     @property
     def resumes(self) -> bool:
@@ -70,6 +83,8 @@ class CheckpointKeeper:
         """
         if self.checkpointer is None:
             return
+        if self.theirs:
+            name = _THEIR_NAMES.get(name, name)
         known = self.checkpointer.recoverables
         if replace and name in self._registered and known[name] is not recoverable:
             del known[name]
@@ -104,7 +119,7 @@ class CheckpointKeeper:
 
     def save_inside_epoch(self, meta: Mapping[str, Any]) -> None:
         """Save, beside whatever is kept; of those saved inside an epoch only what is among the two newest stays."""
-        self._save({**meta, _INSIDE_EPOCH: True}, partial(self._delete_old_inside, deletes=self.deletes), at_end=False)
+        self._save({**meta, INSIDE_EPOCH: True}, partial(self._delete_old_inside, deletes=self.deletes), at_end=False)
 
     def _prune(self, saved: Checkpoint, deletes: bool, **best: list[str]) -> None:
         if deletes:
@@ -114,7 +129,7 @@ class CheckpointKeeper:
         if not deletes:
             return
         for checkpoint in self.checkpointer.list_checkpoints()[_NEWEST:]:
-            if checkpoint.meta.get(_INSIDE_EPOCH):
+            if checkpoint.meta.get(INSIDE_EPOCH):
                 self.checkpointer.delete_checkpoint(checkpoint)
 
     def wait(self) -> None:
@@ -179,11 +194,11 @@ class CheckpointKeeper:
         """Rename the folder of the old checkpoints: a run that starts afresh neither takes nor deletes them."""
         folder = self.checkpointer.checkpoints_dir
         self.wait()
-        if not self._writes or not numbered_folders(folder):  # damaged ones and other formats count too
+        if not self._writes or not self.checkpointer.holds_any():
             return
         number = next(it for it in range(1, 10**6) if not folder.with_name(f"{folder.name}.{it}").exists())
         aside = folder.with_name(f"{folder.name}.{number}")
-        folder.rename(aside)
+        self.checkpointer.move_to(aside)
         self.set_aside_number = number
         self.checkpointer.check_writable()
         logger.warning("resume is 'never': the checkpoints that were in %s are in %s now", folder, aside)
@@ -230,12 +245,11 @@ class CheckpointKeeper:
         found = self.checkpointer.list_checkpoints()
         if not found or len(found) < len(numbered_folders(self.checkpointer.checkpoints_dir)):  # some are damaged
             return False
-        return all(it.meta.get(_INSIDE_EPOCH) and key not in it.meta for it in found)
+        return all(it.meta.get(INSIDE_EPOCH) and key not in it.meta for it in found)
 
     def _only(self, names: Sequence[str]) -> Checkpointer:
         """A checkpointer of the same folder for some of the recoverables."""
-        known = self.checkpointer.recoverables
-        return Checkpointer(self.checkpointer.checkpoints_dir, {name: known[name] for name in names if name in known})
+        return self.checkpointer.only(names)
 
 
 def _where(meta: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from amp_recipes.data.buckets import EpochBatches
+from amp_recipes.data.dynamic_items import usual_collate_fn
 from amp_recipes.data.epoch_loader import EpochLoader
 from amp_recipes.data.samplers import EpochShuffle
 from amp_recipes.data.streams import StreamLoader
@@ -38,7 +39,8 @@ def make_loader(
         the last ones of an epoch are of even size, and if fewer samples than processes are left, some are repeated. An
         IterableDataset splits itself.
     loader_kwargs: any argument of torch's DataLoader; what is given wins. With a `generator`, torch shuffles
-        by it. With workers, `timeout` is 300 seconds by default.
+        by it. With workers, `timeout` is 300 seconds by default. SpeechBrain's DynamicItemDataset gets its
+        `PaddedBatch` as the default `collate_fn`.
     Raises ConfigError for arguments that DataLoader does not take, DataError for no samples or no batches.
     """
     _refuse_unknown(loader_kwargs, name)
@@ -46,6 +48,7 @@ def make_loader(
     ordered = any(loader_kwargs.get(key) is not None for key in ("sampler", "batch_sampler"))
     _refuse_empty(dataset, name, needs_length=not (iterable or ordered))
     loader_kwargs.setdefault("pin_memory", torch.device(device).type == "cuda")
+    loader_kwargs.setdefault("collate_fn", usual_collate_fn(dataset))
     shuffle = shuffle and not iterable and not ordered
     if loader_kwargs.get("generator") is None:
         loader_kwargs.pop("generator", None)

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from amp_recipes.data.dynamic_items import forget_skipping, is_plain_loader
 from amp_recipes.data.sample_draws import draws_nothing, held_generators
 from amp_recipes.data.streams import StreamLoader, is_stateful
 from amp_recipes.randomness import GENERATORS, generator_state, set_generator_state
@@ -121,7 +122,7 @@ def _cannot_tell(loader: Any) -> str | None:
         return (
             f"a DataLoader over an IterableDataset cannot tell its place: {advice}, or torchdata's StatefulDataLoader"
         )
-    if type(loader) is not DataLoader:
+    if not is_plain_loader(loader):
         return f"a {kind} may order its batches as it likes: give a torch Dataset instead, or give it state_dict"
     if not _can_skip(loader):
         return "what a DataLoader's workers draw depends on all that they read before: give the Dataset itself instead"
@@ -129,6 +130,7 @@ def _cannot_tell(loader: Any) -> str | None:
 
 
 def _from_dataloader(loader: DataLoader, step: int, state: Mapping[str, Any]) -> Iterator[Any]:
+    forget_skipping(loader)
     generators = held_generators(*_parts(loader))
     for name, saved in state.get("generators", {}).items():
         if name in generators:
@@ -186,7 +188,7 @@ class _Skipping:
 
 def _can_skip(loader: DataLoader) -> bool:
     """Whether the batches from some step on do not depend on the earlier ones having been read."""
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+    if not is_plain_loader(loader) or isinstance(loader.dataset, IterableDataset):
         return False
     return loader.num_workers == 0 or draws_nothing(loader.dataset)
 

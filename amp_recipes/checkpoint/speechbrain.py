@@ -1,0 +1,129 @@
+"""Lets a Brain keep its place in the checkpoints of SpeechBrain's Checkpointer, which an older recipe brings."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from amp_recipes import distributed
+from amp_recipes.checkpoint.folder import INSIDE_EPOCH
+from amp_recipes.checkpoint.loading import pack_recoverable
+from amp_recipes.checkpoint.state_format import read_state, write_state
+
+logger = logging.getLogger(__name__)
+
+_THEIR_FLAG = "brain_intra_epoch_ckpt"  # in the meta of what the original Brain saves inside an epoch
+
+
+def is_speechbrains(checkpointer: Any) -> bool:
+    """Whether it is a Checkpointer of SpeechBrain's; imports nothing."""
+    theirs = sys.modules.get("speechbrain.utils.checkpoints")
+    return theirs is not None and isinstance(checkpointer, theirs.Checkpointer)
+
+
+class SpeechBrainCheckpointer:
+    """SpeechBrain's Checkpointer under the names that `CheckpointKeeper` calls.
+
+    The recipe goes on calling `original` itself. What the framework adds (its place, optimizers, scaler) is saved by
+    whatever saves there, in files of our own format, and missing in checkpoints of the original Brain without harm.
+    elsewhere: save into a folder that is deleted at exit, as the original Brain does in debug mode.
+    """
+
+    def __init__(self, original: Any, elsewhere: bool = False) -> None:
+        self.original = original
+        if elsewhere:
+            self.original.tempdir = tempfile.TemporaryDirectory()
+            self.original.checkpoints_dir = Path(self.original.tempdir.name)
+        for name, obj in original.recoverables.items():  # our EpochCounter, say
+            if _needs_our_hooks(obj) and name not in original.custom_save_hooks:
+                self.original.add_recoverable(name, obj, _load, _save)
+
+    @property
+    def recoverables(self) -> dict[str, Any]:
+        """Name -> object, the recipe's and the framework's."""
+        return self.original.recoverables
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """The folder of the checkpoints."""
+        return Path(self.original.checkpoints_dir)
+
+    def add_recoverable(self, name: str, obj: Any) -> None:
+        """Save `obj` with every checkpoint from now on; one without it can still be loaded."""
+        hooks = (_load, _save) if _needs_our_hooks(obj) else (None, None)
+        self.original.add_recoverable(name, obj, *hooks, optional_load=True)
+
+    def save_checkpoint(self, meta: Mapping[str, Any] | None = None) -> Any:
+        """Save everything; meta: plain values. Their counters are told whether it is inside an epoch."""
+        inside = bool((meta or {}).get(INSIDE_EPOCH))
+        meta = {**(meta or {}), **({_THEIR_FLAG: True} if inside else {})}
+        return self.original.save_checkpoint(meta=meta, end_of_epoch=not inside)
+
+    def list_checkpoints(self) -> list[Any]:
+        """All checkpoints, newest first."""
+        return self.original.find_checkpoints()
+
+    def find_checkpoint(self, min_key: str | None = None, max_key: str | None = None) -> Any:
+        """The best by a key, or the newest; None if there is none."""
+        return self.original.find_checkpoint(min_key=min_key, max_key=max_key)
+
+    def recover_if_possible(self, min_key: str | None = None, max_key: str | None = None) -> Any:
+        """Load the best by a key, or the newest; None if there is none."""
+        return self.original.recover_if_possible(min_key=min_key, max_key=max_key)
+
+    def delete_checkpoint(self, checkpoint: Any) -> None:
+        """Delete one."""
+        self.original.delete_checkpoints(num_to_keep=0, ckpt_predicate=lambda it: it.path == checkpoint.path)
+
+    def only(self, names: Iterable[str]) -> SpeechBrainCheckpointer:
+        """The same folder for some of the recoverables."""
+        some = copy.copy(self.original)
+        some.recoverables = {name: self.recoverables[name] for name in names if name in self.recoverables}
+        some.allow_partial_load = True
+        return SpeechBrainCheckpointer(some)
+
+    def holds_any(self) -> bool:
+        """Whether the folder has checkpoints."""
+        return self.find_checkpoint() is not None
+
+    def move_to(self, folder: Path) -> None:
+        """Move the checkpoints there; what else a recipe keeps beside them (label encoders, tokenizers) stays."""
+        folder.mkdir()
+        for checkpoint in self.list_checkpoints():
+            Path(checkpoint.path).rename(folder / Path(checkpoint.path).name)
+
+    def check_writable(self) -> None:
+        """Make the folder where it is missing."""
+        os.makedirs(self.checkpoints_dir, exist_ok=True)
+
+    def wait(self) -> None:
+        """Nothing is written in the background."""
+
+
+def _needs_our_hooks(obj: Any) -> bool:
+    """Whether SpeechBrain does not know how to save `obj`, which we do."""
+    theirs = sys.modules["speechbrain.utils.checkpoints"]
+    return hasattr(obj, "state_dict") and theirs.get_default_hook(obj, theirs.DEFAULT_SAVE_HOOKS) is None
+
+
+def _save(obj: Any, path: Path) -> None:
+    if distributed.is_main_process():  # their checkpointer calls it on all
+        Path(path).unlink(missing_ok=True)  # of a checkpoint with a name, which is saved over and over
+        write_state(Path(path), pack_recoverable(Path(path).stem, obj))
+
+
+def _load(obj: Any, path: Path, end_of_epoch: bool) -> None:
+    if Path(path).read_bytes()[:15] == b"avg_train_loss:":  # YAML; our files begin with the length of their header
+        logger.warning(
+            "%s was saved by the original Brain: weights, optimizers and epoch go on from it; updates are counted from "
+            "0, and an epoch that it was saved in begins anew",
+            Path(path).parent,
+        )
+    else:
+        obj.load_state_dict(read_state(Path(path)))

@@ -1,0 +1,185 @@
+"""Experiments written for SpeechBrain's Brain, with ours in its place and all else SpeechBrain's own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from speechbrain_import import speechbrain as sb
+from torch.utils.data import DataLoader, Subset
+
+from amp_recipes import Brain, EpochCounter, Stage
+from amp_recipes.data import EpochLoader, batch_length, make_loader
+from amp_recipes.errors import ConfigError
+
+RUN_OPTS = {"device": "cpu", "noprogressbar": True, "seed": 5}
+
+
+@sb.utils.data_pipeline.takes("length")
+@sb.utils.data_pipeline.provides("sig", "target")
+def signal_pipeline(length):
+    yield torch.linspace(0, 1, length)
+    yield torch.tensor([float(length)])
+
+
+def dynamic_items(count=10):
+    data = {f"utterance{index}": {"length": 3 + index % 4} for index in range(count)}
+    return sb.dataio.dataset.DynamicItemDataset(
+        data, dynamic_items=[signal_pipeline], output_keys=["id", "sig", "target"]
+    )
+
+
+class LengthBrain(Brain):
+    """Tells a signal's length, as the original's recipes are written: PaddedBatch, annealing, their checkpointer."""
+
+    def compute_forward(self, batch, stage):
+        batch = batch.to(self.device)
+        signals, lengths = batch.sig
+        if stage == sb.Stage.TRAIN:
+            signals = signals + 0.1 * torch.randn_like(signals)
+        return self.modules.model(signals.sum(1, keepdim=True)), lengths
+
+    def compute_objectives(self, predictions, batch, stage):
+        predicted, _ = predictions
+        loss = torch.nn.functional.mse_loss(predicted, batch.target.data)
+        self.losses.append(batch.id, predicted, batch.target.data)
+        return loss
+
+    def on_stage_start(self, stage, epoch=None):
+        self.losses = sb.utils.metric_stats.MetricStats(metric=lambda x, y: ((x - y) ** 2).mean(1))
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        if stage == sb.Stage.TRAIN:
+            self.train_loss = stage_loss
+        elif stage == sb.Stage.VALID:
+            stats = {"loss": stage_loss, "error": self.losses.summarize("average")}
+            old_lr, new_lr = self.hparams.lr_annealing(stage_loss)
+            sb.nnet.schedulers.update_learning_rate(self.optimizer, new_lr)
+            self.hparams.train_logger.log_stats(
+                {"Epoch": epoch, "lr": old_lr}, train_stats={"loss": self.train_loss}, valid_stats=stats
+            )
+            self.checkpointer.save_and_keep_only(meta=stats, min_keys=["error"])
+        else:
+            self.hparams.train_logger.log_stats(
+                {"Epoch loaded": self.hparams.epoch_counter.current}, test_stats={"loss": stage_loss}
+            )
+
+
+def experiment(folder, brain_class=LengthBrain, epochs=3, **run_opts):
+    """What a recipe's YAML makes, and the Brain of it."""
+    torch.manual_seed(3)
+    model = torch.nn.Linear(1, 1)
+    counter = sb.utils.epoch_loop.EpochCounter(epochs)
+    annealing = sb.nnet.schedulers.NewBobScheduler(0.02, annealing_factor=0.5, improvement_threshold=0.3)
+    hparams = {
+        "epoch_counter": counter,
+        "lr_annealing": annealing,
+        "train_logger": sb.utils.train_logger.FileTrainLogger(str(folder / "train_log.txt")),
+        "dataloader_options": {"batch_size": 4, "shuffle": True},
+    }
+    checkpointer = sb.utils.checkpoints.Checkpointer(
+        folder / "save", {"model": model, "counter": counter, "annealing": annealing}
+    )
+    modules = {"model": model}
+    return brain_class(modules, torch.optim.SGD, hparams, {**RUN_OPTS, **run_opts}, checkpointer)
+
+
+def train(brain):
+    brain.fit(
+        brain.hparams.epoch_counter,
+        dynamic_items(),
+        dynamic_items(5),
+        train_loader_kwargs=brain.hparams.dataloader_options,
+        valid_loader_kwargs={"batch_size": 2},
+    )
+
+
+# ---------------------------------------------------------------------- stages
+
+
+def test_stages_equal_those_of_the_same_name():
+    for ours, theirs in zip(Stage, sb.Stage, strict=True):
+        assert ours == theirs and theirs == ours and not ours != theirs
+        assert {ours: "x"}[theirs] == "x"
+        assert sum(ours == other for other in sb.Stage) == 1
+    assert Stage.TRAIN != "TRAIN" and Stage.TRAIN != torch.float32
+
+
+# ---------------------------------------------------------------------- data
+
+
+def test_dynamic_items_are_collated_as_their_loader_does():
+    loader = make_loader(dynamic_items(), shuffle=False, seed=0, device="cpu", batch_size=4)
+    theirs = sb.dataio.dataloader.make_dataloader(dynamic_items(), batch_size=4)
+    assert isinstance(loader, EpochLoader)
+    for batch, expected in zip(loader, theirs, strict=True):
+        assert type(batch) is sb.dataio.batch.PaddedBatch
+        assert batch.id == expected.id
+        assert torch.equal(batch.sig.data, expected.sig.data) and torch.equal(batch.sig.lengths, expected.sig.lengths)
+        assert batch_length(batch) == len(expected)
+
+
+def test_dynamic_items_in_a_subset_and_with_a_collate_fn_of_the_recipes():
+    subset = Subset(dynamic_items(), [1, 3])
+    (batch,) = make_loader(subset, shuffle=False, seed=0, device="cpu", batch_size=2)
+    assert batch.id == ["utterance1", "utterance3"]
+    (ids,) = make_loader(
+        subset, shuffle=False, seed=0, device="cpu", batch_size=2, collate_fn=lambda items: [it["id"] for it in items]
+    )
+    assert ids == ["utterance1", "utterance3"]
+
+
+def test_speechbrain_is_not_imported_by_us():
+    code = "import sys, amp_recipes; sys.exit(any(it.split('.')[0] == 'speechbrain' for it in sys.modules))"
+    root = Path(__file__).parent.parent
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
+
+
+# ---------------------------------------------------------------------- a run with their checkpointer
+
+
+def test_experiment_trains_and_evaluates_the_best(tmp_path):
+    brain = experiment(tmp_path)
+    train(brain)
+    kept = brain.checkpointer.list_checkpoints()
+    best = min(checkpoint.meta["error"] for checkpoint in kept)
+    assert len(kept) <= 2 and brain.optimizer_step == 9
+    with torch.no_grad():
+        brain.modules.model.weight.fill_(100.0)
+    loss = brain.evaluate(dynamic_items(5), min_key="error", test_loader_kwargs={"batch_size": 2})
+    assert loss == pytest.approx(best, rel=1e-5)
+    log = (tmp_path / "train_log.txt").read_text().splitlines()
+    assert len(log) == 4 and log[-1].startswith("Epoch loaded:")
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+def killed_after(batches):
+    class KilledBrain(LengthBrain):
+        seen = 0
+
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            type(self).seen += 1
+            if self.seen == batches:
+                raise Killed
+
+    return KilledBrain
+
+
+@pytest.mark.parametrize("batches", [2, 3, 4, 5, 8])
+def test_killed_run_goes_on_bit_for_bit(tmp_path, batches):
+    whole = experiment(tmp_path / "whole")
+    train(whole)
+    interval = {"ckpt_interval_steps": 1}
+    with pytest.raises(Killed):
+        train(experiment(tmp_path / "killed", killed_after(batches), **interval))
+    resumed = experiment(tmp_path / "killed", **interval)
+    train(resumed)
+    assert torch.equal(resumed.modules.model.weight, whole.modules.model.weight)
+    assert resumed.optimizer_step == whole.optimizer_step == 9
+    assert resumed.train_loss == whole.train_loss
+    assert resumed.hparams.lr_annealing.metric_values == whole.hparams.lr_annealing.metric_values
+    assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]

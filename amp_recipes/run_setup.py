@@ -18,7 +18,14 @@ from torch.optim import Optimizer
 
 from amp_recipes import distributed
 from amp_recipes.checkpoint import Checkpointer, CheckpointKeeper, clean_name, plain_problem
-from amp_recipes.config import Purpose, RunOptions, ensure_experiment_directory, near_misses
+from amp_recipes.config import (
+    Purpose,
+    RunOptions,
+    ensure_experiment_directory,
+    near_misses,
+    unheeded,
+    without_originals,
+)
 from amp_recipes.early_stopping import MetricWatch
 from amp_recipes.ema import WeightAverage
 from amp_recipes.errors import ConfigError
@@ -62,7 +69,7 @@ class RunSetup(Hooks):
         self.run_opts = options.with_defaults_from(hparams)
         for name, value in self.run_opts.items():
             setattr(self, name, value)
-        for message in near_misses(hparams):
+        for message in [*near_misses(hparams), *unheeded(hparams)]:
             logger.warning("hparams: %s", message)
         self.hparams = SimpleNamespace(**hparams)
         self.opt_class = opt_class
@@ -250,4 +257,5 @@ def _options_from(run_opts: Mapping[str, Any], loaded: Mapping[str, Any] | None)
     """The options that a dict sets; what the script was started for comes with what `load_hparams` returned."""
     overrides = getattr(loaded, "overrides", None)
     known = getattr(overrides, "run_options", None)
-    return RunOptions.from_mapping(run_opts, purpose=known.purpose if known is not None else Purpose())
+    purpose = known.purpose if known is not None else Purpose()
+    return RunOptions.from_mapping(without_originals(run_opts), purpose=purpose)

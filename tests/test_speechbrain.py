@@ -1,5 +1,6 @@
 """Experiments written for SpeechBrain's Brain, with ours in its place and all else SpeechBrain's own."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -7,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from speechbrain_import import speechbrain as sb
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 
 from amp_recipes import Brain, EpochCounter, Stage
 from amp_recipes.data import EpochLoader, batch_length, make_loader
 from amp_recipes.errors import ConfigError
 
-RUN_OPTS = {"device": "cpu", "noprogressbar": True, "seed": 5}
+RUN_OPTS = {"device": "cpu", "noprogressbar": True}
 
 
 @sb.utils.data_pipeline.takes("length")
@@ -30,7 +31,7 @@ def dynamic_items(count=10):
     )
 
 
-class LengthBrain(Brain):
+class LengthRecipe:
     """Tells a signal's length, as the original's recipes are written: PaddedBatch, annealing, their checkpointer."""
 
     def compute_forward(self, batch, stage):
@@ -66,6 +67,14 @@ class LengthBrain(Brain):
             )
 
 
+class LengthBrain(LengthRecipe, Brain):
+    """The recipe with our Brain."""
+
+
+class OriginalLengthBrain(LengthRecipe, sb.Brain):
+    """The recipe as it was."""
+
+
 def experiment(folder, brain_class=LengthBrain, epochs=3, **run_opts):
     """What a recipe's YAML makes, and the Brain of it."""
     torch.manual_seed(3)
@@ -81,8 +90,9 @@ def experiment(folder, brain_class=LengthBrain, epochs=3, **run_opts):
     checkpointer = sb.utils.checkpoints.Checkpointer(
         folder / "save", {"model": model, "counter": counter, "annealing": annealing}
     )
-    modules = {"model": model}
-    return brain_class(modules, torch.optim.SGD, hparams, {**RUN_OPTS, **run_opts}, checkpointer)
+    opt_class = functools.partial(torch.optim.SGD, lr=0.02)
+    run_opts = {**({} if brain_class is OriginalLengthBrain else {"seed": 5}), **RUN_OPTS, **run_opts}
+    return brain_class({"model": model}, opt_class, hparams, run_opts, checkpointer)
 
 
 def train(brain):
@@ -100,10 +110,11 @@ def train(brain):
 
 def test_stages_equal_those_of_the_same_name():
     for ours, theirs in zip(Stage, sb.Stage, strict=True):
-        assert ours == theirs and theirs == ours and not ours != theirs
+        assert ours == theirs and theirs == ours
+        assert (ours != theirs, theirs != ours) == (False, False)
         assert {ours: "x"}[theirs] == "x"
         assert sum(ours == other for other in sb.Stage) == 1
-    assert Stage.TRAIN != "TRAIN" and Stage.TRAIN != torch.float32
+    assert Stage.TRAIN != "TRAIN" and torch.float32 != Stage.TRAIN
 
 
 # ---------------------------------------------------------------------- data
@@ -183,3 +194,64 @@ def test_killed_run_goes_on_bit_for_bit(tmp_path, batches):
     assert resumed.train_loss == whole.train_loss
     assert resumed.hparams.lr_annealing.metric_values == whole.hparams.lr_annealing.metric_values
     assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+
+
+def test_debug_saves_where_the_real_run_does_not_look(tmp_path):
+    brain = experiment(tmp_path, debug=True, debug_batches=1, debug_epochs=1)
+    train(brain)
+    assert brain.checkpointer.list_checkpoints()
+    assert list((tmp_path / "save").iterdir()) == []
+
+
+def test_resume_never_leaves_what_else_lies_in_the_save_folder(tmp_path):
+    train(experiment(tmp_path, epochs=1))
+    (tmp_path / "save" / "label_encoder.txt").write_text("'a' => 0")
+    brain = experiment(tmp_path, epochs=1, resume="never")
+    train(brain)
+    assert brain.optimizer_step == 3
+    assert len(list((tmp_path / "save.1").iterdir())) == 1
+    assert (tmp_path / "save" / "label_encoder.txt").is_file()
+    assert len(brain.checkpointer.list_checkpoints()) == 1
+
+
+def test_goes_on_from_a_checkpoint_of_the_original_brain(tmp_path, caplog):
+    original = experiment(tmp_path, OriginalLengthBrain, epochs=2)
+    train(original)
+    original_rate = original.optimizer.param_groups[0]["lr"]
+    seen = []
+
+    class Seeing(LengthBrain):
+        def on_fit_batch_start(self, batch, should_step):
+            seen.append((self.modules.model.weight.clone(), self.optimizer.param_groups[0]["lr"]))
+
+    brain = experiment(tmp_path, Seeing, epochs=3)
+    train(brain)
+    assert brain.hparams.epoch_counter.current == 3 and len(seen) == 3
+    weight, rate = seen[0]
+    assert torch.equal(weight, original.modules.model.weight) and rate == original_rate
+    assert len(brain.hparams.lr_annealing.metric_values) == 3
+    assert "saved by the original Brain" in caplog.text
+
+
+def test_spike_recovery_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="leave `checkpointer` out"):
+        experiment(tmp_path, on_spike="lower_lr", output_folder=str(tmp_path / "run"))
+
+
+def test_our_epoch_counter_in_their_checkpointer(tmp_path):
+    class Plain(LengthBrain):
+        def on_stage_end(self, stage, stage_loss, epoch=None):
+            self.checkpointer.save_and_keep_only()
+
+    def trained():
+        torch.manual_seed(3)
+        model, counter = torch.nn.Linear(1, 1), EpochCounter(2)
+        checkpointer = sb.utils.checkpoints.Checkpointer(tmp_path, {"model": model, "counter": counter})
+        opt_class = functools.partial(torch.optim.SGD, lr=0.02)
+        brain = Plain({"model": model}, opt_class, {"epoch_counter": counter}, RUN_OPTS, checkpointer)
+        brain.fit(counter, dynamic_items(), train_loader_kwargs={"batch_size": 4})
+        return brain
+
+    first, again = trained(), trained()
+    assert first.optimizer_step == again.optimizer_step == 6
+    assert torch.equal(again.modules.model.weight, first.modules.model.weight)

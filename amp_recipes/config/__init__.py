@@ -3,6 +3,7 @@
 from amp_recipes.config.arguments import Overrides, parse_arguments
 from amp_recipes.config.experiment import create_experiment_directory, ensure_experiment_directory
 from amp_recipes.config.hparams import Hparams, check, load_hparams, seed_everything
+from amp_recipes.config.other_names import unheeded, without_originals
 from amp_recipes.config.run_options import Purpose, RunOptions, near_misses, options_table
 
 __all__ = [
@@ -18,4 +19,6 @@ __all__ = [
     "options_table",
     "parse_arguments",
     "seed_everything",
+    "unheeded",
+    "without_originals",
 ]

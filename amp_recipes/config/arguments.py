@@ -23,6 +23,7 @@ from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 from amp_recipes.config.including import expand_includes
 from amp_recipes.config.limits import TEXT_CHARACTERS, Budget
 from amp_recipes.config.nodes import COMMAND_LINE, Mistakes
+from amp_recipes.config.other_names import instead_of
 from amp_recipes.config.reading import read_file
 from amp_recipes.config.run_options import (
     OPTION_NAMES,
@@ -331,6 +332,8 @@ def _split(argv: list[str], positional: list[str], mistakes: list[str]) -> Itera
 
 def _without_value(name: str) -> str:
     """What is wrong with an option that has no value: it needs one, or it is a misspelt one that needs none."""
+    if advice := instead_of(name):
+        return f"there is no run option {name!r}.{advice}"
     hint = did_you_mean(name, FLAGS, prefix="--")
     if not hint and not near_misses([name]):
         return f"--{name} needs a value: --{name}=..."

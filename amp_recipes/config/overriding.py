@@ -25,6 +25,7 @@ from amp_recipes.config.nodes import (
     dotted,
     is_plain_mapping,
 )
+from amp_recipes.config.other_names import instead_of
 from amp_recipes.config.reading import read_text
 from amp_recipes.config.run_options import OPTION_NAMES
 from amp_recipes.config.tags import PLACEHOLDER, REFERENCES, TUPLE
@@ -142,7 +143,8 @@ class _Overriding:
                 self.mistakes.add(self.source, f"{self._name(given_path)}: {text}")
             else:
                 text = f"{self._name(given_path)} is neither a key of the YAML nor a run option."
-                self.mistakes.add(self.source, text + self._suggestion(dotted(given_path)))
+                hint = instead_of(dotted(given_path)) or self._suggestion(dotted(given_path))
+                self.mistakes.add(self.source, text + hint)
 
     def _write(self, parent: Mapping | Sequence, key: Any, value: Any, path: KeyPath, where: Source) -> None:
         """Write one override over what stands at `key`, or below it."""

@@ -17,6 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from amp_recipes.config.other_names import instead_of
 from amp_recipes.errors import ConfigError
 
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -369,7 +370,8 @@ def validate_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     mistakes: dict[str, str] = {}
     for name, value in options.items():
         if name not in OPTION_NAMES:
-            mistakes[name] = f"there is no run option {name!r}.{did_you_mean(name, OPTION_NAMES)}"
+            hint = instead_of(name) or did_you_mean(name, OPTION_NAMES)
+            mistakes[name] = f"there is no run option {name!r}.{hint}"
             continue
         try:
             OmegaConf.update(schema, name, _plain(name, value))

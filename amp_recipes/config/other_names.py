@@ -1,0 +1,79 @@
+"""What to do here in place of options that SpeechBrain's Brain, Lightning's Trainer and others have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_COMPILE = "compile what the script gives to the Brain: modules={'model': torch.compile(model)}"
+_PROFILE = "put torch.profiler.profile around fit, with --optimizer_step_limit"
+_GROUPS = "make the parameter groups in init_optimizers"
+
+# Of the original Brain: its default, and what to do for another value; "" where nothing is to be done.
+_ORIGINAL: dict[str, tuple[Any, str]] = {
+    "auto_mix_prec": (False, "give precision: fp16"),
+    "bfloat16_mix_prec": (False, "give precision: bf16"),
+    "compile": (False, _COMPILE),
+    "compile_mode": ("default", _COMPILE),
+    "compile_module_keys": (None, _COMPILE),
+    "compile_using_dynamic_shape_tracing": (False, _COMPILE),
+    "compile_using_fullgraph": (False, _COMPILE),
+    "data_parallel_backend": (False, "start the script with torchrun, which gives each GPU a process"),
+    "data_parallel_count": (-1, "start the script with torchrun --nproc_per_node"),
+    "debug_persistently": (False, "debug runs keep what they write in debug/ of the output folder"),
+    "distributed_launch": (False, ""),
+    "jit": (False, _COMPILE),
+    "jit_module_keys": (None, _COMPILE),
+    "log_config": (None, ""),
+    "param_file": ("", ""),
+    "profile_steps": (5, _PROFILE),
+    "profile_training": (False, _PROFILE),
+    "profile_warmup": (5, _PROFILE),
+    "remove_vector_weight_decay": (False, _GROUPS),
+    "skip_nonfinite_grads": (False, ""),  # always
+    "tqdm_barcolor": (None, ""),
+    "tqdm_colored_bar": (False, ""),
+}
+
+_OTHERS = {
+    "accelerator": "give device",
+    "accumulate_grad_batches": "give grad_accumulation_factor",
+    "amp": "give precision",
+    "default_root_dir": "give output_folder",
+    "devices": "start the script with torchrun --nproc_per_node",
+    "fast_dev_run": "give debug",
+    "gradient_accumulation_steps": "give grad_accumulation_factor",
+    "gradient_clip_val": "give max_grad_norm",
+    "log_every_n_steps": "give log_interval_steps",
+    "max_epochs": "give the limit of the EpochCounter",
+    "max_steps": "give optimizer_step_limit",
+    "mixed_precision": "give precision",
+    "use_amp": "give precision",
+}
+
+
+def instead_of(name: str) -> str:
+    """What to do in place of an option of another trainer, as a sentence behind a space; empty for other names."""
+    advice = _ORIGINAL[name][1] if name in _ORIGINAL else _OTHERS.get(name, "")
+    return f" In its place {advice}." if advice else ""
+
+
+def without_originals(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Run options without those of the original Brain that ask for nothing: left at their default, or cosmetic.
+
+    options: may be its RunOptions, of which the ones that were set count.
+    """
+    if hasattr(options, "overridden_args"):
+        options = {name: getattr(options, name) for name in sorted(options.overridden_args)}
+    return {name: value for name, value in options.items() if name not in _ORIGINAL or _asks(name, value)}
+
+
+def unheeded(hparams: Mapping[str, Any]) -> list[str]:
+    """What to say of hparams that are options of the original Brain and do nothing here."""
+    found = [name for name in hparams if name in _ORIGINAL and _asks(name, hparams[name])]
+    return [f"{name!r} does nothing here.{instead_of(name)}" for name in found]
+
+
+def _asks(name: str, value: Any) -> bool:
+    default, advice = _ORIGINAL[name]
+    return bool(advice) and value != default

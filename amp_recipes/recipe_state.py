@@ -31,8 +31,9 @@ class RecipeState:
     """The attributes that a recipe sets or changes on its Brain while it trains, and what has a state among them.
 
     Kept are plain values (numbers, strings, tensors, arrays, and containers of them), random generators, modules that
-    `modules` does not hold, and objects with `state_dict` and `load_state_dict`, on the Brain and in its hparams. Left
-    alone are settings (what never changed since `begin`; a new process sets them itself) and what others save.
+    `modules` does not hold, and objects with `state_dict` and `load_state_dict` (also optimizers that nobody entered in
+    `optimizers_dict`), on the Brain and in its hparams. Left alone are settings (what never changed since `begin`; a
+    new process sets them itself) and what others save.
 
     own: names of attributes that are the framework's (`not_the_recipes`); saved_elsewhere: objects that have a place
     of their own in checkpoints; problem: says why a value cannot be in a checkpoint, or None.
@@ -187,7 +188,7 @@ class RecipeState:
         """Generators and objects that have a state, each once."""
         seen = {id(it) for it in self._saved_elsewhere()}
         for name, value in self._attributes().items():
-            leave = isinstance(value, (type, nn.Module, Optimizer, DataLoader))
+            leave = isinstance(value, (type, nn.Module, DataLoader))
             if id(value) not in seen and not leave and (isinstance(value, GENERATORS) or _has_state(value)):
                 seen.add(id(value))
                 yield name, value

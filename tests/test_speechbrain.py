@@ -10,7 +10,7 @@ import torch
 from speechbrain_import import speechbrain as sb
 from torch.utils.data import Subset
 
-from amp_recipes import Brain, EpochCounter, Stage
+from amp_recipes import Brain, EpochCounter, Stage, parse_arguments
 from amp_recipes.data import EpochLoader, batch_length, make_loader
 from amp_recipes.errors import ConfigError
 
@@ -255,3 +255,101 @@ def test_our_epoch_counter_in_their_checkpointer(tmp_path):
     first, again = trained(), trained()
     assert first.optimizer_step == again.optimizer_step == 6
     assert torch.equal(again.modules.model.weight, first.modules.model.weight)
+
+
+# ---------------------------------------------------------------------- adversarial, with optimizers of its own
+
+
+class GanBrain(Brain):
+    """As the original's GAN recipes are: `fit_batch` steps by hand, and nothing fills `optimizers_dict`."""
+
+    def compute_forward(self, batch, stage):
+        batch = batch.to(self.device)
+        signals, _ = batch.sig
+        noise = torch.randn(signals.shape[0], 1, device=self.device)
+        return self.modules.generator(noise), batch.target.data
+
+    def compute_objectives(self, predictions, batch, stage, of="generator"):
+        made, real = predictions
+        fooled = torch.sigmoid(self.modules.discriminator(made))
+        if of == "generator":
+            return (1 - fooled).pow(2).mean()
+        return fooled.pow(2).mean() + (1 - torch.sigmoid(self.modules.discriminator(real))).pow(2).mean()
+
+    def fit_batch(self, batch):
+        self.d_optimizer.zero_grad()
+        loss = self.compute_objectives(self.compute_forward(batch, sb.Stage.TRAIN), batch, sb.Stage.TRAIN, "critic")
+        loss.backward()
+        self.d_optimizer.step()
+        self.g_optimizer.zero_grad()
+        g_loss = self.compute_objectives(self.compute_forward(batch, sb.Stage.TRAIN), batch, sb.Stage.TRAIN)
+        g_loss.backward()
+        self.g_optimizer.step()
+        self.seen = getattr(self, "seen", 0) + 1
+        if self.seen == getattr(self.hparams, "killed_after", None):
+            raise Killed
+        return loss.detach().cpu() + g_loss.detach().cpu()
+
+    def init_optimizers(self):
+        self.g_optimizer = self.hparams.opt_class(self.modules.generator.parameters())
+        self.d_optimizer = self.hparams.opt_class(self.modules.discriminator.parameters())
+
+    def zero_grad(self, set_to_none=False):
+        self.g_optimizer.zero_grad(set_to_none)
+        self.d_optimizer.zero_grad(set_to_none)
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        self.losses = [*getattr(self, "losses", []), stage_loss]
+
+
+def gan(folder, **hparams):
+    torch.manual_seed(1)
+    modules = {"generator": torch.nn.Linear(1, 1), "discriminator": torch.nn.Linear(1, 1)}
+    hparams["opt_class"] = functools.partial(torch.optim.Adam, lr=0.01)
+    run_opts = {**RUN_OPTS, "seed": 5, "output_folder": str(folder), "ckpt_interval_steps": 1}
+    brain = GanBrain(modules, hparams=hparams, run_opts=run_opts)
+    brain.fit(sb.utils.epoch_loop.EpochCounter(2), dynamic_items(), train_loader_kwargs={"batch_size": 4})
+    return brain
+
+
+def test_gan_with_optimizers_of_its_own_goes_on_bit_for_bit(tmp_path):
+    """Without a checkpointer of the recipe's: the Brain's own keeps what `init_optimizers` made."""
+    whole = gan(tmp_path / "whole")
+    with pytest.raises(Killed):
+        gan(tmp_path / "killed", killed_after=5)
+    resumed = gan(tmp_path / "killed")
+    for name, weight in whole.modules.state_dict().items():
+        assert torch.equal(resumed.modules.state_dict()[name], weight), name
+    assert resumed.losses == whole.losses
+
+
+# ---------------------------------------------------------------------- options
+
+
+def test_run_opts_that_their_parser_made(tmp_path):
+    argv = ["train.yaml", "--device", "cpu", "--precision", "bf16", "--noprogressbar", "--tqdm_colored_bar", "--lr=1"]
+    _, run_opts, _ = sb.parse_arguments(argv)
+    brain = LengthBrain({}, hparams={"max_grad_norm": 2.0, "grad_accumulation_factor": 3}, run_opts=run_opts)
+    assert (brain.precision, brain.noprogressbar, brain.max_grad_norm) == ("bf16", True, 2.0)
+    assert brain.grad_accumulation_factor == 3 and brain.nonfinite_patience == 3
+
+
+@pytest.mark.parametrize("name", ["auto_mix_prec", "data_parallel_backend", "jit", "profile_training"])
+def test_option_of_theirs_that_we_do_not_have_says_what_to_do(name, caplog):
+    with pytest.raises(ConfigError, match=f"there is no run option '{name}'. In its place "):
+        LengthBrain({}, run_opts={**RUN_OPTS, name: True})
+    with pytest.raises(ConfigError, match=f"'{name}'. In its place "):
+        parse_arguments(["train.yaml", f"--{name}"])
+    LengthBrain({}, run_opts={**RUN_OPTS, name: False})
+    assert "does nothing here" not in caplog.text
+    LengthBrain({}, hparams={name: True}, run_opts=RUN_OPTS)
+    assert f"'{name}' does nothing here. In its place " in caplog.text
+
+
+def test_hparams_have_the_access_of_a_simple_namespace():
+    brain = LengthBrain({}, hparams={"lr": 0.1}, run_opts=RUN_OPTS)
+    assert brain.hparams.lr == 0.1 and hasattr(brain.hparams, "lr") and not hasattr(brain.hparams, "wav_augment")
+    brain.hparams.lr = 0.2
+    with pytest.raises(AttributeError, match="wav_augment"):
+        brain.hparams.wav_augment  # noqa: B018
+    assert vars(brain.hparams) == {"lr": 0.2}

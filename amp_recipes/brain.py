@@ -280,7 +280,7 @@ class Brain(SpikeRecovery):
         if max_key or min_key or not self._trained:
             newest = () if self._trained else ("brain",)  # the totals of the run that is evaluated
             found = self._checkpoints.load_for_evaluation(
-                max_key, min_key, ("modules", "ema"), newest, weights_only=self._in_fit
+                max_key, min_key, ("modules", "hooked_modules", "ema"), newest, weights_only=self._in_fit
             )
             if found is None and self.init_from is not None and not self._trained:
                 self._init_from_run()

@@ -297,7 +297,7 @@ class ExaminedRun(ResumableRun):
     def _load_newest(self) -> str:
         if self._trained:
             return "as trained in this process"
-        found = self._checkpoints.load_for_evaluation(None, None, ("modules",), weights_only=True)
+        found = self._checkpoints.load_for_evaluation(None, None, ("modules", "hooked_modules"), weights_only=True)
         if found is not None:
             return f"of the checkpoint {found.path.name}"
         if self.init_from is not None:

@@ -36,7 +36,8 @@ class RecipeState:
     new process sets them itself) and what others save.
 
     own: names of attributes that are the framework's (`not_the_recipes`); saved_elsewhere: objects that have a place
-    of their own in checkpoints; problem: says why a value cannot be in a checkpoint, or None.
+    of their own in checkpoints; problem: says why a value cannot be in a checkpoint, or None; hooked: gives an object
+    with a state in the place of one that cannot tell its own, or None.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class RecipeState:
         own: Iterable[str],
         saved_elsewhere: Callable[[], Iterable[Any]],
         problem: Callable[[Any], str | None],
+        hooked: Callable[[Any], Any] = lambda value: None,
     ) -> None:
         self._recipe = recipe
         self.not_the_recipes = frozenset(own)
         self._saved_elsewhere = saved_elsewhere
         self._problem = problem
+        self._hooked = hooked
         self._at_begin: dict[str, Any] | None = None
         self._moved: set[str] = set()
         self._told = False
@@ -159,6 +162,8 @@ class RecipeState:
         for name, value in self._attributes().items():
             if isinstance(value, (type, nn.Module, Optimizer, DataLoader, *GENERATORS)) or _has_state(value):
                 continue
+            if self._hooked(value) is not None:
+                continue
             problem = self._problem(value)
             if problem is None:
                 found[name] = value
@@ -189,9 +194,12 @@ class RecipeState:
         seen = {id(it) for it in self._saved_elsewhere()}
         for name, value in self._attributes().items():
             leave = isinstance(value, (type, nn.Module, DataLoader))
-            if id(value) not in seen and not leave and (isinstance(value, GENERATORS) or _has_state(value)):
+            if id(value) in seen or leave:
+                continue
+            holder = value if isinstance(value, GENERATORS) or _has_state(value) else self._hooked(value)
+            if holder is not None:
                 seen.add(id(value))
-                yield name, value
+                yield name, holder
 
     def _module_parts(self) -> Iterator[tuple[str, str, Tensor]]:
         """Parameters and buffers, each once, of the recipe's modules that are not in `modules`."""

@@ -17,7 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_recipes import distributed
-from amp_recipes.checkpoint import Checkpointer, CheckpointKeeper, clean_name, plain_problem
+from amp_recipes.checkpoint import (
+    Checkpointer,
+    CheckpointKeeper,
+    HookedModules,
+    clean_name,
+    hooked_state,
+    plain_problem,
+)
 from amp_recipes.config import (
     Purpose,
     RunOptions,
@@ -85,7 +92,7 @@ class RunSetup(Hooks):
         self._set_up_checkpoints(checkpointer)
         own = {*vars(self), "_recipe_state"} - before
         elsewhere = lambda: [self._epoch_counter, *self._checkpoints.recoverables]  # noqa: E731
-        self._recipe_state = RecipeState(self, own, elsewhere, plain_problem)
+        self._recipe_state = RecipeState(self, own, elsewhere, plain_problem, hooked_state)
 
     def _set_up_precision(self) -> None:
         agree = distributed.agree if distributed.initialized() else None
@@ -170,6 +177,9 @@ class RunSetup(Hooks):
         if self._checkpoints.owned:
             # As they are before a wrapper for several processes adds its prefix to every name.
             self._checkpoints.register("modules", nn.ModuleDict(dict(self.modules)))
+            hooked = HookedModules(nn.ModuleDict(dict(self.modules)))
+            if hooked.states:
+                self._checkpoints.register("hooked_modules", hooked)
         self._checkpoints.register("transient_buffers", self._transient_buffers)
         self._checkpoints.register("gradients", self._gradients)
         self._position = Position(self._numbers, self._take_numbers, self._moment)

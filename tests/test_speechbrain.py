@@ -1,6 +1,7 @@
 """Experiments written for SpeechBrain's Brain, with ours in its place and all else SpeechBrain's own."""
 
 import functools
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -255,6 +256,66 @@ def test_our_epoch_counter_in_their_checkpointer(tmp_path):
     first, again = trained(), trained()
     assert first.optimizer_step == again.optimizer_step == 6
     assert torch.equal(again.modules.model.weight, first.modules.model.weight)
+
+
+# ---------------------------------------------------------------------- their parts in our checkpoints
+
+
+class NormalizedBrain(Brain):
+    """Without a checkpointer of the recipe's, with what only SpeechBrain's hooks know how to save."""
+
+    def compute_forward(self, batch, stage):
+        signals, lengths = batch.to(self.device).sig
+        normalized = self.modules.normalize(signals.unsqueeze(2), lengths)
+        return self.modules.model(normalized.mean(1))
+
+    def compute_objectives(self, predictions, batch, stage):
+        self.seen = getattr(self, "seen", 0) + (stage == Stage.TRAIN)
+        if stage == Stage.TRAIN and self.seen == getattr(self.hparams, "killed_at", None):
+            raise Killed
+        return torch.nn.functional.mse_loss(predictions, batch.target.data)
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        if stage == Stage.VALID:
+            _, rate = self.hparams.lr_annealing(stage_loss)
+            sb.nnet.schedulers.update_learning_rate(self.optimizer, rate)
+
+
+def normalized(folder, **hparams):
+    torch.manual_seed(2)
+    norm = importlib.import_module("speechbrain.processing.features").InputNormalization(norm_type="global")
+    modules = {"normalize": norm, "model": torch.nn.Linear(1, 1)}
+    hparams["lr_annealing"] = sb.nnet.schedulers.NewBobScheduler(0.1, improvement_threshold=0.9)
+    run_opts = {**RUN_OPTS, "output_folder": str(folder), "ckpt_interval_steps": 1}
+    return NormalizedBrain(modules, functools.partial(torch.optim.SGD, lr=0.1), hparams, run_opts)
+
+
+def fit_normalized(brain, epochs=3):
+    counter = sb.utils.epoch_loop.EpochCounter(epochs)
+    options = {"batch_size": 4}
+    brain.fit(counter, dynamic_items(), dynamic_items(4), train_loader_kwargs=options, valid_loader_kwargs=options)
+    return brain
+
+
+@pytest.mark.parametrize("killed_at", [3, 8])
+def test_their_scheduler_and_statistics_go_on_in_our_checkpoints(tmp_path, killed_at):
+    whole = fit_normalized(normalized(tmp_path / "whole"))
+    with pytest.raises(Killed):
+        fit_normalized(normalized(tmp_path / "killed", killed_at=killed_at))
+    resumed = fit_normalized(normalized(tmp_path / "killed"))
+    assert resumed.modules.normalize.count == whole.modules.normalize.count
+    assert torch.equal(resumed.modules.normalize.glob_mean, whole.modules.normalize.glob_mean)
+    assert torch.equal(resumed.modules.model.weight, whole.modules.model.weight)
+    assert resumed.hparams.lr_annealing.metric_values == whole.hparams.lr_annealing.metric_values
+    assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"] < 0.1
+
+
+def test_evaluation_in_a_new_process_has_their_statistics(tmp_path):
+    trained = fit_normalized(normalized(tmp_path), epochs=1)
+    expected = trained.evaluate(dynamic_items(4), test_loader_kwargs={"batch_size": 4})
+    fresh = normalized(tmp_path)
+    assert fresh.evaluate(dynamic_items(4), test_loader_kwargs={"batch_size": 4}) == expected
+    assert fresh.modules.normalize.count == trained.modules.normalize.count > 0
 
 
 # ---------------------------------------------------------------------- adversarial, with optimizers of its own

@@ -7,6 +7,7 @@ from amp_recipes.checkpoint.folder import Checkpoint
 from amp_recipes.checkpoint.going_back import find_newest, make_newest
 from amp_recipes.checkpoint.keeper import CheckpointKeeper
 from amp_recipes.checkpoint.names import clean_name, clean_names
+from amp_recipes.checkpoint.speechbrain import HookedModules, hooked_state
 from amp_recipes.checkpoint.state_format import plain_problem
 
 __all__ = [
@@ -14,10 +15,12 @@ __all__ = [
     "CheckpointKeeper",
     "Checkpointer",
     "EpochCounter",
+    "HookedModules",
     "best_checkpoint",
     "clean_name",
     "clean_names",
     "find_newest",
+    "hooked_state",
     "load_weights",
     "make_newest",
     "model_weights",

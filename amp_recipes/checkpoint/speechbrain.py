@@ -7,9 +7,12 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
 
 from amp_recipes import distributed
 from amp_recipes.checkpoint.folder import INSIDE_EPOCH
@@ -104,6 +107,57 @@ class SpeechBrainCheckpointer:
 
     def wait(self) -> None:
         """Nothing is written in the background."""
+
+
+class HookedState:
+    """An object that only SpeechBrain's hooks know how to save, as one with a state: the file that they write."""
+
+    def __init__(self, save: Callable[..., Any], load: Callable[..., Any], obj: Any) -> None:
+        self._save, self._load, self._obj = save, load, obj
+
+    def state_dict(self) -> dict[str, bytes]:
+        """The file; none in processes that do not write."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "state")
+            self._save(self._obj, path)
+            return {"file": path.read_bytes()} if path.is_file() else {}
+
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        """Have the object read it, as after an epoch's end."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "state")
+            if "file" in state:
+                path.write_bytes(state["file"])
+                self._load(self._obj, path, True)
+
+
+def hooked_state(obj: Any) -> HookedState | None:
+    """A state for `obj`, of a class with hooks of SpeechBrain's own (a scheduler, InputNormalization); else None."""
+    theirs = sys.modules.get("speechbrain.utils.checkpoints")
+    if theirs is None or isinstance(obj, (type, DataLoader)):
+        return None
+    save = theirs.get_default_hook(obj, theirs.DEFAULT_SAVE_HOOKS)
+    load = theirs.get_default_hook(obj, theirs.DEFAULT_LOAD_HOOKS)
+    if save is None or load is None or load is theirs.torch_recovery:  # that is load_state_dict
+        return None
+    return HookedState(save, load, obj)
+
+
+class HookedModules:
+    """The states of those among `modules` that keep more than parameters and buffers, as a recoverable."""
+
+    def __init__(self, modules: nn.Module) -> None:
+        found = {name: hooked_state(module) for name, module in modules.named_modules()}
+        self.states = {name: state for name, state in found.items() if state is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """By the module's name."""
+        return {name: state.state_dict() for name, state in self.states.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give each its own; what is not there any more is left out."""
+        for name in state.keys() & self.states.keys():
+            self.states[name].load_state_dict(state[name])
 
 
 def _needs_our_hooks(obj: Any) -> bool:

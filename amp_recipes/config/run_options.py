@@ -370,8 +370,7 @@ def validate_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     mistakes: dict[str, str] = {}
     for name, value in options.items():
         if name not in OPTION_NAMES:
-            hint = instead_of(name) or did_you_mean(name, OPTION_NAMES)
-            mistakes[name] = f"there is no run option {name!r}.{hint}"
+            mistakes[name] = f"there is no run option {name!r}.{instead_of(name) or did_you_mean(name, OPTION_NAMES)}"
             continue
         try:
             OmegaConf.update(schema, name, _plain(name, value))

@@ -71,6 +71,8 @@ class Brain(SpikeRecovery):
             valid_loader = self._batches_of(valid_set, Stage.VALID, valid_loader_kwargs)
         self._epoch_counter, self._loaders = epoch_counter, {"train": train_loader, "valid": valid_loader}
         self._start_afresh()
+        if self._trained:
+            self._warn_of_rates_at_zero()
         self.on_fit_start()
         if self._is_over():
             logger.warning("this fit was over already: a later one saved the newest checkpoint")
@@ -125,10 +127,12 @@ class Brain(SpikeRecovery):
         """One iteration: the batches whose gradients make one update."""
         weights, samples = self._weigh(batches)
         self._ledger.open(weights, samples, self._before_step(batches))
+        metrics = self._window_sums = StageMetrics()
         losses = self._take_batches(batches, weights)
         self._plan.updates.update_scale()
         self._plan.updates.drop_losses()
-        self._ledger.end(losses, self.step, self._plain_losses, by_hand=self._stepped_by_hand)
+        self._window_sums = None
+        self._ledger.end(losses, self.step, self._plain_losses, self._stepped_by_hand, metrics)
         self._log.advance(len(batches), samples)
         self._plan.report_dead_pins()
         if self._own_fit_batch:
@@ -270,7 +274,10 @@ class Brain(SpikeRecovery):
             return math.nan
         loader = self._batches_of(test_set, Stage.TEST, test_loader_kwargs)
         self._ledger.settle()
-        with self._set_aside(weights=bool(max_key or min_key)) if self._in_fit else self._interrupts:
+        averaged = (
+            self._ema.set_aside() if self._ema is not None else nullcontext()
+        )  # by the test whose hook calls this
+        with averaged, self._set_aside(weights=bool(max_key or min_key)) if self._in_fit else self._interrupts:
             self.on_evaluate_start(max_key, min_key)
             with self._logging(progressbar):
                 return self._evaluate_stage(loader, Stage.TEST, None)
@@ -382,6 +389,8 @@ class Brain(SpikeRecovery):
         if window.taken and self._ema is not None:
             self._ema.update()
         if window.taken or window.last is None:
+            if window.metrics is not None:
+                self._sums.merge(window.metrics)
             for loss, weight in zip(window.losses, window.weights, strict=True):
                 self._average.add(loss, weight, self.update_average)
         if self._log.loggers:
@@ -406,7 +415,7 @@ class Brain(SpikeRecovery):
 
     def _start_stage(self, stage: Stage, epoch: int | None, loader: Iterable[Any]) -> None:
         self._stage, self._epoch = stage, epoch
-        self._average, self._sums = LossAverage(), StageMetrics()
+        self._average, self._sums, self._window_sums = LossAverage(), StageMetrics(), None
         if stage is Stage.TRAIN:
             if self.step:  # resumed inside the epoch
                 self._average, self._sums = self._train_average, self._train_sums
@@ -434,7 +443,8 @@ class Brain(SpikeRecovery):
         self.stage_metrics = self._added_metrics()
         returned = self.on_stage_end(stage, loss, epoch)
         own = returned if isinstance(returned, Mapping) else {}
-        metrics = {name: float(value) for name, value in {**self.stage_metrics, **own}.items()}
+        added = self._added_metrics(warn=True)  # on_stage_end may have added some
+        metrics = {name: float(value) for name, value in {**added, **own}.items()}
         # All ranks go by the main process's figures: they decide on stopping and on learning rates.
         self._metrics = distributed.from_main_process({"loss": loss, **metrics})
         self._log.end_stage(loss, metrics)

@@ -104,17 +104,14 @@ def means(values: Sequence[float], device: torch.device) -> list[float]:
     return (total / dist.get_world_size()).tolist()
 
 
-def sums(pairs: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """Both numbers of each name, summed over all ranks in their order; a rank may lack a name."""
-    if not initialized():
-        return dict(pairs)
-    of_ranks: list[Mapping[str, tuple[float, float]]] = [{}] * world_size()
-    dist.all_gather_object(of_ranks, dict(pairs))
+def sums(numbers: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ...]]:
+    """The numbers of each name, each summed over all ranks in their order; a rank may lack a name."""
+    of_ranks: list[Mapping[str, Sequence[float]]] = [numbers]
+    if initialized():
+        of_ranks = of_ranks * world_size()
+        dist.all_gather_object(of_ranks, dict(numbers))
     names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
-    return {
-        name: tuple(sum(of_rank[name][at] for of_rank in of_ranks if name in of_rank) for at in (0, 1))
-        for name in names
-    }
+    return {name: tuple(map(sum, zip(*(it[name] for it in of_ranks if name in it), strict=True))) for name in names}
 
 
 def from_main_process(value: Any) -> Any:

@@ -25,6 +25,7 @@ class WeightAverage:
         self._parameters = list(named.values())
         self._averages = [parameter.detach().clone() for parameter in self._parameters]
         self._move = get_ema_multi_avg_fn(decay)
+        self._applied = False  # the modules hold the averages, and this the parameters
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -41,11 +42,28 @@ class WeightAverage:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within it, the modules hold the averaged parameters."""
+        assert not self._applied
         self._swap()
+        self._applied = True
+        try:
+            yield
+        finally:
+            self._applied = False
+            self._swap()
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Within it, the modules hold the parameters that train, also where the averages are applied."""
+        if not self._applied:
+            yield
+            return
+        self._swap()
+        self._applied = False
         try:
             yield
         finally:
             self._swap()
+            self._applied = True
 
     @torch.no_grad()
     def _swap(self) -> None:

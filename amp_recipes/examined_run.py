@@ -42,7 +42,18 @@ _FEWEST_WINDOWS = 3  # of a diagnosis: two to search on, one held out
 # What a step moves on the Brain itself, beside what the recipe sets there.
 _OF_A_STEP = (
     *("step", "should_step", "_stage", "_epoch", "_window_size", "_window_weight", "_batch_weight"),
-    *("_stepped_by_hand", "_plan", "_ledger", "_log", "_ema", "training_ctx", "scaler", "_stage_so_far", "_sums"),
+    *(
+        "_stepped_by_hand",
+        "_plan",
+        "_ledger",
+        "_log",
+        "_ema",
+        "training_ctx",
+        "scaler",
+        "_stage_so_far",
+        "_sums",
+        "_window_sums",
+    ),
     "checkpointer",
 )
 
@@ -265,7 +276,8 @@ class ExaminedRun(ResumableRun):
         with preserved(self.modules, optimizers, self.device, weights, holders, untouched=[self]):
             try:
                 self._ledger = Ledger(self.device, lambda *_: None, lambda *_: None)
-                self._log, self._ema, self._sums = self._idle_log, None, StageMetrics()
+                self._log, self._ema = self._idle_log, None
+                self._sums, self._window_sums = StageMetrics(), None
                 self.checkpointer = None if self.checkpointer is None else _SavesNothing(self.checkpointer)
                 yield
             finally:

@@ -18,7 +18,8 @@ class Window:
     weights: of each batch, in averages; samples: in all of them; step: batches done in the epoch, at the last update
     or the end; stepped: whether `optimizers_step` was called; taken: whether any update was; last: the last update;
     rates: learning rate per optimizer that it used; differentiated: how many losses each update was made from;
-    by_hand: the recipe stepped an optimizer itself; before: what it takes to take the step again, where that is kept.
+    by_hand: the recipe stepped an optimizer itself; before: what it takes to take the step again, where that is kept;
+    metrics: what its batches contribute to the stage's, if it counts.
     """
 
     __slots__ = (
@@ -27,6 +28,7 @@ class Window:
         "differentiated",
         "ended",
         "last",
+        "metrics",
         "pending",
         "posted",
         "rates",
@@ -41,6 +43,7 @@ class Window:
         self.weights = weights
         self.samples = samples
         self.before = before
+        self.metrics: Any = None
         self.step = 0
         self.stepped = self.taken = self.ended = self.by_hand = False
         self.last: Update | None = None
@@ -98,13 +101,21 @@ class Ledger:
             if pending.known:
                 self.settle()
 
-    def end(self, losses: Sequence[torch.Tensor], step: int, as_differentiated: bool, by_hand: bool = False) -> None:
+    def end(
+        self,
+        losses: Sequence[torch.Tensor],
+        step: int,
+        as_differentiated: bool,
+        by_hand: bool = False,
+        metrics: Any = None,
+    ) -> None:
         """The open window's batches are done, with these losses (0-d).
 
         as_differentiated: each was handed to `backward` as it is; if one update took them all, it carries them to the
-        host. by_hand: see `Window`.
+        host. by_hand, metrics: see `Window`.
         """
         window = self._windows[-1]
+        window.metrics = metrics
         window.step, window.ended, window.by_hand = step, True, by_hand and not window.stepped
         if not (as_differentiated and window.differentiated == [len(losses)]):
             vector = torch.stack(list(losses)) if len(losses) > 1 else losses[0]

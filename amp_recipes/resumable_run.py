@@ -226,7 +226,7 @@ class ResumableRun(RunData):
         self._plan.patience.reset()
         self._position.start_afresh()
         self.step, self.should_step, self._window_size, self._stage_so_far = 0, True, 1, {}
-        self._stage = Stage.TRAIN
+        self._stage, self._window_sums = Stage.TRAIN, None
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:

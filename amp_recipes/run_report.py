@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from amp_recipes import distributed
-from amp_recipes.errors import ConfigError
+from amp_recipes.config.experiment import (
+    ENVIRONMENT_FILE,
+    LOG_FILE,
+    ORIGINAL_FILE,
+    OVERRIDES_FILE,
+    RESOLVED_FILE,
+)
+from amp_recipes.errors import ConfigError, RecipeError
 from amp_recipes.run_setup import RunSetup
 from amp_recipes.stage_metrics import StageMetrics, ratios
+
+logger = logging.getLogger(__name__)
+
+_OF_THE_RUN = {
+    *(ORIGINAL_FILE, RESOLVED_FILE, OVERRIDES_FILE, ENVIRONMENT_FILE, LOG_FILE),
+    *("metrics.jsonl", "summary.json", "save"),
+}
 
 
 class RunReport(RunSetup):
@@ -22,15 +37,21 @@ class RunReport(RunSetup):
         super()._set_up_counters()
         self.stage_metrics: dict[str, float] = {}
         self._sums = self._train_sums = StageMetrics()
+        self._window_sums: StageMetrics | None = None  # while a window's batches are taken: whether they count is open
 
     def add_metric(self, name: str, total: Any, count: Any = 1) -> None:
         """Add to a metric of the running stage, which is the sum of all `total` over the sum of all `count`.
 
         total, count: numbers, or tensors of any shape, which are summed: `add_metric("accuracy", scores.argmax(1) ==
-        labels, len(labels))`. They stay on the device: nothing waits for them before the stage ends. What is not finite
-        is left out. The stage reports the metric, over all processes, beside what `on_stage_end` returns (which wins).
+        labels, len(labels))`. They stay on the device: nothing waits for them before the stage ends. The stage reports
+        the metric, over all processes, beside what `on_stage_end` returns (which wins). Batches whose update is skipped
+        do not count, as in the average loss; a contribution that is not finite is left out as a whole, with a warning.
+        Outside a stage it does nothing. Raises RecipeError for the name `loss`, which the stage's average has.
         """
-        self._sums.add(name, total, count)
+        if name == "loss":
+            raise RecipeError("add_metric('loss') would take the place of the stage's average loss: give another name.")
+        sums = self._sums if self._window_sums is None else self._window_sums
+        sums.add(name, total, count)
 
     @property
     def stage_seconds(self) -> float:
@@ -42,17 +63,23 @@ class RunReport(RunSetup):
 
         None where nothing is to be written: without an `output_folder`, in all processes but the main one, in a folder
         that may only be read, and where the script was started with --diagnose or --replay. Raises ConfigError for a
-        name that leads out of the folder.
+        name that leads out of the folder, or is that of a file of the run's own.
         """
         folder = self._own_folder()
         if folder is None or not distributed.is_main_process() or self.run_opts.purpose.action != "train":
             return None
         path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(f"output_path('{name}') leads out of {folder}: give a name below it.")
+        below = Path(os.path.relpath(path.resolve(), folder.resolve())).parts
+        if not below or below[0] == "..":
+            raise ConfigError(f"output_path('{name}') is not below {folder}: give the name of a file in it.")
+        if below[0] in _OF_THE_RUN:
+            raise ConfigError(f"output_path('{name}') is where the run keeps its own {below[0]}: give another name.")
         if folder.is_dir() and not os.access(folder, os.W_OK):
             return None
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"output_path('{name}'): {error.strerror}: {error.filename}.") from error
         return path
 
     def _own_folder(self) -> Path | None:
@@ -61,5 +88,11 @@ class RunReport(RunSetup):
             return None
         return Path(self.output_folder) / "debug" if self.debug else Path(self.output_folder)
 
-    def _added_metrics(self) -> dict[str, float]:
-        return ratios(distributed.sums(self._sums.sums()))
+    def _added_metrics(self, warn: bool = False) -> dict[str, float]:
+        sums = distributed.sums(self._sums.sums())
+        for name, (_, _, left_out) in sums.items():
+            if warn and left_out:
+                logger.warning(
+                    "metric %s: %d contributions of the stage were not finite and are left out", name, left_out
+                )
+        return ratios(sums)

@@ -204,7 +204,7 @@ class RunSetup(Hooks):
     @contextmanager
     def _set_aside(self, weights: bool) -> Iterator[None]:
         """Within it, an evaluation may change the loop's state (and weights): all is put back afterwards."""
-        names = ("_stage", "_epoch", "step", "_average", "_sums", "_metrics", "stage_metrics")
+        names = ("_stage", "_epoch", "step", "_average", "_sums", "_window_sums", "_metrics", "stage_metrics")
         state = {name: getattr(self, name) for name in names}
         modes = [(module, module.training) for module in self.modules.modules()]
         holders = [self.modules, *([self._ema] if self._ema is not None else [])] if weights else []

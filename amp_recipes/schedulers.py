@@ -42,6 +42,11 @@ class Schedulers:
                     "lr_scheduler takes total_updates, but lr_scheduler_interval is epoch: it would move by epochs. "
                     "Set lr_scheduler_interval: step, or give total_updates in the YAML."
                 )
+            if len(optimizers) > 1:
+                raise ConfigError(
+                    f"lr_scheduler takes total_updates, but {', '.join(optimizers)} may each take another number of "
+                    "them. Give it in the YAML, as an argument of lr_scheduler."
+                )
             self.total_updates = count_updates()
             make = functools.partial(make, total_updates=self.total_updates)
         self.by_optimizer = {name: make(optimizer) for name, optimizer in optimizers.items()} if takes_optimizer else {}

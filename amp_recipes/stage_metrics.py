@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Sums = tuple[float, ...]  # total, count, and how many contributions were left out
+
 
 class StageMetrics:
     """Adds up what batches contribute; a metric is the sum of its totals over the sum of its counts.
@@ -18,40 +20,50 @@ class StageMetrics:
     """
 
     def __init__(self) -> None:
-        self._totals: dict[str, float | Tensor] = {}
-        self._counts: dict[str, float | Tensor] = {}
+        self._sums: dict[str, list[float | Tensor]] = {}
 
     def add(self, name: str, total: Any, count: Any = 1) -> None:
         """Add to both sums of `name`. total, count: a number, or a tensor of any shape, which is summed.
 
-        A contribution that is not finite is left out, with its count. Nothing waits for the device.
+        Where either sum is not finite, this contribution is left out as a whole. Nothing waits for the device.
         """
         total, count = _summed(total), _summed(count)
-        if isinstance(total, Tensor):
-            finite = total.isfinite()
-            total, count = total.where(finite, 0.0), finite.to(total.dtype) * count
-        elif not math.isfinite(total):
-            total = count = 0.0
-        self._totals[name] = self._totals.get(name, 0.0) + total
-        self._counts[name] = self._counts.get(name, 0.0) + count
+        if not isinstance(total, Tensor) and not isinstance(count, Tensor):
+            finite = math.isfinite(total) and math.isfinite(count)
+            self._add(name, [total, count, 0] if finite else [0.0, 0.0, 1])
+            return
+        like = total if isinstance(total, Tensor) else count
+        total, count = (
+            it.to(like.device) if isinstance(it, Tensor) else like.new_full((), it) for it in (total, count)
+        )
+        finite = (total + count).isfinite()
+        self._add(name, [total.where(finite, 0.0), count.where(finite, 0.0), (~finite).long()])
 
-    def sums(self) -> dict[str, tuple[float, float]]:
-        """name -> (total, count), read from the device."""
-        return {name: (float(total), float(self._counts[name])) for name, total in self._totals.items()}
+    def merge(self, other: StageMetrics) -> None:
+        """Add all that `other` added up."""
+        for name, sums in other._sums.items():
+            self._add(name, sums)
+
+    def _add(self, name: str, sums: list[float | Tensor]) -> None:
+        known = self._sums.get(name)
+        self._sums[name] = sums if known is None else [old + new for old, new in zip(known, sums, strict=True)]
+
+    def sums(self) -> dict[str, Sums]:
+        """Of each metric its total, its count and how many contributions were left out, read from the device."""
+        return {name: tuple(map(float, sums)) for name, sums in self._sums.items()}
 
     def state_dict(self) -> dict[str, list[float]]:
         """What a run needs that resumes inside the stage."""
-        return {name: list(pair) for name, pair in self.sums().items()}
+        return {name: list(sums) for name, sums in self.sums().items()}
 
     def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
         """Take a state that `state_dict` returned."""
-        self._totals = {name: total for name, (total, _) in state.items()}
-        self._counts = {name: count for name, (_, count) in state.items()}
+        self._sums = {name: list(sums) for name, sums in state.items()}
 
 
-def ratios(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+def ratios(sums: Mapping[str, Sums]) -> dict[str, float]:
     """total / count of each; NaN where nothing was counted."""
-    return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
+    return {name: total / count if count else math.nan for name, (total, count, _) in sums.items()}
 
 
 def _summed(value: Any) -> float | Tensor:

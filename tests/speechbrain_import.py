@@ -14,3 +14,17 @@ if torch.version.cuda is None:
     sys.modules.setdefault("torchaudio._extension", extension)
 
 speechbrain = pytest.importorskip("speechbrain", reason="SpeechBrain is not installed: pip install speechbrain")
+
+
+def forget_lazy_modules() -> None:
+    """Take out of sys.modules what SpeechBrain imports when somebody looks at it, be it only for a `__file__`.
+
+    Whoever walks through sys.modules (pytest, hypothesis, inspect) would else end in the ImportError of a package that
+    is not installed.
+    """
+    lazy = sys.modules["speechbrain.utils.importutils"].LazyModule
+    for name in [name for name, module in sys.modules.items() if isinstance(module, lazy)]:
+        del sys.modules[name]
+
+
+forget_lazy_modules()

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -310,6 +311,28 @@ def test_the_hook_after_a_test_sees_the_averaged_weights_and_that_after_a_valida
     brain.evaluate(batches())
     assert brain.same
     assert torch.equal(brain.modules.model.weight, trained)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_test_inside_the_hook_of_a_test_has_the_same_weights(fails):
+    class Twice(Regression):
+        losses = ()
+
+        def on_stage_end(self, stage, stage_loss, epoch=None):
+            if stage is Stage.TEST and len(self.losses) < 2:
+                self.losses += (stage_loss,)
+                self.evaluate(batches())
+                if fails:
+                    raise KeyError
+
+    brain = make(Twice, ema_decay=0.9)
+    brain.fit(range(1), batches())
+    trained, averages = weights(brain), [it.clone() for it in brain._ema.state_dict().values()]
+    with pytest.raises(KeyError) if fails else nullcontext():
+        brain.evaluate(batches())
+    assert len(set(brain.losses)) == 1 and len(brain.losses) == 2
+    assert torch.equal(weights(brain), trained)
+    assert all(map(torch.equal, brain._ema.state_dict().values(), averages))
 
 
 @pytest.mark.parametrize("hook", ["on_fit_batch_end", "on_stage_end"])

@@ -12,7 +12,7 @@ from torch import nn
 
 from amp_recipes import Brain, EpochCounter, RunOptions, Stage
 from amp_recipes.config import Purpose
-from amp_recipes.errors import ConfigError
+from amp_recipes.errors import ConfigError, RecipeError
 from amp_recipes.interrupts import RunInterrupted
 
 OPT = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
@@ -100,14 +100,14 @@ def test_evaluation_inside_a_stage_leaves_its_metrics_alone():
     assert curious.summary.last["train"] == plain.summary.last["train"]
 
 
-def test_a_step_that_is_tried_again_counts_once():
-    """A replay of the second batch, which holds a NaN, must not add to the stage."""
+def test_a_step_that_is_tried_again_adds_nothing():
+    """The second batch, which holds a NaN, is taken again and again to find out why."""
     data = batches(4, 4, 4)
     data[1][0][0, 1] = math.nan
     brain = brain_of()
     brain.fit(EpochCounter(1), data)
     assert brain.skipped_steps == 1
-    assert brain.summary.last["train"]["positive"] == positives(data)
+    assert brain.summary.last["train"]["positive"] == positives([data[0], data[2]])
     assert math.isfinite(brain.summary.last["train"]["mean_error"])
 
 
@@ -131,6 +131,41 @@ def test_a_resumed_epoch_reports_what_the_whole_one_does(tmp_path, precision):
     resumed.fit(EpochCounter(2), data, valid)
     expected, found = ([record["metrics"] for record in stage_records(tmp_path / name)] for name in ("whole", "cut"))
     assert found == expected
+
+
+def test_batches_whose_update_is_skipped_do_not_count():
+    """As they do not in the average loss; a window counts as a whole or not at all."""
+    data = batches(4, 4, 4, 4, 4, 4)
+    bad = (data[2][0], data[2][1] + math.inf)
+    brain = brain_of(grad_accumulation_factor=2, nonfinite_patience=9)
+    brain.fit(EpochCounter(1), [*data[:2], bad, *data[3:]])
+    assert brain.skipped_steps == 1
+    assert brain.summary.last["train"]["positive"] == positives([*data[:2], *data[4:]])
+
+
+def test_what_on_stage_end_adds_is_reported():
+    class Late(Regression):
+        def on_stage_end(self, stage, stage_loss, epoch=None):
+            self.add_metric("late", 3, 4)
+
+    brain = brain_of(Late)
+    brain.evaluate(batches(3))
+    assert brain.summary.last["test"]["late"] == 0.75
+
+
+def test_the_name_of_the_loss_is_taken():
+    with pytest.raises(RecipeError, match="average loss"):
+        brain_of().add_metric("loss", 1)
+
+
+def test_contributions_that_are_left_out_are_told(caplog):
+    class Nan(Regression):
+        def compute_objectives(self, predictions, batch, stage):
+            self.add_metric("share", torch.tensor([1.0, math.nan]), 2)
+            return super().compute_objectives(predictions, batch, stage)
+
+    brain_of(Nan).evaluate(batches(3, 3))
+    assert "metric share: 2 contributions" in caplog.text
 
 
 def test_stage_seconds_are_those_of_the_stage():
@@ -178,10 +213,23 @@ def test_nor_in_a_process_that_is_not_the_main_one(tmp_path, monkeypatch):
     assert brain.output_path("a.png") is None
 
 
-@pytest.mark.parametrize("name", ["../a.png", "/tmp/a.png", "b/../../a.png"])
+@pytest.mark.parametrize("name", ["../a.png", "/tmp/a.png", "b/../../a.png", "", ".", "b/.."])
 def test_a_name_that_leads_out_is_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match="leads out"):
+    with pytest.raises(ConfigError, match="is not below"):
         brain_of(output_folder=str(tmp_path / "run")).output_path(name)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "save/a.png", "b/../summary.json", "hyperparams.yaml"])
+def test_the_run_s_own_files_are_not_given_away(tmp_path, name):
+    with pytest.raises(ConfigError, match="keeps its own"):
+        brain_of(output_folder=str(tmp_path / "run")).output_path(name)
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path):
+    brain = brain_of(output_folder=str(tmp_path / "run"))
+    brain.output_path("a").write_text("")
+    with pytest.raises(ConfigError, match=r"output_path\('a/b'\).*exists"):
+        brain.output_path("a/b")
 
 
 def test_stage_is_said_by_the_brain_alone():

@@ -258,11 +258,13 @@ def test_backward_for_one_optimizer_leaves_the_others_without_gradients(fp16):
     assert updates.step({"generator": optimizer}, 0).read().taken
 
 
-def test_backward_for_optimizers_that_train_nothing_is_refused():
+def test_backward_for_an_optimizer_that_is_frozen_does_nothing():
     model = nn.Linear(1, 1)
-    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-    with pytest.raises(RecipeError, match="none of whose parameters requires a gradient"):
-        owner(model).backward(model(torch.ones(1, 1)).sum(), optimizers=[torch.optim.SGD([frozen], lr=0.1)])
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3), requires_grad=False)], lr=0.1)
+    updates = owner(model)
+    updates.backward(model(torch.ones(1, 1)).sum(), optimizers=[optimizer])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert updates.step({"frozen": optimizer}, 0) is None
 
 
 def test_two_optimizers_that_share_a_parameter_are_refused():

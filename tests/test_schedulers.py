@@ -213,3 +213,16 @@ def test_a_resume_with_another_plan_says_so(tmp_path, caplog):
         longer.fit(EpochCounter(2), DATA, train_loader_kwargs=loader_kwargs)
     assert "planned for 6 updates, and this run is to take 12" in caplog.text
     assert rate(longer.optimizer) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_of_several_optimizers_nobody_knows_how_often_each_steps():
+    with pytest.raises(ConfigError, match="generator, critic may each take another number"):
+        Schedulers(falling, {"generator": sgd(), "critic": sgd()}, "step", lambda: 4)
+
+
+def test_a_second_fit_whose_rates_the_first_took_to_zero_says_so(caplog):
+    brain = brain_of()
+    for _ in range(2):
+        assert "every learning rate is 0" not in caplog.text
+        brain.fit(EpochCounter(1), DATA, train_loader_kwargs={"batch_size": 2})
+    assert "every learning rate is 0" in caplog.text

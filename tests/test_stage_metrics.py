@@ -39,14 +39,19 @@ def test_sums_do_not_stand_still_where_float32_would():
     metrics.add("it", torch.tensor(2.0**24), 0)
     for _ in range(10):
         metrics.add("it", torch.ones(()), torch.tensor(1))
-    assert metrics.sums()["it"] == (2.0**24 + 10, 10)
+    assert metrics.sums()["it"] == (2.0**24 + 10, 10, 0)
     assert metric_of((torch.full((1000,), 0.1, dtype=torch.bfloat16), 1000)) == float(torch.tensor(0.1).bfloat16())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, torch.tensor([1.0, math.nan]), torch.tensor(-math.inf)])
 def test_what_is_not_finite_is_left_out_with_its_count(bad):
     assert metric_of((3, 4), (bad, 100), (torch.tensor(1.0), torch.tensor(4))) == 4 / 8
+    assert metric_of((3, 4), (100, bad), (torch.tensor(1.0), torch.tensor(4))) == 4 / 8
     assert math.isnan(metric_of((bad, 100)))
+    metrics = StageMetrics()
+    metrics.add("it", bad, 1)
+    metrics.add("it", 1, 1)
+    assert metrics.sums()["it"] == (1, 1, 1)
 
 
 def test_numbers_and_tensors_may_follow_each_other():
@@ -57,7 +62,16 @@ def test_a_total_keeps_no_graph():
     weights = torch.ones(3, requires_grad=True)
     metrics = StageMetrics()
     metrics.add("it", weights * 2, 3)
-    assert not metrics._totals["it"].requires_grad
+    assert not metrics._sums["it"][0].requires_grad
+
+
+def test_merged_sums_are_those_of_both():
+    one, other = StageMetrics(), StageMetrics()
+    one.add("a", 1, 2)
+    other.add("a", torch.tensor([1.0, 2.0]), 3)
+    other.add("b", 5, 1)
+    one.merge(other)
+    assert one.sums() == {"a": (4, 5, 0), "b": (5, 1, 0)}
 
 
 def test_a_resumed_sum_has_the_same_bits():

@@ -41,7 +41,7 @@ class RunLog:
         self._interval = max(1, memory_interval_steps)
         self._stage = ""
         self._epoch: int | None = None
-        self._began = 0.0
+        self._began = time.perf_counter()
         self._batches = 0
         self._samples = 0
         self._memory: int | None = None

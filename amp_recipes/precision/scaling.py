@@ -129,7 +129,9 @@ class UpdateOwner:
             loss = loss * share
         if of != 1.0:
             loss = loss / of
-        self.scaler.scale(loss).backward(inputs=None if optimizers is None else _trainable(optimizers))
+        inputs = None if optimizers is None else _trainable(optimizers)
+        if inputs is None or inputs:  # of frozen optimizers there are none
+            self.scaler.scale(loss).backward(inputs=inputs)
 
     def gradients(self, loss: torch.Tensor, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Any:
         """Gradients of `loss` with respect to `inputs`, unscaled and differentiable (for a gradient penalty).
@@ -401,10 +403,7 @@ def as_scalar(loss: Any, where: str) -> torch.Tensor:
 
 def _trainable(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    found = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-    if not found:
-        raise RecipeError("backward was called for optimizers none of whose parameters requires a gradient.")
-    return found
+    return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
 
 
 def _with_gradient(optimizer: Optimizer) -> list[nn.Parameter]:

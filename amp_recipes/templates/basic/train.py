@@ -23,7 +23,7 @@ class MyTask(Brain):
         labels_B = batch["label"]
         # Your own metrics: what a stage reports is the sum of the second argument over that of the third.
         self.add_metric("accuracy", predictions.argmax(dim=1) == labels_B, len(labels_B))
-        # In fp32, since a softmax sums many small numbers: autocast does so on a GPU, but not on a CPU.
+        # In fp32 on every device, whatever its autocast does with a loss: a softmax sums many small numbers.
         return F.cross_entropy(predictions.float(), labels_B)
 
 

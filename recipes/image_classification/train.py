@@ -27,7 +27,7 @@ class ImageClassifier(Brain):
         labels_B = batch["label"]
         self.add_metric("accuracy", predictions.argmax(dim=1) == labels_B, len(labels_B))
         smoothing = self.hparams.label_smoothing if stage == Stage.TRAIN else 0.0
-        # CPU autocast would take the softmax's logarithm in the low precision; CUDA's takes it in fp32.
+        # In fp32 on every device, whatever its autocast does with a loss: a softmax sums many small numbers.
         return F.cross_entropy(predictions.float(), labels_B, label_smoothing=smoothing)
 
 

@@ -55,6 +55,13 @@ def recipe(tmp_path):
     return file, parse_arguments(argv)[2]
 
 
+def test_a_run_without_a_folder_writes_nothing(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert create_experiment_directory(None, *recipe) is None
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_the_resolved_yaml_alone_gives_the_values_of_the_run(recipe, tmp_path):
     file, overrides = recipe
     folder = create_experiment_directory(tmp_path / "new" / "run", str(file), overrides)

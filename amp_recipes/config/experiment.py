@@ -62,11 +62,11 @@ _prepared: dict[tuple[int, str], tuple[Any, ...] | None] = {}
 
 
 def create_experiment_directory(
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None,
     hyperparams_to_save: str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Any] | str | None = None,
-) -> Path:
-    """The folder of a run, with what is needed to repeat it.
+) -> Path | None:
+    """The folder of a run, with what is needed to repeat it; None for None: such a run writes nothing.
 
     A Brain does this itself for hyperparameters that `load_hparams` returned. A recipe calls it to have its log and
     the comparison with an earlier run before anything else, or for hyperparameters of another kind.
@@ -86,6 +86,8 @@ def create_experiment_directory(
     Raises FolderInUseError if another process runs in the folder, and ConfigError if it cannot be written, or, as
     `load_hparams`, if YAML or overrides are wrong.
     """
+    if folder is None:
+        return None
     folder = Path(folder)
     tried = isinstance(overrides, Overrides) and overrides.run_options.purpose.action != "train"
     if tried or os.environ.get("RANK", "0") != "0":

@@ -26,10 +26,13 @@ help:
 
 setup: $(INSTALLED)
 
+# The tests of docs/migrating.md take SpeechBrain, without what it depends on: PyPI's torchaudio is built for CUDA, and
+# where it cannot be loaded, transformers cannot either.
 # torch comes from wherever pip is set up to look: a CPU build ("2.13.0+cpu") also meets the constraint, and wins.
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -c constraints.txt -e '.[dev,recipes,report]'
+	$(RUN) -m pip install -c constraints.txt --no-deps speechbrain
 	touch $@
 
 train: setup

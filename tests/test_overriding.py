@@ -284,6 +284,12 @@ def test_a_typo_suggests_what_was_meant(typed, meant):
     assert mistake_of(RECIPE, {typed: 1}).endswith(f" Did you mean --{meant}?")
 
 
+def test_an_argument_that_the_yaml_does_not_have_is_told_where_to_go():
+    text = "model: !new:torch.nn.Linear\n  in_features: 3\n  out_features: 2\n"
+    assert "A further argument of model (" in (said := mistake_of(text, {"model.bias": False}))
+    assert "must be written there first." in said
+
+
 def test_a_long_list_leaves_room_for_the_names_of_other_keys():
     text = f"classes: {list(range(2000))}\nmodel: {{name: x}}"
     assert mistake_of(text, {"model.nme": 1}).endswith(" Did you mean --model.name?")

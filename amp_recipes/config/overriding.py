@@ -144,6 +144,8 @@ class _Overriding:
             else:
                 text = f"{self._name(given_path)} is neither a key of the YAML nor a run option."
                 hint = instead_of(dotted(given_path)) or self._suggestion(dotted(given_path))
+                if path and node.tag.startswith(_OBJECTS):
+                    text += f" A further argument of {_standing(path, where)} must be written there first."
                 self.mistakes.add(self.source, text + hint)
 
     def _write(self, parent: Mapping | Sequence, key: Any, value: Any, path: KeyPath, where: Source) -> None:

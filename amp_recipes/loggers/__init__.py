@@ -19,7 +19,7 @@ def make_loggers(
 ) -> list[Logger]:
     """The framework's own loggers: records into `folder` where there is one, progress where it is wanted.
 
-    table: whether the summary is printed as well.
+    table: whether the summary is printed where progress is shown; else it is all that tells of a test, and always is.
     """
     loggers: list[Logger] = []
     if show_progress:
@@ -27,5 +27,5 @@ def make_loggers(
     if folder is not None:
         loggers.append(JsonlLogger(folder))
     if show_progress or folder is not None:
-        loggers.append(SummaryLogger(folder, table=table))
+        loggers.append(SummaryLogger(folder, table=table or not show_progress))
     return loggers

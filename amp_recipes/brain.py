@@ -285,6 +285,8 @@ class Brain(SpikeRecovery):
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
         """Load the best checkpoint by a key; without one, the newest if this process has not trained."""
         if max_key or min_key or not self._trained:
+            self._checkpoints.wait()
+            distributed.wait_for_all()  # the others look only when the main process has written
             newest = () if self._trained else ("brain",)  # the totals of the run that is evaluated
             found = self._checkpoints.load_for_evaluation(
                 max_key, min_key, ("modules", "hooked_modules", "ema"), newest, weights_only=self._in_fit

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from amp_recipes import Brain, distributed
+from amp_recipes.checkpoint import checkpointer
 from amp_recipes.errors import NonfiniteError
 
 STEPS = 4
@@ -144,6 +146,48 @@ def test_a_spike_on_one_rank_sends_both_back_to_the_same_place(run_two, tmp_path
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     marked = [record["step"] for record in steps if "recovery" in record]
     assert marked == [index + 1 for index in careful]
+
+
+class Improving(Regression):
+    """Each epoch is the best so far."""
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        return {"score": float(epoch or 0)}
+
+
+def evaluating_worker(rank: int, store: str, folder: str, results) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    write = checkpointer.write_folder
+    checkpointer.write_folder = lambda *args: (time.sleep(0.5), write(*args))  # in the main process alone
+    torch.manual_seed(0)
+    options = {"device": "cpu", "output_folder": folder, "early_stop_metric": "score", "early_stop_mode": "max"}
+    brain = Improving({"model": nn.Linear(3, 1)}, lambda p: torch.optim.SGD(p, 0.1), run_opts=options)
+    brain.fit(range(1, 3), batches(rank), batches(rank), progressbar=False)
+    with torch.no_grad():
+        for parameter in brain.modules.parameters():
+            parameter.add_(rank)  # so that only what is loaded is equal
+    brain.evaluate(batches(0), max_key="score", progressbar=False)
+    results.put((rank, torch.cat([p.detach().flatten() for p in brain.modules.parameters()]).numpy()))
+    results.close()
+    results.join_thread()
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+def test_two_ranks_test_the_same_best_weights(tmp_path):
+    """The main process still writes the best checkpoint when the others ask for it."""
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    arguments = (str(tmp_path / "store"), str(tmp_path / "run"), results)
+    processes = [context.Process(target=evaluating_worker, args=(rank, *arguments)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    first, second = sorted((results.get(timeout=120) for _ in range(2)), key=lambda it: it[0])
+    for process in processes:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    assert (first[1] == second[1]).all()
 
 
 def test_no_sync_is_left_also_after_an_exception():

@@ -312,6 +312,11 @@ def test_nearest_tells_copies_from_new_images(recipe):
 # --- data
 
 
+def test_what_is_measured_together_is_bounded_and_the_rest_trains(recipe):
+    images = recipe.data.load_images(max_held_out=100)
+    assert [len(part) for part in (images.train, images.valid, images.test)] == [1597, 100, 100]
+
+
 def test_digits_are_split_without_overlap_by_their_own_seed(recipe):
     images = recipe.data.load_images()
     torch.manual_seed(99)

@@ -39,7 +39,7 @@ from amp_recipes.config.run_options import (
     validate_options,
 )
 from amp_recipes.config.yaml_help import keys_help
-from amp_recipes.errors import ConfigError
+from amp_recipes.errors import CheckpointError, ConfigError, DataError, PrecisionError
 
 # Words of the command line that are no run options: a YAML cannot say them. Those with a dash are also known with `_`.
 FLAGS = {
@@ -388,7 +388,7 @@ def _print_help(positional: Sequence[str]) -> None:
 
 
 def _show_mistakes_plainly() -> None:
-    """Let a ConfigError that ends the script be its message alone: the way through the loader would only hide it.
+    """Let a user's mistake that ends the script be its message alone: the way through the loader would only hide it.
 
     One that came from an exception in the recipe's own code keeps its traceback.
     """
@@ -397,7 +397,7 @@ def _show_mistakes_plainly() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        if isinstance(error, ConfigError) and error.__cause__ is None:
+        if isinstance(error, (ConfigError, DataError, CheckpointError, PrecisionError)) and error.__cause__ is None:
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         else:
             before(kind, error, traceback)

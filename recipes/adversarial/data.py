@@ -87,23 +87,28 @@ def load_images(
     split_ratios: Sequence[float] = (0.7, 0.15, 0.15),
     data_seed: int = 0,
     noise_size: int = 64,
+    max_held_out: int = 2000,
 ) -> ImageSets:
     """Return train, valid and test sets of the digits (data_folder None) or of the images below a folder.
 
     image_size: height and width in pixels; None: 8 for the digits, 32 for a folder. A file is cut to its middle
     square first. channels: 1 (grey) or 3 (colour); None: 1 for the digits, for a folder 3 if one of the first 100
     train images has colour. split_ratios: shares of train, valid and test. data_seed: decides which image goes where,
-    and the noise of valid and test. noise_size: numbers per noise.
+    and the noise of valid and test. noise_size: numbers per noise. max_held_out: images that valid, and test, have at
+    most, since all of them are measured together; what is over trains.
     Raises DataError for a folder or a setting that does not fit this description.
     """
     check_settings(image_size, channels, split_ratios)
     if data_folder is None or data_folder == "":
         image_size, channels = image_size or 8, channels or 1
         images = digit_images(image_size, channels)
-        parts = [ImageTensors(images[part]) for part in random_split(len(images), split_ratios, data_seed)]
+        parts = [
+            ImageTensors(images[part]) for part in random_split(len(images), split_ratios, data_seed, max_held_out)
+        ]
     else:
         paths = list_images(Path(data_folder))
-        path_parts = [[paths[i] for i in part] for part in random_split(len(paths), split_ratios, data_seed)]
+        indices = random_split(len(paths), split_ratios, data_seed, max_held_out)
+        path_parts = [[paths[i] for i in part] for part in indices]
         image_size = image_size or 32
         channels = channels or (3 if any(has_colour(path) for path in path_parts[0][:100]) else 1)
         parts = [ImageFiles(part, image_size, channels) for part in path_parts]
@@ -128,10 +133,10 @@ def check_settings(image_size: int | None, channels: int | None, split_ratios: S
         raise DataError(f"split_ratios is {list(split_ratios)}; expected shares of train, valid and test with sum 1")
 
 
-def random_split(count: int, split_ratios: Sequence[float], data_seed: int) -> list[list[int]]:
+def random_split(count: int, split_ratios: Sequence[float], data_seed: int, max_held_out: int) -> list[list[int]]:
     """Return the sorted indices of train, valid and test. Raises DataError where one would have fewer than 2."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(data_seed))
-    num_valid, num_test = (round(count * ratio) for ratio in split_ratios[1:])
+    num_valid, num_test = (min(round(count * ratio), max_held_out) for ratio in split_ratios[1:])
     sizes = [count - num_valid - num_test, num_valid, num_test]
     if min(sizes) < SMALLEST_PART:
         raise DataError(

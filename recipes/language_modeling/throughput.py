@@ -1,0 +1,36 @@
+"""How fast training is, beside what the device can do."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+_MEASURED_SECONDS = 0.05  # that the largest product takes at least, and so the error of the clock is small
+_MOST_ROWS = 16384
+
+
+def measure_peak_flops(model: nn.Module, precision: Callable[[], AbstractContextManager]) -> float:
+    """Return the floating point operations per second of a large square matrix product where the model lies.
+
+    precision: makes the context in which training computes, which decides the dtype. It takes half a second, or less.
+    What a data sheet promises is more; on a CPU it is of this process's threads, and less where others use them.
+    """
+    device = next(model.parameters()).device
+    rows, best = 256, 0.0
+    while True:
+        generator = torch.Generator(device=device).manual_seed(0)  # the global one is the model's
+        one, other = (torch.randn(rows, rows, device=device, generator=generator) for _ in range(2))
+        with torch.no_grad(), precision():
+            seconds = min(_seconds_of_product(one, other) for _ in range(3))
+        best = max(best, 2 * rows**3 / seconds)
+        if seconds > _MEASURED_SECONDS or rows >= _MOST_ROWS:
+            return best
+        rows *= 2
+
+
+def _seconds_of_product(one: torch.Tensor, other: torch.Tensor) -> float:
+    start = time.perf_counter()
+    (one @ other)[0, 0].item()  # waits for the device
+    return time.perf_counter() - start

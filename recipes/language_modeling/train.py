@@ -1,0 +1,74 @@
+"""Train a language model: python recipes/language_modeling/train.py configs/language_modeling.yaml
+
+The network is in model.py, the text in data.py and windows.py, every setting in the YAML file.
+Legend of shapes: B batch, T tokens, V vocabulary.
+"""
+
+import logging
+import math
+import time
+
+import torch
+import torch.nn.functional as F
+from model import IGNORE
+from throughput import measure_peak_flops
+
+from amp_recipes import Brain, Stage, create_experiment_directory, load_hparams, parse_arguments
+
+logger = logging.getLogger(__name__)
+
+
+class LanguageModel(Brain):
+    """Cross entropy of the next token; reports bits per byte of text, tokens per second and the share of the peak."""
+
+    def compute_forward(self, batch: dict[str, torch.Tensor], stage: Stage) -> torch.Tensor:
+        """Return the scores (B, T, V) of the token after each."""
+        return self.modules.model(batch["inputs"])
+
+    def compute_objectives(
+        self, predictions: torch.Tensor, batch: dict[str, torch.Tensor], stage: Stage
+    ) -> torch.Tensor:
+        """Return the mean loss over the batch's targets, in nats."""
+        self.tokens_read += (batch["targets"] != IGNORE).sum()
+        # No pin: cross_entropy is on autocast's fp32 list, on a CPU as on CUDA.
+        return F.cross_entropy(predictions.flatten(0, 1), batch["targets"].flatten(), ignore_index=IGNORE)
+
+    def batch_weight(self, batch: dict[str, torch.Tensor]) -> float:
+        """Return the number of targets: in a window of batches, and in averages, each token counts the same."""
+        return float((batch["targets"] != IGNORE).sum())
+
+    def on_fit_start(self) -> None:
+        """Get ready to train, and find out what the device could do at this precision."""
+        super().on_fit_start()
+        model = self.hparams.model
+        self.peak_flops_found = self.hparams.peak_flops or measure_peak_flops(model, lambda: self.training_ctx)
+        logger.info("%s; peak %.3g flop/s", self.hparams.corpus.summary(), self.peak_flops_found)
+
+    def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
+        """Count anew, also where a run goes on inside the stage: how fast it was before is another machine's matter."""
+        self.tokens_read, self.counted_since = 0, time.perf_counter()
+
+    def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> dict[str, float]:
+        """Return bits per byte of text; of training also tokens per second, and the flops of these of the peak's."""
+        part = getattr(self.hparams.corpus, stage.name.lower())
+        metrics = {"bits_per_byte": stage_loss / math.log(2) / part.bytes_per_token}
+        if stage == Stage.TRAIN:
+            metrics["tokens_per_second"] = int(self.tokens_read) / (time.perf_counter() - self.counted_since)
+            flops_per_second = metrics["tokens_per_second"] * self.hparams.model.flops_per_token()
+            metrics["model_flops_utilisation"] = flops_per_second / self.peak_flops_found
+        return metrics
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, then test the best checkpoint, as the YAML file and the command line say."""
+    hparams_file, run_opts, overrides = parse_arguments(argv)
+    hparams = load_hparams(hparams_file, overrides)
+    create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
+    corpus, loader_kwargs = hparams["corpus"], hparams["loader_kwargs"]
+    brain = LanguageModel(hparams["modules"], hparams["opt_class"], hparams, run_opts)
+    brain.fit(hparams["epoch_counter"], corpus.train, corpus.valid, None, loader_kwargs, loader_kwargs)
+    brain.evaluate(corpus.test, min_key="bits_per_byte", test_loader_kwargs=loader_kwargs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Train a speech recogniser: python recipes/speech_recognition/train.py configs/speech_recognition.yaml
+
+The features are in features.py, the network in model.py, what is learned (characters by CTC, or keywords) in
+objectives.py, the recordings in data.py, every setting in the YAML file.
+Legend of shapes: B batch, S samples, T frames or steps, M mel bands, K outputs.
+"""
+
+import torch
+
+from amp_recipes import Brain, Stage, create_experiment_directory, load_hparams, parse_arguments
+
+Batch = dict[str, torch.Tensor]
+
+
+class SpeechRecognizer(Brain):
+    """Learns what its objective says, from log-mel features; reports the objective's error rates."""
+
+    def compute_forward(self, batch: Batch, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores and their valid steps (B,); training hears noise and does not see all of the features."""
+        waves_BS, num_samples_B = batch["wave"], batch["num_samples"]
+        if stage == Stage.TRAIN:
+            waves_BS = self.hparams.add_noise(waves_BS, num_samples_B)
+        features_BTM, num_frames_B = self.modules.features(
+            waves_BS, num_samples_B, force_allow_autocast=not self.hparams.pin_features
+        )
+        if stage == Stage.TRAIN:
+            features_BTM = self.hparams.spec_augment(features_BTM, num_frames_B)
+        return self.modules.model(features_BTM, num_frames_B)
+
+    def compute_objectives(
+        self, predictions: tuple[torch.Tensor, torch.Tensor], batch: Batch, stage: Stage
+    ) -> torch.Tensor:
+        """Return the objective's loss; in validation and test count the errors, over the whole set."""
+        scores, num_steps_B = predictions
+        objective = self.hparams.objective
+        if stage != Stage.TRAIN:
+            for name, (errors, total) in objective.count(scores, num_steps_B, batch).items():
+                self.add_metric(name, errors, total)
+        return objective.loss(scores, num_steps_B, batch, force_allow_autocast=not self.hparams.pin_loss)
+
+    def batch_weight(self, batch: Batch) -> int:
+        """Return what a batch counts for in averages and windows: its steps, or its recordings, without padding."""
+        num_frames_B = self.hparams.features.num_frames(batch["num_samples"])
+        return self.hparams.objective.weight(self.hparams.model.num_steps(num_frames_B))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, then test the best checkpoint, as the YAML file and the command line say."""
+    hparams_file, run_opts, overrides = parse_arguments(argv)
+    hparams = load_hparams(hparams_file, overrides)
+    create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
+    speech = hparams["load_speech"]()
+
+    def loader_kwargs(recordings, shuffle: bool = False):
+        return {**hparams["loader_kwargs"], "batch_sampler": hparams["batches"](recordings.durations, shuffle=shuffle)}
+
+    brain = SpeechRecognizer(hparams["modules"], hparams["opt_class"], hparams, run_opts)
+    brain.fit(
+        hparams["epoch_counter"],
+        speech.train,
+        speech.valid,
+        train_loader_kwargs=loader_kwargs(speech.train, shuffle=True),
+        valid_loader_kwargs=loader_kwargs(speech.valid),
+    )
+    brain.evaluate(speech.test, **hparams["best"], test_loader_kwargs=loader_kwargs(speech.test))
+
+
+if __name__ == "__main__":
+    main()

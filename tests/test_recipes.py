@@ -1,0 +1,168 @@
+"""What holds for every recipe: short scripts without precision code, YAMLs that tell what they do, exact resumes."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+from recipe_runs import CONFIGS, RECIPES, REPOSITORY
+
+from amp_recipes.config import check
+from amp_recipes.resume_check.verify import verify_resume
+
+TASKS = sorted(path.name for path in RECIPES.iterdir() if (path / "train.py").is_file())
+YAMLS = sorted(path.name for path in CONFIGS.glob("*.yaml"))
+HEADER = ("Launch", "Hardware", "Time", "Expect", "Your own")
+
+# Too large for a CPU: the header says that it was not measured. Its script is run with the small YAML.
+NOT_RUN = {"language_modeling_124m.yaml"}
+
+# The smallest run of each YAML that still does all that the recipe does: words of the command line.
+TINY = {
+    "adversarial.yaml": ["--width=4", "--precision=fp16"],
+    "finetuning.yaml": [
+        *("--pretraining_updates=2", "--max_tokens=16", "--batch_size=4", "--tuning=lora", "--precision=bf16"),
+    ],
+    "image_classification.yaml": ["--model.widths=[4, 8]", "--precision=bf16"],
+    "keyword_classification.yaml": [
+        *("--width=16", "--model.front.channels=[4, 4]", "--synthetic.counts=[30, 10, 10]"),
+        *("--batches.max_total_length=3", "--precision=bf16"),
+    ],
+    "language_modeling.yaml": [
+        *("--number_of_epochs=3", "--steps_per_epoch=5", "--max_valid_windows=8", "--window_tokens=32"),
+        *("--batch_size=4", "--windows_per_update=8", "--model.layers=1", "--model.features=32", "--model.heads=2"),
+        *("--model.dropout=0.1", "--peak_flops=1e11", "--precision=bf16"),
+    ],
+    "speech_recognition.yaml": [
+        *("--width=16", "--model.front.channels=[4, 4]", "--synthetic.counts=[24, 4, 4]"),
+        *("--batches.max_total_length=4", "--precision=bf16"),
+    ],
+}
+
+
+def launched_by(config: str) -> Path:
+    """The script that the YAML's header names."""
+    launch = re.search(r"^# Launch:\s+python (\S+\.py) (\S+)", (CONFIGS / config).read_text(), re.MULTILINE)
+    assert launch, f"configs/{config}: its header must open the line 'Launch:' with python SCRIPT YAML"
+    assert launch[2] == f"configs/{config}"
+    return REPOSITORY / launch[1]
+
+
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+# ---------------------------------------------------------------------- the script
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_script_is_short(task):
+    lines = (RECIPES / task / "train.py").read_text().splitlines()
+    assert len(lines) <= 150
+    main = next(node for node in nodes(RECIPES / task / "train.py") if getattr(node, "name", "") == "main")
+    assert main.end_lineno - main.body[0].end_lineno <= 18, "main is for the framework to shorten: it should not grow"
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*.py")), ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_recipe_scales_or_casts_by_itself(path):
+    """Pins (`fwd_default_precision`) are the one precision code that a recipe may have."""
+    forbidden = {"GradScaler", "autocast", "TorchAutocast", "amp", "scaler", "unscale_", "half", "bfloat16", "cuda"}
+    for node in nodes(path):
+        name = getattr(node, "attr", None) or getattr(node, "id", None)
+        if isinstance(node, ast.alias):
+            name = node.name.split(".")[-1]
+        assert name not in forbidden, f"{path}:{getattr(node, 'lineno', '?')} has {name}"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_script_knows_no_device(task):
+    for node in nodes(RECIPES / task / "train.py"):
+        if isinstance(node, ast.Call):
+            assert all(keyword.arg != "device" for keyword in node.keywords), f"{task}/train.py:{node.lineno}"
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in {"to", "cpu", "device"}, f"{task}/train.py:{node.lineno}: {node.attr}"
+
+
+# ---------------------------------------------------------------------- the YAML
+
+
+@pytest.mark.parametrize("config", YAMLS)
+def test_the_yaml_opens_with_what_a_user_must_know(config):
+    text = (CONFIGS / config).read_text()
+    header = text[: re.search(r"^[^#\n]", text, re.MULTILINE).start()]
+    told = {word: re.search(rf"^# {word}:\s+(\S.*)", header, re.MULTILINE) for word in HEADER}
+    assert [word for word, found in told.items() if not found] == []
+    measured = config not in NOT_RUN
+    assert all(re.search(r"\d", told[word][1]) for word in ("Time", "Expect")) == measured
+    assert "TODO" not in text
+    assert launched_by(config).is_file()
+
+
+@pytest.mark.parametrize("config", YAMLS)
+def test_every_key_of_the_yaml_has_a_comment(config):
+    text = (CONFIGS / config).read_text()
+    root = yaml.compose(re.sub(r"![\w:.]+", "", text))
+    lines = text.splitlines()
+    bare = []
+    stack = [root]
+    while stack:
+        for key, value in stack.pop().value:
+            line = lines[key.start_mark.line]
+            tells_itself = re.search(
+                r"(:|![a-z]+:\S+|!ref <[\w.]+>)\s*$", line
+            )  # an object, or a key that has a comment
+            if "#" not in line and not tells_itself:
+                bare.append(f"configs/{config}:{key.start_mark.line + 1}: {line.strip()}")
+            if isinstance(value, yaml.MappingNode):
+                stack.append(value)
+    assert not bare
+
+
+@pytest.mark.parametrize("config", YAMLS)
+def test_the_yaml_passes_its_check(config):
+    asked_for = {"data_path": "shards"} if "data_path: !PLACEHOLDER" in (CONFIGS / config).read_text() else None
+    check(CONFIGS / config, asked_for, recipe_folder=launched_by(config).parent)
+
+
+# ---------------------------------------------------------------------- the README
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_readme_has_a_table_a_picture_and_files_that_exist(task):
+    folder = RECIPES / task
+    text = (folder / "README.md").read_text()
+    for precision in ("fp32", "bf16", "fp16"):
+        assert re.search(rf"^\| *{precision}\b.*\d", text, re.MULTILINE), f"no row of results for {precision}"
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert pictures
+    for picture in pictures:
+        assert (folder / picture).stat().st_size < 200_000
+        with Image.open(folder / picture) as image:
+            image.verify()
+    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (folder / target).exists(), f"recipes/{task}/README.md points to {target}"
+
+
+def test_the_readme_of_the_project_names_every_recipe():
+    text = (REPOSITORY / "README.md").read_text()
+    assert [task for task in TASKS if f"recipes/{task}/README.md" not in text] == []
+
+
+# ---------------------------------------------------------------------- the run
+
+
+@pytest.mark.parametrize("config", sorted(TINY))
+def test_a_killed_run_ends_as_if_it_had_not_been(config, tmp_path):
+    said = []
+    script = launched_by(config)
+    words = [*TINY[config], "--noprogressbar"]
+    if config == "finetuning.yaml":  # where its tiny model is made
+        words.append(f"--cache_folder={tmp_path / 'cache'}")
+    status = verify_resume(script, CONFIGS / config, words, 6, 2, 5, tmp_path / "runs", said.append)
+    assert status == 0, "\n".join(said)
+
+
+def test_every_yaml_is_resumed_here_or_says_why_not():
+    assert set(YAMLS) - NOT_RUN == set(TINY)

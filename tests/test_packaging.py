@@ -51,6 +51,10 @@ def constraints_for(python: str) -> dict[str, str]:
 def declared() -> dict[str, list[Requirement]]:
     groups = {"install": requirements(SETUP["options"]["install_requires"])}
     groups |= {name: requirements(text) for name, text in SETUP["options.extras_require"].items()}
+    for name, found in groups.items():  # an extra may be made of others
+        others = {extra for it in found if it.name == SETUP["metadata"]["name"] for extra in it.extras}
+        own = [it for it in found if it.name != SETUP["metadata"]["name"]]
+        groups[name] = own + [requirement for extra in sorted(others) for requirement in groups[extra]]
     return groups
 
 

@@ -1,4 +1,4 @@
-"""What the speech recipe does about unknown speakers: warped bands, random channels, cut silence, synthetic voices."""
+"""What the speech recipe does about unknown speakers: pictures of words, warped bands, random channels, more voices."""
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from recipe_runs import recipe_modules
 from amp_recipes.errors import ConfigError
 
 RATE = 8000
+STILL = {"warp_range": None, "channel_db": 0.0, "silence_jitter_db": 0.0, "end_jitter": 0.0, "rhythm_jitter": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -30,43 +31,59 @@ def in_batch(recipe, *waves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_silence_around_speech_and_loudness_change_nothing(recipe):
-    features = recipe.augment.SpeakerLogMel(RATE).eval()
+    features = recipe.augment.WordPicture(RATE).eval()
     silence = torch.zeros(1600)
     said = speech()
-    variants = [torch.cat((silence, wave, silence)) for wave in (said, said * 0.01)] + [
-        torch.cat((silence, silence, said)),
-        torch.cat((silence, said)),
-    ]
-    found, frames = features(*in_batch(recipe, *variants))
-    assert frames[0] == frames[1]
-    assert abs(frames[0] - len(said) // features.hop) <= 4
-    for row in range(1, 4):
-        shared = int(min(frames[0], frames[row]))
-        torch.testing.assert_close(found[row, :shared], found[0, :shared], atol=1e-4, rtol=0)
-        assert found[row, frames[row] :].abs().max() == 0
+    found, frames = features(
+        *in_batch(
+            recipe,
+            torch.cat((silence, said, silence)),
+            torch.cat((silence, said * 0.01, silence)),
+            torch.cat((silence, silence, said, silence[:800])),
+        )
+    )
+    assert frames.tolist() == [32, 32, 32]
+    assert found[0].std() > 0.1
+    for row in (1, 2):
+        torch.testing.assert_close(found[row], found[0], atol=1e-3, rtol=0)
     assert features(torch.zeros(1, 800), torch.tensor([800]))[0].abs().max() == 0
 
 
-def test_features_equal_a_computation_in_float64_of_one_recording(recipe):
-    features = recipe.augment.SpeakerLogMel(RATE, tilt_db=3.0, floor=0.01).eval()
+def test_pictures_do_not_depend_on_the_others_of_the_batch(recipe):
+    features = recipe.augment.WordPicture(RATE).eval()
+    waves = [speech(seconds) for seconds in (0.4, 0.9, 0.01)]
+    together, _ = features(*in_batch(recipe, *waves))
+    for row, wave in enumerate(waves):
+        torch.testing.assert_close(together[row], features(*in_batch(recipe, wave))[0][0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("band_means", [0.0, 0.5, 1.0])
+def test_pictures_equal_a_computation_in_float64_of_one_recording(recipe, band_means):
+    features = recipe.augment.WordPicture(RATE, frames=20, band_means=band_means, max_hz=4000.0).eval()
     said = speech()
-    found, frames = features(*in_batch(recipe, said, speech(0.7)))
-    assert frames[0] == 1 + len(said) // 80
-    padded = np.pad(said.numpy().astype(np.float64), 128)
+    found, _ = features(*in_batch(recipe, torch.cat((torch.zeros(2000), said, torch.zeros(3000))), speech(0.7)))
+    wave = np.pad(said.numpy().astype(np.float64), (2000, 3000))
+    padded = np.pad(wave, 128)
     window = np.zeros(256)
     window[28:228] = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(200) / 200)
-    power = np.stack([np.abs(np.fft.rfft(padded[80 * t : 80 * t + 256] * window)) ** 2 for t in range(frames[0])])
-    mels = np.linspace(*(2595 * np.log10(1 + np.array([60, 4000]) / 700)), 26)[1:-1]
+    power = np.stack(
+        [np.abs(np.fft.rfft(padded[80 * t : 80 * t + 256] * window)) ** 2 for t in range(1 + len(wave) // 80)]
+    )
+    mels = np.linspace(*(2595 * np.log10(1 + np.array([80, 4000]) / 700)), 26)[1:-1]
     peaks_hz = 700 * (10 ** (mels / 2595) - 1)
-    filters = recipe.features.mel_filterbank(24, 256, RATE, 60, 4000).numpy()
+    filters = recipe.features.mel_filterbank(24, 256, RATE, 80, 4000).numpy()
     energies = power @ filters.T * 10 ** (0.3 * np.log2(peaks_hz / 1000))
-    loudness = np.average(energies.mean(axis=1), weights=energies.sum(axis=1))
-    expected = np.log(1 + energies / loudness / 0.01) / 3
-    torch.testing.assert_close(found[0, : frames[0]].double(), torch.from_numpy(expected), atol=1e-4, rtol=0)
+    loudness = 10 * np.log10(np.convolve(energies.sum(axis=1), np.ones(3) / 3, "same") + 1e-30)
+    word = np.nonzero(loudness >= loudness.max() - 30)[0]
+    logs = np.log10(energies / energies.max() + 1e-3)
+    places = np.linspace(word[0], word[-1], 20)
+    expected = np.stack([np.interp(places, np.arange(len(logs)), band) for band in logs.T], axis=1)
+    expected = expected - band_means * expected.mean(axis=0) - (1 - band_means) * expected.mean()
+    torch.testing.assert_close(found[0].double(), torch.from_numpy(expected), atol=1e-4, rtol=0)
 
 
 def test_bands_move_by_the_factor_and_end_where_they_did(recipe):
-    corners = recipe.augment.SpeakerLogMel(RATE).corners_P
+    corners = recipe.augment.WordPicture(RATE).corners_P
     factors = torch.tensor([[0.8], [1.0], [1.25]])
     warped = recipe.augment.warp(corners, factors, RATE / 2)
     torch.testing.assert_close(warped[1], corners)
@@ -77,13 +94,13 @@ def test_bands_move_by_the_factor_and_end_where_they_did(recipe):
 
 
 def test_filters_at_the_unwarped_corners_are_the_mel_filters(recipe):
-    features = recipe.augment.SpeakerLogMel(RATE)
+    features = recipe.augment.WordPicture(RATE)
     filters = recipe.augment.triangles(features.corners_P.unsqueeze(0), features.bins_N)[0]
     torch.testing.assert_close(filters, features.filters_MN, atol=1e-5, rtol=0)
 
 
 def test_training_draws_each_time_and_evaluation_never(recipe):
-    features = recipe.augment.SpeakerLogMel(RATE)
+    features = recipe.augment.WordPicture(RATE)
     batch = in_batch(recipe, speech(), speech())
     torch.manual_seed(0)
     first, _ = features(*batch)
@@ -96,20 +113,57 @@ def test_training_draws_each_time_and_evaluation_never(recipe):
     still, _ = features.eval()(*batch)
     assert torch.equal(torch.get_rng_state(), before)
     # Row by row equal to what training sees with nothing to draw.
-    plain = recipe.augment.SpeakerLogMel(RATE, warp_range=None, channel_db=0.0)
-    assert torch.equal(plain(*batch)[0], still)
+    assert torch.equal(recipe.augment.WordPicture(RATE, **STILL)(*batch)[0], still)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"warp_range": (1.1, 1.25)}, {"channel_db": 6.0}, {"end_jitter": 0.1}, {"rhythm_jitter": 0.4}],
+)
+def test_each_change_of_training_changes_something(recipe, setting):
+    still = recipe.augment.WordPicture(RATE, **STILL)
+    changed = recipe.augment.WordPicture(RATE, **{**STILL, **setting})
+    batch = in_batch(recipe, speech())
+    torch.manual_seed(0)
+    assert (changed(*batch)[0] - still(*batch)[0]).abs().max() > 0.02
+
+
+def test_time_never_runs_backwards(recipe):
+    features = recipe.augment.WordPicture(RATE, end_jitter=0.25, rhythm_jitter=0.49)
+    torch.manual_seed(0)
+    places = features.draw_places(2000)
+    assert (places.diff(dim=1) > 0).all()
+    assert places[:, 0].abs().max() <= 0.25
+    assert (places[:, -1] - 1).abs().max() <= 0.25 + 1e-6
+    assert places[:, 16].std() > 0.05
+
+
+def test_the_cut_of_silence_varies_by_what_was_asked_for(recipe):
+    features = recipe.augment.WordPicture(RATE, silence_db=30.0, silence_jitter_db=5.0)
+    torch.manual_seed(0)
+    drawn = features.draw_silence_db(1000)
+    assert 25 <= drawn.min() < 26 and 34 < drawn.max() <= 35
+    # A word of 5 frames, its neighbours 32 dB below.
+    energies = torch.full((1, 20, 1), 10**-3.2)
+    energies[0, 8:13] = 1.0
+    bounds = {
+        threshold: [int(it) for it in recipe.augment.find_word(energies, torch.tensor([20]), threshold)]
+        for threshold in (30.0, 35.0)
+    }
+    assert bounds[30.0] == [7, 13]
+    assert bounds[35.0] == [0, 19]
 
 
 def test_channels_have_the_deviation_that_was_asked_for(recipe):
     torch.manual_seed(0)
-    gains = 10 * recipe.augment.SpeakerLogMel(RATE, channel_db=6.0).draw_channels(4000).log10()
+    gains = 10 * recipe.augment.WordPicture(RATE, channel_db=6.0).draw_channels(4000).log10()
     assert gains.square().mean().sqrt() == pytest.approx(6.0, rel=0.1)
     assert gains.diff(dim=1).square().mean().sqrt() < 2.5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pin_keeps_the_features_exact_under_autocast(recipe, dtype):
-    features = recipe.augment.SpeakerLogMel(RATE).eval()
+    features = recipe.augment.WordPicture(RATE).eval()
     batch = in_batch(recipe, speech() * 1e-3)
     expected, _ = features(*batch)
     with torch.autocast("cpu", dtype=dtype):
@@ -119,11 +173,34 @@ def test_pin_keeps_the_features_exact_under_autocast(recipe, dtype):
 
 @pytest.mark.parametrize(
     "setting",
-    [{"warp_range": [1.2, 0.8]}, {"warp_range": [0.1, 1]}, {"channel_db": -1}, {"silence_db": 0}, {"floor": 0}],
+    [
+        *({"warp_range": [1.2, 0.8]}, {"warp_range": [0.1, 1]}, {"channel_db": -1}, {"silence_db": 0}),
+        *({"floor_db": 0}, {"frames": 0}, {"band_means": 1.5}, {"silence_jitter_db": 40}),
+        *({"end_jitter": 0.5}, {"rhythm_jitter": 0.5}),
+    ],
 )
 def test_settings_without_sense_are_refused(recipe, setting):
     with pytest.raises(ConfigError, match=next(iter(setting))):
-        recipe.augment.SpeakerLogMel(RATE, **setting)
+        recipe.augment.WordPicture(RATE, **setting)
+
+
+@pytest.mark.parametrize("frames, num_mels", [(4, 12), (32, 24), (33, 41)])
+def test_words_are_classified_each_by_itself(recipe, frames, num_mels):
+    torch.manual_seed(0)
+    model = recipe.model.WordClassifier(frames, num_mels, 5, width=8, channels=(4, 6))
+    pictures, lengths = torch.randn(3, frames, num_mels), torch.full((3,), frames)
+    model(pictures, lengths)[0].sum().backward()
+    assert all(it.grad is not None for it in model.parameters())
+    scores, steps = model.eval()(pictures, lengths)
+    assert scores.shape == (3, 5)
+    assert steps.tolist() == [frames] * 3
+    torch.testing.assert_close(model(pictures[1:2], lengths[1:2])[0][0], scores[1])
+
+
+@pytest.mark.parametrize("setting", [{"frames": 3}, {"num_mels": 11}, {"channels": [4]}])
+def test_pictures_that_are_too_small_are_refused(recipe, setting):
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        recipe.model.WordClassifier(**{"frames": 32, "num_mels": 24, "num_outputs": 5, **setting})
 
 
 def test_extra_synthetic_speech_is_for_training_only(recipe, tmp_path):
@@ -132,8 +209,8 @@ def test_extra_synthetic_speech_is_for_training_only(recipe, tmp_path):
     for index in range(10):
         soundfile.write(folder / f"3_ann_{index}.wav", speech().numpy(), RATE)
     words = {"words": ["3", "6"], "counts": [8, 2, 2], "words_per_phrase": [1, 1], "folder": tmp_path / "synthetic"}
-    model = recipe.model.SpeechModel(recipe.model.ConvolutionalFront(24, 8), torch.nn.Identity(), 8, 2, True)
-    keywords, features = recipe.objectives.Keywords([3, 6]), recipe.augment.SpeakerLogMel(RATE)
+    model = recipe.model.WordClassifier(32, 24, 2)
+    keywords, features = recipe.objectives.Keywords([3, 6]), recipe.augment.WordPicture(RATE)
     sizes = {}
     for extra in (False, True):
         sets = recipe.data.load_speech(

@@ -41,7 +41,8 @@ def spoken(recipe, tmp_path_factory):
 def keyword_options(spoken):
     """Three keywords, few recordings, a small network."""
     return [
-        *(*SMALL, f"--synthetic.folder={spoken}", "--synthetic.counts=[60, 9, 12]", "--batches.max_total_length=5"),
+        *("--model.channels=[8, 16]", "--noprogressbar", f"--synthetic.folder={spoken}"),
+        *("--synthetic.counts=[60, 9, 12]", "--batches.max_total_length=5"),
         *("--objective.labels=[3, 6, 8]", "--lr=0.01"),
     ]
 

@@ -27,7 +27,7 @@ TINY = {
     ],
     "image_classification.yaml": ["--model.widths=[4, 8]", "--precision=bf16"],
     "keyword_classification.yaml": [
-        *("--width=16", "--model.front.channels=[4, 4]", "--synthetic.counts=[30, 10, 10]"),
+        *("--width=16", "--model.channels=[4, 4]", "--synthetic.counts=[30, 10, 10]"),
         *("--batches.max_total_length=3", "--precision=bf16"),
     ],
     "language_modeling.yaml": [

@@ -1,9 +1,10 @@
-"""Decides the network: convolutions that shorten the features, a recurrent or conformer encoder, and the scores.
+"""Decides the network: convolutions that shorten the features, an encoder and scores; or convolutions alone for a word.
 
 Legend of shapes: B batch, T frames, M mel bands, C channels, D features, H heads, K outputs.
 Everything behind a recording's last frame is kept 0, so that its scores do not depend on the others of the batch.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -53,6 +54,50 @@ class SpeechModel(nn.Module):
             peak_BD = x_BTD.float().masked_fill(~valid_BT1, -math.inf).amax(dim=1)
             return self.head(self.dropout(torch.cat((mean_BD, peak_BD), dim=1))), num_steps_B
         return self.head(self.dropout(x_BTD)), num_steps_B
+
+
+class WordClassifier(nn.Module):
+    """Scores of a word's picture of fixed size, by three 3x3 convolutions; the first two halve it.
+
+    frames, num_mels: size of the picture, as `augment.WordPicture` makes it, at least 4 and 12. channels: of the
+    first two convolutions; width: of the last. BatchNorm may stand behind each, as pictures have no padding. Then the
+    mel bands are averaged in about three regions, so that a formant may be a bit higher; the frames are not.
+    dropout: share of the last features that training sets to zero.
+    """
+
+    def __init__(
+        self,
+        frames: int,
+        num_mels: int,
+        num_outputs: int,
+        width: int = 64,
+        channels: Sequence[int] = (24, 48),
+        dropout: float = 0.5,
+    ):
+        super().__init__()
+        if frames < 4 or num_mels < 12 or len(channels) != 2:
+            raise ConfigError(
+                f"model: frames is {frames}, num_mels {num_mels}, channels {list(channels)}; expected at least 4 "
+                "frames, at least 12 mel bands, and the channels of two convolutions"
+            )
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise((1, *channels, width)):
+            layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+            layers += [nn.MaxPool2d(2)]
+        layers.pop()  # the last does not halve
+        bands = num_mels // 4
+        self.convolutions = nn.Sequential(*layers, nn.AvgPool2d((1, bands // 3)))
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width * (frames // 4) * (bands // (bands // 3)), num_outputs)
+
+    def num_steps(self, num_frames):
+        """Return num_frames: one decision is made for all frames, however many."""
+        return num_frames
+
+    def forward(self, features_BTM: torch.Tensor, num_frames_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores (B, K), and num_frames_B as it came."""
+        x_BCTM = self.convolutions(features_BTM.unsqueeze(1))
+        return self.head(self.dropout(x_BCTM.flatten(1))), num_frames_B
 
 
 class ConvolutionalFront(nn.Module):

@@ -39,7 +39,7 @@ from amp_recipes.config.run_options import (
     validate_options,
 )
 from amp_recipes.config.yaml_help import keys_help
-from amp_recipes.errors import CheckpointError, ConfigError, DataError, PrecisionError
+from amp_recipes.errors import CheckpointError, ConfigError, DataError
 
 # Words of the command line that are no run options: a YAML cannot say them. Those with a dash are also known with `_`.
 FLAGS = {
@@ -397,7 +397,7 @@ def _show_mistakes_plainly() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        if isinstance(error, (ConfigError, DataError, CheckpointError, PrecisionError)) and error.__cause__ is None:
+        if isinstance(error, (ConfigError, DataError, CheckpointError)) and error.__cause__ is None:
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         else:
             before(kind, error, traceback)

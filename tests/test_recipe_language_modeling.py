@@ -3,6 +3,9 @@
 import gzip
 import json
 import math
+import os
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,7 +111,7 @@ def test_reported_bits_per_byte_are_those_of_every_byte_once(recipe, tmp_path, t
 def test_training_reports_speed_and_the_flops_it_makes(recipe, tmp_path, text):
     trained = run(recipe, tmp_path, "--number_of_epochs=1", "--steps_per_epoch=5", f"--data_path={text}")[0]
     metrics = trained["metrics"]
-    assert 0 < metrics["tokens_per_second"] * 0.5 * trained["seconds"] < 5 * 4 * 32  # how many: see the next test
+    assert 0 < metrics["tokens_per_second"] * 0.5 * trained["seconds"] < 5 * 4 * 32  # how many: see the tests below
     model = tiny_model(recipe, vocab_size=256, window_tokens=32, layers=1)
     flops = metrics["tokens_per_second"] * model.flops_per_token()
     assert metrics["model_flops_utilisation"] == pytest.approx(flops / 1e11, rel=1e-6)
@@ -120,6 +123,26 @@ def test_speed_counts_no_padding(recipe, tmp_path):
     windows = recipe.windows.Windows([recipe.windows.Stream(tmp_path / "text", 0, 2, ended=True)], 16, 0, 2)
     brain, _ = trained_on(recipe, recipe.windows.ShuffledWindows(windows, 40, 1), batch_size=1, accumulation=1)
     assert int(brain.tokens_read) == 40 * 3
+
+
+def test_speed_after_a_resume_is_that_of_the_training_alone(recipe, tmp_path, text, monkeypatch):
+    """Neither the time between two processes counts, nor is a token forgotten or counted twice."""
+    monkeypatch.setattr(recipe.train.LanguageModel, "ends_at", 3, raising=False)
+
+    def end(brain, *_):
+        if brain.step == brain.ends_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(recipe.train.LanguageModel, "on_fit_batch_end", end)
+    options = ("--number_of_epochs=1", "--steps_per_epoch=5", f"--data_path={text}")
+    with pytest.raises(SystemExit):
+        run(recipe, tmp_path, *options)
+    time.sleep(3)
+    recipe.train.LanguageModel.ends_at = None
+    trained = run(recipe, tmp_path, *options)[0]
+    assert trained["stage"] == "train"
+    # Those of all five updates, or more: the record's clock is read a little after the recipe's.
+    assert trained["metrics"]["tokens_per_second"] * trained["seconds"] >= 5 * 4 * 32
 
 
 def test_wrong_text_ends_the_run_with_its_own_message(recipe, tmp_path):

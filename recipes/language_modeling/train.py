@@ -6,7 +6,6 @@ Legend of shapes: B batch, T tokens, V vocabulary.
 
 import logging
 import math
-import time
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,7 @@ class LanguageModel(Brain):
     ) -> torch.Tensor:
         """Return the mean loss over the batch's targets, in nats."""
         self.tokens_read += (batch["targets"] != IGNORE).sum()
-        # No pin: cross_entropy is on autocast's fp32 list, on a CPU as on CUDA.
+        # No pin: cross_entropy is on the fp32 list of a CPU's autocast, and its parts on CUDA's documented one.
         return F.cross_entropy(predictions.flatten(0, 1), batch["targets"].flatten(), ignore_index=IGNORE)
 
     def batch_weight(self, batch: dict[str, torch.Tensor]) -> float:
@@ -45,15 +44,15 @@ class LanguageModel(Brain):
         logger.info("%s; peak %.3g flop/s", self.hparams.corpus.summary(), self.peak_flops_found)
 
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
-        """Count anew, also where a run goes on inside the stage: how fast it was before is another machine's matter."""
-        self.tokens_read, self.counted_since = 0, time.perf_counter()
+        """Count from zero in each stage; a run that goes on inside one finds its count, and its seconds, again."""
+        self.tokens_read = 0
 
     def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> dict[str, float]:
         """Return bits per byte of text; of training also tokens per second, and the flops of these of the peak's."""
         part = getattr(self.hparams.corpus, stage.name.lower())
         metrics = {"bits_per_byte": stage_loss / math.log(2) / part.bytes_per_token}
         if stage == Stage.TRAIN:
-            metrics["tokens_per_second"] = int(self.tokens_read) / (time.perf_counter() - self.counted_since)
+            metrics["tokens_per_second"] = int(self.tokens_read) / self.stage_seconds
             flops_per_second = metrics["tokens_per_second"] * self.hparams.model.flops_per_token()
             metrics["model_flops_utilisation"] = flops_per_second / self.peak_flops_found
         return metrics

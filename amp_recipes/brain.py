@@ -274,10 +274,9 @@ class Brain(SpikeRecovery):
             return math.nan
         loader = self._batches_of(test_set, Stage.TEST, test_loader_kwargs)
         self._ledger.settle()
-        averaged = (
-            self._ema.set_aside() if self._ema is not None else nullcontext()
-        )  # by the test whose hook calls this
-        with averaged, self._set_aside(weights=bool(max_key or min_key)) if self._in_fit else self._interrupts:
+        # A test whose hook calls this has the averaged weights applied.
+        trained = self._ema.set_aside() if self._ema is not None else nullcontext()
+        with trained, self._set_aside(weights=bool(max_key or min_key)) if self._in_fit else self._interrupts:
             self.on_evaluate_start(max_key, min_key)
             with self._logging(progressbar):
                 return self._evaluate_stage(loader, Stage.TEST, None)

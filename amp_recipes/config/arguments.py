@@ -22,6 +22,7 @@ from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 from amp_recipes.config.including import expand_includes
 from amp_recipes.config.limits import TEXT_CHARACTERS, Budget
+from amp_recipes.config.mistakes import did_you_mean, join_mistakes
 from amp_recipes.config.nodes import COMMAND_LINE, Mistakes
 from amp_recipes.config.other_names import instead_of
 from amp_recipes.config.reading import read_file
@@ -30,9 +31,7 @@ from amp_recipes.config.run_options import (
     OPTION_TYPES,
     Purpose,
     RunOptions,
-    did_you_mean,
     display,
-    join_mistakes,
     near_misses,
     option_choices,
     options_by_group,

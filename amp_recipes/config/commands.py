@@ -10,8 +10,9 @@ from typing import Any
 
 from amp_recipes.config.arguments import Overrides
 from amp_recipes.config.checking import Settings
+from amp_recipes.config.mistakes import printable
 from amp_recipes.config.nodes import dotted
-from amp_recipes.config.run_options import RunOptions, display, printable
+from amp_recipes.config.run_options import RunOptions, display
 from amp_recipes.config.sweep import RunSettings, SweepRequest, run_sweep
 from amp_recipes.config.writing import to_yaml, with_sources
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from amp_recipes.config.limits import DEPTH, Budget, LimitError
+from amp_recipes.config.mistakes import did_you_mean, slip_of
 from amp_recipes.config.nodes import (
     Key,
     KeyPath,
@@ -22,7 +23,6 @@ from amp_recipes.config.nodes import (
     walk,
 )
 from amp_recipes.config.reading import read_file
-from amp_recipes.config.run_options import did_you_mean, slip_of
 from amp_recipes.config.tags import INCLUDE, PLACEHOLDER, REFERENCES
 
 _SLIP, _COMPARED_NAMES = 0.85, 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from amp_recipes.config.run_options import printable
+from amp_recipes.config.mistakes import printable
 from amp_recipes.errors import ConfigError
 
 FILE_BYTES = 1 << 20  # one file; a list of data belongs into a file of its own

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from amp_recipes.config.run_options import join_mistakes
+from amp_recipes.config.mistakes import join_mistakes
 from amp_recipes.config.tags import TUPLE
 from amp_recipes.errors import ConfigError
 

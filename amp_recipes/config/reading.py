@@ -24,8 +24,8 @@ from ruamel.yaml.reader import Reader
 from ruamel.yaml.scanner import Scanner
 
 from amp_recipes.config.limits import DEPTH, FILE_BYTES, NUMBER_BITS, TEXT_CHARACTERS, Budget, LimitError
+from amp_recipes.config.mistakes import did_you_mean
 from amp_recipes.config.nodes import Mapping, Mistakes, Node, Scalar, Sequence, Source, is_plain_mapping
-from amp_recipes.config.run_options import did_you_mean
 from amp_recipes.config.tags import REFERENCES, TUPLE
 from amp_recipes.config.yaml_words import SCALARS, STANDARD, TUPLE_TEXT, begins_as_a_tag, explain, short, wrong_tag
 from amp_recipes.errors import ConfigError

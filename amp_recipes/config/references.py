@@ -29,6 +29,7 @@ from amp_recipes.config.limits import (
     Budget,
     LimitError,
 )
+from amp_recipes.config.mistakes import did_you_mean, printable
 from amp_recipes.config.nodes import (
     NOT_PLAIN,
     Key,
@@ -45,7 +46,6 @@ from amp_recipes.config.nodes import (
 )
 from amp_recipes.config.overriding import to_nodes
 from amp_recipes.config.reading import read_tuple
-from amp_recipes.config.run_options import did_you_mean, printable
 from amp_recipes.config.tags import APPLYREF, ATTRIBUTE, COPY, INCLUDE, PLACEHOLDER, REF, REFERENCES, TUPLE
 from amp_recipes.config.yaml_words import short
 from amp_recipes.errors import AmpRecipesError, ConfigError

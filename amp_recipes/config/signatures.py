@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from amp_recipes.config.mistakes import did_you_mean
 from amp_recipes.config.nodes import Mapping, Node, Scalar, Sequence, Source
-from amp_recipes.config.run_options import did_you_mean
 from amp_recipes.config.tags import TUPLE
 
 _UNREADABLE = (ValueError, TypeError, AttributeError)

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from amp_recipes.config.run_options import join_mistakes
+from amp_recipes.config.mistakes import join_mistakes
 from amp_recipes.config.sweep_axes import (
     Axis,
     Choice,

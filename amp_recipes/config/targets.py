@@ -7,8 +7,8 @@ import inspect
 from types import ModuleType
 from typing import Any
 
+from amp_recipes.config.mistakes import did_you_mean
 from amp_recipes.config.nodes import Mapping, Mistakes, Node, Scalar, Sequence, Unknown, walk
-from amp_recipes.config.run_options import did_you_mean
 from amp_recipes.config.signatures import Callee
 from amp_recipes.config.tags import ATTRIBUTE
 from amp_recipes.config.trust import Trust

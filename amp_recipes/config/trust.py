@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from amp_recipes.config.mistakes import did_you_mean
 from amp_recipes.config.module_files import (
     bare_folder,
     files_of,
@@ -34,7 +35,6 @@ from amp_recipes.config.module_files import (
     spec_of,
     submodule_exists,
 )
-from amp_recipes.config.run_options import did_you_mean
 from amp_recipes.config.trusted_names import (
     STANDARD,
     VALUE_TYPES,

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader
 
+from amp_recipes.config.mistakes import slip_of
 from amp_recipes.config.nodes import Mapping, Mistakes, Scalar, dotted, is_plain_mapping, walk
-from amp_recipes.config.run_options import OPTION_NAMES, slip_of
+from amp_recipes.config.run_options import OPTION_NAMES
 from amp_recipes.config.tags import REFERENCES
 
 # The keys that a Brain itself looks for in its hparams, beside the run options.

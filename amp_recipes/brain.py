@@ -239,7 +239,7 @@ class Brain(SpikeRecovery):
 
     def on_fit_start(self) -> None:
         """Get ready to train: wrap modules, make optimizers and schedulers, go on from a checkpoint if there is one."""
-        distributed.wrap(self.modules, self.device, self.find_unused_parameters)
+        distributed.wrap(self.modules, self.device, self.run_opts, self._plan.training.dtype, self._plan.fp32_modules)
         if not self.optimizers_dict:
             self.init_optimizers()
         if not self.optimizers_dict and self.optimizer is not None:

@@ -267,7 +267,7 @@ def test_a_huge_file_does_not_hold_up_the_shell(complete, yaml):
         ("export --prec", []),
         ("diff a --j", ["--json"]),
         ("diff ", []),
-        ("verify-resume train.py config.yaml --st", ["--steps", "--strategy"]),
+        ("verify-resume train.py config.yaml --st", ["--steps", "--static_graph", "--strategy"]),
         ("verify-resume train.py config.yaml --wid", ["--width"]),
         ("verify-resume train.py config.yaml --precision ", ["fp32", "bf16", "fp16", "auto"]),
         ("unknown --x", []),

@@ -43,6 +43,11 @@ def test_defaults_are_those_of_the_contract():
         "ckpt_background": True,
         "resume": "auto",
         "strategy": "ddp",
+        "distributed_timeout_minutes": 10.0,
+        "gradient_compression": "off",
+        "shard_replicas": 1,
+        "reshard_after_forward": True,
+        "tensor_parallel": 1,
     }
     assert [options[name] for name in ("device", "seed", "output_folder", "ema_decay")] == [None] * 4
     assert [options[name] for name in ("debug", "test_only", "noprogressbar", "deterministic")] == [False] * 4

@@ -14,8 +14,9 @@ from amp_recipes.config.checking import Settings, read_settings
 from amp_recipes.config.limits import Budget
 from amp_recipes.config.nodes import Mapping as MappingNode
 from amp_recipes.config.nodes import Mistakes
+from amp_recipes.config.option_fields import MAX_SEED
 from amp_recipes.config.reading import read_text
-from amp_recipes.config.run_options import MAX_SEED, display
+from amp_recipes.config.run_options import display
 from amp_recipes.config.writing import to_yaml
 from amp_recipes.errors import ConfigError
 from amp_recipes.precision import AMPConfig

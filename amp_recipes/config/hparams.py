@@ -31,8 +31,9 @@ from amp_recipes.config.instantiate import build
 from amp_recipes.config.limits import FILE_BYTES
 from amp_recipes.config.nodes import COMMAND_LINE, Mistakes, Source
 from amp_recipes.config.nodes import Mapping as MappingNode
+from amp_recipes.config.option_fields import MAX_SEED
 from amp_recipes.config.overriding import to_nodes
-from amp_recipes.config.run_options import MAX_SEED, OPTION_NAMES
+from amp_recipes.config.run_options import OPTION_NAMES
 from amp_recipes.config.trust import Trust
 from amp_recipes.config.writing import to_yaml
 from amp_recipes.errors import ConfigError

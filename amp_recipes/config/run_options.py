@@ -1,15 +1,14 @@
 """Which options a run has, what each means, and what values each takes."""
 
-# ruff: noqa: RUF009  (`_option` makes a dataclass field, as `dataclasses.field` does)
+# ruff: noqa: RUF009  (`option` makes a dataclass field, as `dataclasses.field` does)
 
 from __future__ import annotations
 
 import copy
 import difflib
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
 import torch
@@ -17,13 +16,22 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from amp_recipes.config.mistakes import did_you_mean, join_mistakes
+from amp_recipes.config.option_fields import (
+    ABOVE_ONE,
+    ANY_NUMBER,
+    AT_LEAST_FOUR,
+    AT_LEAST_ONE,
+    AT_LEAST_ZERO,
+    FRACTION,
+    POSITIVE,
+    SEED,
+    option,
+)
 from amp_recipes.config.other_names import instead_of
 from amp_recipes.errors import ConfigError
 
 _INTEGER_BITS = 64  # no option counts further
 _SHOWN_CHARACTERS = 200  # of a value, in a message
-
-MAX_SEED = 2**32 - 1  # what numpy.random.seed takes; torch and random take more
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "auto"]
 
@@ -39,40 +47,6 @@ class Purpose:
     folder: str | None = None
 
 
-@dataclass(frozen=True)
-class _Range:
-    """Which numbers an option takes, as a test and in words."""
-
-    holds: Callable[[float], bool]
-    text: str
-
-
-_ANY_NUMBER = _Range(math.isfinite, "a finite number")
-_POSITIVE = _Range(lambda x: 0 < x < math.inf, "greater than 0")
-_ABOVE_ONE = _Range(lambda x: 1 < x < math.inf, "greater than 1")
-_FRACTION = _Range(lambda x: 0 < x < 1, "between 0 and 1, both excluded")
-_AT_LEAST_ZERO = _Range(lambda x: 0 <= x < math.inf, "0 or more")
-_AT_LEAST_ONE = _Range(lambda x: x >= 1, "1 or more")
-_AT_LEAST_FOUR = _Range(lambda x: x >= 4, "4 or more")
-_SEED = _Range(lambda x: 0 <= x <= MAX_SEED, f"from 0 to {MAX_SEED}")
-
-
-# Groups whose options say how a run is watched and where it goes, not what it computes.
-_BESIDE_TRAINING = frozenset({"Trying out", "Output", "Checkpoints", "Devices and processes"})
-
-
-def _option(
-    default: Any, group: str, text: str, within: _Range | None = None, changes_training: bool | None = None
-) -> Any:
-    """A dataclass field that carries its group, its meaning, its range, and whether a resumed run must keep it."""
-    if changes_training is None:
-        changes_training = group not in _BESIDE_TRAINING
-    metadata = {"group": group, "help": text, "within": within, "changes_training": changes_training}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class RunOptions(Mapping[str, Any]):
     """The options of one run: typed, validated, readable as attributes and as a mapping.
@@ -82,175 +56,231 @@ class RunOptions(Mapping[str, Any]):
     Raises ConfigError that names every unknown option and every wrong value together.
     """
 
-    precision: PrecisionName = _option(
+    precision: PrecisionName = option(
         "fp32",
         "Precision",
         "Precision of training. `auto`: bf16 if the device does it natively, else fp16 on a GPU, else fp32.",
     )
-    eval_precision: PrecisionName = _option(
+    eval_precision: PrecisionName = option(
         "fp32", "Precision", "Precision of validation and test.", changes_training=False
     )
-    fp32_modules: list[str] = _option(
+    fp32_modules: list[str] = option(
         [],
         "Precision",
         "Modules that run in fp32 whatever the precision: patterns of module names (`*.norm`), or of "
         "class names (`type:LayerNorm`).",
     )
-    float32_precision: Literal["ieee", "tf32"] = _option(
+    float32_precision: Literal["ieee", "tf32"] = option(
         "ieee",
         "Precision",
         "What fp32 means in matrix products and convolutions on a GPU. Modules in `fp32_modules` always use `ieee`.",
     )
-    init_scale: float = _option(65536.0, "Loss scale (fp16)", "Loss scale at the start.", _POSITIVE)
-    growth_factor: float = _option(
+    init_scale: float = option(65536.0, "Loss scale (fp16)", "Loss scale at the start.", POSITIVE)
+    growth_factor: float = option(
         2.0,
         "Loss scale (fp16)",
         "Factor on the scale after `growth_interval` updates without overflow.",
-        _ABOVE_ONE,
+        ABOVE_ONE,
     )
-    backoff_factor: float = _option(0.5, "Loss scale (fp16)", "Factor on the scale after an overflow.", _FRACTION)
-    growth_interval: int = _option(
-        2000, "Loss scale (fp16)", "Updates in a row without overflow before the scale grows.", _AT_LEAST_ONE
+    backoff_factor: float = option(0.5, "Loss scale (fp16)", "Factor on the scale after an overflow.", FRACTION)
+    growth_interval: int = option(
+        2000, "Loss scale (fp16)", "Updates in a row without overflow before the scale grows.", AT_LEAST_ONE
     )
-    min_scale: float = _option(1.0, "Loss scale (fp16)", "Floor of the loss scale; at most `init_scale`.", _POSITIVE)
-    max_grad_norm: float = _option(
+    min_scale: float = option(1.0, "Loss scale (fp16)", "Floor of the loss scale; at most `init_scale`.", POSITIVE)
+    max_grad_norm: float = option(
         5.0,
         "Optimization",
         "Bound on the L2 norm of each optimizer's gradients. 0 or less: no clipping.",
-        _ANY_NUMBER,
+        ANY_NUMBER,
     )
-    grad_accumulation_factor: int = _option(1, "Optimization", "Batches per update.", _AT_LEAST_ONE)
-    nonfinite_patience: int = _option(
+    grad_accumulation_factor: int = option(1, "Optimization", "Batches per update.", AT_LEAST_ONE)
+    nonfinite_patience: int = option(
         3,
         "Optimization",
         "Nonfinite updates in a row that end the run (in fp16 only those at the scale's floor count).",
-        _AT_LEAST_ONE,
+        AT_LEAST_ONE,
     )
-    locate_nonfinite: bool = _option(
+    locate_nonfinite: bool = option(
         True,
         "Optimization",
         "Take a step that went nonfinite again to say where the value was born, and keep it for `amp-recipes replay`. "
         "`false`: nothing is noted for it.",
         changes_training=False,
     )
-    optimizer_step_limit: int | None = _option(
-        None, "Optimization", "Updates after which training stops, over all epochs.", _AT_LEAST_ONE
+    optimizer_step_limit: int | None = option(
+        None, "Optimization", "Updates after which training stops, over all epochs.", AT_LEAST_ONE
     )
-    lr_scheduler_interval: Literal["step", "epoch"] = _option(
+    lr_scheduler_interval: Literal["step", "epoch"] = option(
         "step", "Optimization", "When the hparam `lr_scheduler` advances: after each update or each epoch."
     )
-    ema_decay: float | None = _option(
+    ema_decay: float | None = option(
         None,
         "Optimization",
         "Decay per update of an exponential moving average of the weights. Absent: no average.",
-        _FRACTION,
+        FRACTION,
     )
-    on_spike: Literal["off", "lower_lr", "wider_precision"] = _option(
+    on_spike: Literal["off", "lower_lr", "wider_precision"] = option(
         "off",
         "Spikes",
         "What to do when the loss or a gradient norm leaves its band: go back to the last good checkpoint, and on from "
         "there with lower learning rates, or in fp32. Needs `output_folder`; how far it goes back depends on "
         "`ckpt_interval_steps`.",
     )
-    spike_factor: float = _option(
+    spike_factor: float = option(
         8.0,
         "Spikes",
         "The band ends this many spreads above the median (spread: 1.4826 MAD of the logarithms; at least 0.05 for the "
         "loss, 0.25 for a norm).",
-        _POSITIVE,
+        POSITIVE,
     )
-    spike_window: int = _option(
-        100, "Spikes", "Updates that make the band; before there are so many, nothing is a spike.", _AT_LEAST_FOUR
+    spike_window: int = option(
+        100, "Spikes", "Updates that make the band; before there are so many, nothing is a spike.", AT_LEAST_FOUR
     )
-    spike_patience: int = _option(1, "Spikes", "Updates in a row outside the band that make a spike.", _AT_LEAST_ONE)
-    spike_steps: int = _option(
+    spike_patience: int = option(1, "Spikes", "Updates in a row outside the band that make a spike.", AT_LEAST_ONE)
+    spike_steps: int = option(
         100,
         "Spikes",
         "Updates after the checkpoint that run with lower learning rates or in fp32; at least to one past that which "
         "spiked.",
-        _AT_LEAST_ONE,
+        AT_LEAST_ONE,
     )
-    spike_lr_factor: float = _option(0.1, "Spikes", "Factor on learning rates under `lower_lr`.", _FRACTION)
-    spike_limit: int = _option(
-        10, "Spikes", "How often the run goes back at most; later spikes are warned about and counted.", _AT_LEAST_ONE
+    spike_lr_factor: float = option(0.1, "Spikes", "Factor on learning rates under `lower_lr`.", FRACTION)
+    spike_limit: int = option(
+        10, "Spikes", "How often the run goes back at most; later spikes are warned about and counted.", AT_LEAST_ONE
     )
-    early_stop_metric: str | None = _option(
+    early_stop_metric: str | None = option(
         None,
         "Early stopping",
         "Metric to watch: one that `on_stage_end` returned for validation, or `loss`. Absent: no early stop.",
     )
-    early_stop_mode: Literal["min", "max"] = _option(
+    early_stop_mode: Literal["min", "max"] = option(
         "min", "Early stopping", "Whether the metric is better when smaller or larger."
     )
-    early_stop_patience: int | None = _option(
+    early_stop_patience: int | None = option(
         5,
         "Early stopping",
         "Epochs in a row without a better value that end training. `null`: none do, and the metric only chooses the "
         "best checkpoint.",
-        _AT_LEAST_ONE,
+        AT_LEAST_ONE,
     )
-    seed: int | None = _option(
+    seed: int | None = option(
         None,
         "Randomness",
         "Seeds Python, NumPy and torch before the YAML instantiates anything. Absent: nothing is seeded.",
-        _SEED,
+        SEED,
     )
-    deterministic: bool = _option(
+    deterministic: bool = option(
         False, "Randomness", "Use deterministic algorithms only; an operation that has none raises."
     )
-    debug: bool = _option(False, "Trying out", "Run a few batches only: `debug_epochs` epochs of `debug_batches`.")
-    debug_batches: int = _option(2, "Trying out", "Batches per stage under `debug`.", _AT_LEAST_ONE)
-    debug_epochs: int = _option(2, "Trying out", "Epochs under `debug`.", _AT_LEAST_ONE)
-    overfit_batches: int = _option(
+    debug: bool = option(False, "Trying out", "Run a few batches only: `debug_epochs` epochs of `debug_batches`.")
+    debug_batches: int = option(2, "Trying out", "Batches per stage under `debug`.", AT_LEAST_ONE)
+    debug_epochs: int = option(2, "Trying out", "Epochs under `debug`.", AT_LEAST_ONE)
+    overfit_batches: int = option(
         0,
         "Trying out",
         "Train and validate on the first n batches only. 0: off.",
-        _AT_LEAST_ZERO,
+        AT_LEAST_ZERO,
         changes_training=True,
     )
-    test_only: bool = _option(False, "Trying out", "Skip training; evaluate only.")
-    output_folder: str | None = _option(
+    test_only: bool = option(False, "Trying out", "Skip training; evaluate only.")
+    output_folder: str | None = option(
         None, "Output", "Folder for logs, metrics and checkpoints. Absent: nothing is written."
     )
-    log_interval_steps: int = _option(10, "Output", "Updates between refreshes of progress and log.", _AT_LEAST_ONE)
-    noprogressbar: bool = _option(False, "Output", "Show no progress bar.")
-    ckpt_interval_minutes: float = _option(
-        0.0, "Checkpoints", "Minutes between checkpoints inside an epoch. 0: off.", _AT_LEAST_ZERO
+    log_interval_steps: int = option(10, "Output", "Updates between refreshes of progress and log.", AT_LEAST_ONE)
+    noprogressbar: bool = option(False, "Output", "Show no progress bar.")
+    ckpt_interval_minutes: float = option(
+        0.0, "Checkpoints", "Minutes between checkpoints inside an epoch. 0: off.", AT_LEAST_ZERO
     )
-    ckpt_interval_steps: int = _option(
-        0, "Checkpoints", "Updates between checkpoints inside an epoch. 0: off.", _AT_LEAST_ZERO
+    ckpt_interval_steps: int = option(
+        0, "Checkpoints", "Updates between checkpoints inside an epoch. 0: off.", AT_LEAST_ZERO
     )
-    ckpt_background: bool = _option(
+    ckpt_background: bool = option(
         True,
         "Checkpoints",
         "Copy the state to host memory and write it while training goes on. `false`: training waits for the disk.",
     )
-    resume: Literal["auto", "never", "must"] = _option(
+    resume: Literal["auto", "never", "must"] = option(
         "auto",
         "Checkpoints",
         "`auto`: go on from the newest checkpoint of the output folder, if there is one; `must`: end with an error if "
         "there is none; `never`: set the old checkpoints aside and start afresh.",
     )
-    init_from: str | None = _option(
+    init_from: str | None = option(
         None,
         "Checkpoints",
         "Begin with the weights of another run: its output folder (its best checkpoint) or one of its `CKPT+` folders. "
         "A run that resumes does not look at it.",
     )
-    accept_changes: bool = _option(
+    accept_changes: bool = option(
         False, "Checkpoints", "Resume although settings differ from those that the run began with."
     )
-    device: str | None = _option(
+    device: str | None = option(
         None,
         "Devices and processes",
         "Where to run: `cpu`, `cuda`, `cuda:1`, `mps`. Absent: the best one.",
     )
-    strategy: Literal["ddp"] = _option("ddp", "Devices and processes", "How several processes share the model.")
-    distributed_backend: str | None = _option(
+    strategy: Literal["ddp", "fsdp"] = option(
+        "ddp",
+        "Devices and processes",
+        "How several processes share the model. `ddp`: each holds all of it; `fsdp`: each holds a part of every "
+        "parameter, gradient and optimizer state.",
+    )
+    distributed_backend: str | None = option(
         None, "Devices and processes", "Process group backend. Absent: what fits the device."
     )
-    find_unused_parameters: bool = _option(
+    distributed_timeout_minutes: float = option(
+        10.0,
+        "Devices and processes",
+        "Minutes that a process waits for the others before it ends with an error.",
+        POSITIVE,
+    )
+    find_unused_parameters: bool = option(
         False, "Devices and processes", "Let ddp handle parameters that a forward leaves unused; costs time."
+    )
+    static_graph: bool = option(
+        False, "Devices and processes", "Promise ddp that every step uses the same parameters in the same order."
+    )
+    gradient_compression: Literal["off", "bf16", "fp16"] = option(
+        "off",
+        "Devices and processes",
+        "Dtype in which ddp sends gradients: half the bytes, and they are rounded to it.",
+        changes_training=True,
+    )
+    sync_batchnorm: bool = option(
+        False,
+        "Devices and processes",
+        "BatchNorm over the batches of all processes together (on GPUs only).",
+        changes_training=True,
+    )
+    shard_modules: list[str] = option(
+        [],
+        "Devices and processes",
+        "Modules that fsdp gathers one at a time: patterns as for `fp32_modules`. Empty: the repeated blocks.",
+    )
+    shard_replicas: int = option(
+        1,
+        "Devices and processes",
+        "Groups of processes, each of which shards the model among its own and averages gradients with the others.",
+        AT_LEAST_ONE,
+    )
+    reshard_after_forward: bool = option(
+        True, "Devices and processes", "Let fsdp free gathered parameters after each forward, to gather them again."
+    )
+    cpu_offload: bool = option(
+        False, "Devices and processes", "Let fsdp keep parameters, gradients and optimizer state in host memory."
+    )
+    activation_checkpointing: list[str] = option(
+        [],
+        "Devices and processes",
+        "Modules whose forward is computed again in the backward instead of kept: patterns as for `fp32_modules`, or "
+        "`blocks` for the repeated blocks.",
+    )
+    tensor_parallel: int = option(
+        1,
+        "Devices and processes",
+        "Processes that share each layer as the key `tensor_parallel_plan` of the YAML says (pattern of module names: "
+        "`colwise` or `rowwise`).",
+        AT_LEAST_ONE,
     )
 
     def __init__(self, **options: Any) -> None:
@@ -299,7 +329,7 @@ class RunOptions(Mapping[str, Any]):
         return getattr(self, name)
 
     def __iter__(self) -> Iterator[str]:
-        return (option.name for option in fields(self))
+        return (declared.name for declared in fields(self))
 
     def __len__(self) -> int:
         return len(OPTION_NAMES)
@@ -309,7 +339,7 @@ class RunOptions(Mapping[str, Any]):
         return f"RunOptions({', '.join(explicit)})"
 
 
-OPTION_NAMES = frozenset(option.name for option in fields(RunOptions))
+OPTION_NAMES = frozenset(declared.name for declared in fields(RunOptions))
 OPTION_TYPES: dict[str, Any] = dict(sorted(get_type_hints(RunOptions).items()))
 _SCHEMA = OmegaConf.structured(RunOptions)  # to be copied: to make it anew takes four times as long
 OmegaConf.set_readonly(_SCHEMA, False)  # OmegaConf copies the flag of a frozen dataclass
@@ -318,8 +348,8 @@ OmegaConf.set_readonly(_SCHEMA, False)  # OmegaConf copies the flag of a frozen 
 def options_by_group() -> dict[str, list[Any]]:
     """The dataclass fields of `RunOptions` under their group's title, in the order of the class."""
     groups: dict[str, list[Any]] = {}
-    for option in fields(RunOptions):
-        groups.setdefault(option.metadata["group"], []).append(option)
+    for declared in fields(RunOptions):
+        groups.setdefault(declared.metadata["group"], []).append(declared)
     return groups
 
 
@@ -329,12 +359,12 @@ def options_table() -> str:
     tables = []
     for group, options in options_by_group().items():
         rows = [f"**{group}**", "", "| option | default | meaning |", "| --- | --- | --- |"]
-        for option in options:
-            meaning = option.metadata["help"].replace("|", "\\|")
-            if choices := option_choices(option.name):
+        for declared in options:
+            meaning = declared.metadata["help"].replace("|", "\\|")
+            if choices := option_choices(declared.name):
                 meaning = f"{meaning} One of {', '.join(f'`{choice}`' for choice in choices)}."
-            default = display(defaults[option.name])
-            rows.append(f"| `{option.name}` | {default and f'`{default}`'} | {meaning} |")
+            default = display(defaults[declared.name])
+            rows.append(f"| `{declared.name}` | {default and f'`{default}`'} | {meaning} |")
         tables.append("\n".join(rows))
     return "\n\n".join(tables) + "\n"
 
@@ -375,10 +405,10 @@ def validate_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         except (OmegaConfBaseException, ValueError):
             mistakes[name] = f"{name} is {_shown(value)}, but must be {_expected(name)}.{_nearest(name, value)}"
     values: dict[str, Any] = OmegaConf.to_container(schema, resolve=False)  # type: ignore[assignment]
-    for option in fields(RunOptions):
-        within, value = option.metadata["within"], values[option.name]
-        if option.name not in mistakes and within and value is not None and not within.holds(value):
-            mistakes[option.name] = f"{option.name} is {_shown(value)}, but must be {within.text}."
+    for declared in fields(RunOptions):
+        within, value = declared.metadata["within"], values[declared.name]
+        if declared.name not in mistakes and within and value is not None and not within.holds(value):
+            mistakes[declared.name] = f"{declared.name} is {_shown(value)}, but must be {within.text}."
     if not mistakes and values["min_scale"] > values["init_scale"]:
         floor, start = values["min_scale"], values["init_scale"]
         mistakes["min_scale"] = f"min_scale is {floor!r}, but must be at most init_scale ({start!r})."

@@ -47,6 +47,8 @@ class PrecisionPlan:
         self._dead_pins_reported = not self.pinned
         if self.pinned:
             logger.info("pinned to fp32: %s", ", ".join(self.pinned))
+        # Also those that a class pins itself, by decorating its forward.
+        self.fp32_modules = [*dict.fromkeys([*self.pinned, *decorated_modules(modules)])]
         self.float32_precision = _float32_precision(options.float32_precision, self.pinned, modules)
         set_float32_precision(self.float32_precision)
 

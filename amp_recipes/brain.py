@@ -108,7 +108,9 @@ class Brain(SpikeRecovery):
         self._plan.updates.buffers.watch()  # evaluation and hooks may have changed buffers
         try:
             with loader_faults(train_loader):
-                for window in windows(self._training_batches(train_loader), self.grad_accumulation_factor):
+                for window in self._in_step(
+                    windows(self._training_batches(train_loader), self.grad_accumulation_factor)
+                ):
                     self._fit_window(window)
                     if self._step_limit_reached():
                         break
@@ -125,33 +127,41 @@ class Brain(SpikeRecovery):
 
     def _fit_window(self, batches: Sequence[Any]) -> None:
         """One iteration: the batches whose gradients make one update."""
-        weights, samples = self._weigh(batches)
+        weights, samples = self._weigh(batches) if self._round is None else (self._round.weights, 0)
         self._ledger.open(weights, samples, self._before_step(batches))
         metrics = self._window_sums = StageMetrics()
         losses = self._take_batches(batches, weights)
+        if self._round is not None:
+            samples = self._round.samples
         self._plan.updates.update_scale()
         self._plan.updates.drop_losses()
         self._window_sums = None
-        self._ledger.end(losses, self.step, self._plain_losses, self._stepped_by_hand, metrics)
-        self._log.advance(len(batches), samples)
+        self._ledger.end(losses, self.step, self._plain_losses, self._stepped_by_hand, metrics, samples)
+        self._log.advance(len(losses), samples)
         self._plan.report_dead_pins()
         if self._own_fit_batch:
             self._plan.report_missing_context()
 
     def _take_batches(self, batches: Sequence[Any], weights: Sequence[float]) -> list[torch.Tensor]:
-        """`fit_batch` on each batch of a window; what it returned."""
+        """`fit_batch` on each batch of a window; what it returned.
+
+        weights: what each counts for; batches beyond them only keep up with other processes.
+        """
         self._stepped_by_hand = False
         self._window_size, self._window_weight = len(batches), sum(weights)
         losses = []
         try:
             for index, batch in enumerate(batches):
-                self.step += 1
+                self._counts = index < len(weights)
+                self.step += self._counts
                 self.should_step = index == len(batches) - 1
-                self._batch_weight = weights[index]
-                loss = self.fit_batch(self._to_device(batch))
-                losses.append(self._returned_loss(loss, "fit_batch") if self._own_fit_batch else loss)
+                self._batch_weight = weights[index] if self._counts else 0.0
+                with nullcontext() if self._counts else self._uncounted():
+                    loss = self.fit_batch(self._to_device(batch))
+                if self._counts:
+                    losses.append(self._returned_loss(loss, "fit_batch") if self._own_fit_batch else loss)
         finally:
-            self._window_size, self.should_step = 1, True
+            self._window_size, self.should_step, self._counts = 1, True, True
         return losses
 
     def _overrides(self, name: str) -> bool:
@@ -185,7 +195,10 @@ class Brain(SpikeRecovery):
         """
         self._check_names(names)
         chosen = [self.optimizers_dict[name] for name in names] or None
-        if self._window_size == 1:
+        if self._round is not None:
+            share, of = self._share_of_round(self._round)
+            self._plan.updates.backward(loss, share, of, chosen)
+        elif self._window_size == 1:
             self._plan.updates.backward(loss, optimizers=chosen)
         elif self._own_batch_weight:
             self._plan.updates.backward(loss, self._batch_weight, self._window_weight, chosen)
@@ -310,10 +323,13 @@ class Brain(SpikeRecovery):
         self._start_stage(stage, epoch, loader)
         averaged = self._ema.applied if self._ema is not None else nullcontext
         posted: deque[tuple[Ticket, float]] = deque()
-        with torch.no_grad(), averaged(), loader_faults(loader), suppress(LoadingStopped):
-            for batch in self._limited(loader):
-                if self._may_leave(stage):
-                    break
+        sharing = distributed.evaluating(self.modules)
+        with torch.no_grad(), averaged(), sharing, loader_faults(loader), suppress(LoadingStopped):
+            for batch, counts in self._to_evaluate(self._limited(loader), stage):
+                if not counts:
+                    with self._uncounted():
+                        self.evaluate_batch(self._to_device(batch), stage)
+                    continue
                 self.step += 1
                 weight = float(self.batch_weight(batch))
                 loss = self._returned_loss(self.evaluate_batch(self._to_device(batch), stage), "evaluate_batch")
@@ -431,7 +447,7 @@ class Brain(SpikeRecovery):
         self._log.start_stage(stage.name.lower(), epoch, batches, self.step, **so_far)
 
     def _end_stage(self, stage: Stage, epoch: int | None) -> float:
-        loss = distributed.mean(self._average.result, self._average.seen, self.device)
+        loss = distributed.mean(self._average.result, self._average.seen)
         if self._average.nonfinite and stage is not Stage.TRAIN:
             logger.warning(
                 "%s: the loss of %d of %d batches was not finite; they are left out of the average",

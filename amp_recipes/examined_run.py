@@ -41,7 +41,7 @@ _MOST_REPLAYS = 3
 _FEWEST_WINDOWS = 3  # of a diagnosis: two to search on, one held out
 # What a step moves on the Brain itself, beside what the recipe sets there.
 _OF_A_STEP = (
-    *("step", "should_step", "_stage", "_epoch", "_window_size", "_window_weight", "_batch_weight"),
+    *("step", "should_step", "_stage", "_epoch", "_window_size", "_window_weight", "_batch_weight", "_counts"),
     *("_stepped_by_hand", "_plan", "_ledger", "_log", "_ema", "training_ctx", "scaler", "_stage_so_far"),
     *("_sums", "_window_sums"),
     "checkpointer",

@@ -108,17 +108,19 @@ class Ledger:
         as_differentiated: bool,
         by_hand: bool = False,
         metrics: Any = None,
+        samples: int | None = None,
     ) -> None:
         """The open window's batches are done, with these losses (0-d).
 
         as_differentiated: each was handed to `backward` as it is; if one update took them all, it carries them to the
-        host. by_hand, metrics: see `Window`.
+        host. by_hand, metrics: see `Window`. samples: of all processes, where there are several.
         """
         window = self._windows[-1]
         window.metrics = metrics
+        window.samples = window.samples if samples is None else samples
         window.step, window.ended, window.by_hand = step, True, by_hand and not window.stepped
         if not (as_differentiated and window.differentiated == [len(losses)]):
-            vector = torch.stack(list(losses)) if len(losses) > 1 else losses[0]
+            vector = losses[0] if len(losses) == 1 else torch.stack(list(losses)) if losses else torch.empty(0)
             window.posted = self._host.post(vector.detach())
         if not window.pending and (window.posted is None or window.posted.known):
             self.settle()

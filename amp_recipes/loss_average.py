@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 
 class LossAverage:
@@ -40,3 +40,11 @@ class LossAverage:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Take a state that `state_dict` returned."""
         self.value, self.seen, self.nonfinite = state["value"], state["seen"], state["nonfinite"]
+
+
+def joined_averages(states: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The state of one average over all that several have seen."""
+    seen = math.fsum(it["seen"] for it in states)
+    total = math.fsum(it["value"] * it["seen"] for it in states)
+    nonfinite = sum(it["nonfinite"] for it in states)
+    return {"value": total / seen if seen > 0 else 0.0, "seen": seen, "nonfinite": nonfinite}

@@ -9,6 +9,8 @@ from typing import Any
 Moment = dict[str, Any]
 """Where the global generators (`random`) and those of loaders (`loaders`) are, and what the recipe remembers."""
 
+_EACH_ITS_OWN = ("step", "data", "stage_start", "now", "average", "metrics")  # of each process, in a checkpoint
+
 
 @dataclass(frozen=True)
 class Place:
@@ -28,7 +30,8 @@ class Position:
     """The place in the run: as a recoverable of the checkpoint, and what a resumed `fit` asks.
 
     read: returns the loop's own numbers as they are now (a dict of plain values, with `step` and `data`); write: takes
-    them back; moment: returns the present `Moment`, of what is drawn alone if its argument is false.
+    them back; moment: returns the present `Moment`, of what is drawn alone if its argument is false; gather: returns
+    what each process gives, by rank; choose: of the states of all processes that saved, the one to go on from here.
     fit: which of the process's calls of `fit` this is, from 1.
     epoch_loss_due: loss of an epoch whose end has not followed yet (its schedulers have not moved); None otherwise.
     """
@@ -38,10 +41,14 @@ class Position:
         read: Callable[[], dict[str, Any]],
         write: Callable[[Mapping[str, Any]], None],
         moment: Callable[[bool], Moment],
+        gather: Callable[[Any], list[Any]] = lambda own: [own],
+        choose: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda states: states[0],
     ) -> None:
         self._read = read
         self._write = write
         self._moment = moment
+        self._gather = gather
+        self._choose = choose
         self.start_afresh()
 
     def start_afresh(self) -> None:
@@ -117,9 +124,9 @@ class Position:
     # ------------------------------------------------------------------ as a recoverable
 
     def state_dict(self) -> dict[str, Any]:
-        """The loop's numbers and the place in the run."""
+        """The loop's numbers and the place in the run; `others`: what differs in the processes after the first."""
         now = self._stage_start if self._validating else self._moment(True)
-        return {
+        state = {
             **self._read(),
             "done": self._one_before_done if self._validating else self.done,
             "training": self._training,
@@ -128,9 +135,13 @@ class Position:
             "stage_start": self._stage_start,
             "now": now,
         }
+        first, *others = self._gather({name: state[name] for name in _EACH_ITS_OWN if name in state})
+        return {**state, **first, "others": others} if others else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state that `state_dict` returned."""
+        """Take a state that `state_dict` returned, also with another number of processes."""
+        others = state.get("others", [])
+        state = self._choose([dict(state), *({**state, **own} for own in others)])
         self._write(state)
         self.done = self._done_before = state["done"]
         self.epoch_loss_due = state["epoch_loss_due"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 from collections.abc import Mapping
@@ -44,6 +45,20 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     for kind in state.keys() - {"python", "numpy", "torch"}:
         _set_accelerators(kind, state[kind])
+
+
+def set_apart(number: int) -> None:
+    """Seed every global generator anew by what it would draw now and `number`, so that processes draw differently.
+
+    0: all stay as they are.
+    """
+    if number == 0:
+        return
+    drawn = int(torch.empty((), dtype=torch.int64).random_())
+    seed = int.from_bytes(hashlib.blake2b(f"{drawn}/{number}".encode(), digest_size=8).digest(), "little")
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _set_accelerators(kind: str, states: list[torch.Tensor]) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from amp_recipes import distributed
 from amp_recipes.checkpoint import best_checkpoint, load_weights, model_weights
 from amp_recipes.data import (
+    EpochLoader,
     batches_from,
     close_loader,
     generator_states,
@@ -22,9 +24,11 @@ from amp_recipes.data import (
 )
 from amp_recipes.errors import CheckpointError
 from amp_recipes.hooks import Stage
+from amp_recipes.loss_average import joined_averages
 from amp_recipes.position import Moment
-from amp_recipes.randomness import random_state, set_random_state
+from amp_recipes.randomness import random_state, set_apart, set_random_state
 from amp_recipes.run_data import RunData
+from amp_recipes.stage_metrics import joined_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -103,12 +107,17 @@ class ResumableRun(RunData):
         logger.info("begins with the weights of %s (epoch %s)", checkpoint.path, checkpoint.meta.get("epoch"))
 
     def _take_up(self, moment: Moment | None) -> None:
-        """Put the recipe's memory and the random generators where they were at that moment of the earlier process."""
-        if moment is not None:
+        """Put the recipe's memory and the random generators where they were at that moment of the earlier process.
+
+        None: there is none. Then processes part ways here: until now, all have drawn the same.
+        """
+        if moment is None and not self._trained:
+            set_apart(distributed.data_rank())
+        elif moment is not None:
             self._recipe_state.load_state_dict(moment["recipe"])
             for name, loader in self._loaders.items():
                 set_generator_states(loader, moment["loaders"].get(name, {}))
-            set_random_state(moment["random"])
+            self._set_random_state(moment["random"])
 
     def _training_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The epoch's batches that are left to train on."""
@@ -121,7 +130,7 @@ class ResumableRun(RunData):
         if reason:
             logger.warning("going on inside an epoch: %s", reason)
         # A loader without an order of its own takes it from the global generators, as it did when the epoch began.
-        set_random_state(place.stage_start["random"])
+        self._set_random_state(place.stage_start["random"])
         batches = batches_from(loader, place.step, place.data)
         self.step = getattr(loader, "batches_done", place.step)  # another number of processes makes others
         self._at_its_place = True
@@ -166,6 +175,26 @@ class ResumableRun(RunData):
             "patience": self._plan.patience.state_dict(),
         }
 
+    def _own_part(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """What this process goes on from, of the states of all processes that saved, by rank."""
+        rank, saved = distributed.rank(), len(states)
+        if saved == distributed.world_size():
+            own = states[rank]
+        else:
+            logger.warning("saved by %d processes, now %d: the data is shared anew", saved, distributed.world_size())
+            own = dict(states[min(rank, saved - 1)])
+            averages, metrics = [it["average"] for it in states], [it["metrics"] for it in states]
+            # What all have added up so far is one process's from here on: sums are over all of them.
+            own["average"] = joined_averages(averages if rank == 0 else [])
+            own["metrics"] = joined_metrics(metrics if rank == 0 else [])
+            self._apart = rank if rank >= saved else 0
+        # A loader of the framework's tells the place of all processes together.
+        return {**own, "data": states[0]["data"]} if isinstance(self._loaders.get("train"), EpochLoader) else own
+
+    def _set_random_state(self, state: Mapping[str, Any]) -> None:
+        set_random_state(state)
+        set_apart(self._apart)
+
     def _take_numbers(self, state: Mapping[str, Any]) -> None:
         self._optimizer_step, self._skipped_steps = state["optimizer_step"], state["skipped_steps"]
         self._train_average.load_state_dict(state["average"])
@@ -194,15 +223,23 @@ class ResumableRun(RunData):
 
     def _after_window(self, epoch: int) -> None:
         """Between two updates: save if it is time, and leave if a signal asks."""
-        due = self._checkpoints.due(self.ckpt_interval_steps, self.ckpt_interval_minutes)
-        if self._interrupts.requested:
+        this = self._round
+        clock_due = self._clock_due() if this is None else this.clock_due
+        due = self._checkpoints.due(self.ckpt_interval_steps, clock_due)
+        if self._asked_to_end(self._signal if this is None else this.signal):
             self._save_and_leave(epoch)
         if due:
             self._save_inside_epoch(epoch)
 
+    def _clock_due(self) -> bool:
+        return self._checkpoints.clock_due(self.ckpt_interval_minutes)
+
     def _may_leave(self, stage: Stage) -> bool:
-        """Whether a signal asks the run to end, and it stands where it can: not between the batches of a window."""
-        if not self._interrupts.requested:
+        """Whether a signal asks the run to end, and it stands where it can: not between the batches of a window.
+
+        Of several processes none leaves by itself.
+        """
+        if not self._interrupts.requested or distributed.initialized():
             return False
         if stage is Stage.TRAIN:
             return self._at_its_place and self.grad_accumulation_factor == 1
@@ -238,11 +275,12 @@ class ResumableRun(RunData):
                 yield
                 with self._interrupts.saving():
                     self._checkpoints.finish()
-                if self._interrupts.requested:  # it came after the last step: all is saved
+                # It came after the last step: all is saved.
+                if self._asked_to_end(max(distributed.gather(self._signal))):
                     self._interrupts.leave("training is over and saved")
         except BaseException:
-            with suppress(CheckpointError):  # the first exception is the one to raise
-                self._checkpoints.wait()
+            with suppress(CheckpointError):  # the first exception is the one to raise; others may not have any
+                self._checkpoints.wait(alone=True)
             # Whoever catches it and calls `fit` again goes on with this one.
             self._fits -= 1
             self._checkpoints.resume_again()

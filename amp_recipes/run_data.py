@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, repeat
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
 from amp_recipes import distributed
-from amp_recipes.data import as_batches, batch_length, length, make_loader, to_device
+from amp_recipes.data import as_batches, batch_length, length, make_loader, reads_all, to_device
 from amp_recipes.errors import ConfigError, DataError
 from amp_recipes.hooks import Stage
+from amp_recipes.rounds import Round
 from amp_recipes.run_report import RunReport
+from amp_recipes.stage_metrics import StageMetrics
+
+logger = logging.getLogger(__name__)
 
 _UPDATES_OF_A_DIAGNOSIS = 1000
 _SET_NAMES = {Stage.TRAIN: "Training set", Stage.VALID: "Validation set", Stage.TEST: "Test set"}
@@ -37,8 +44,8 @@ class RunData(RunReport):
             seed=self.seed or 0,
             device=self.device,
             name=_SET_NAMES[stage],
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
+            rank=distributed.data_rank(),
+            world_size=distributed.data_world_size(),
             **loader_kwargs,
         )
 
@@ -64,6 +71,7 @@ class RunData(RunReport):
         batches = as_batches(data, _SET_NAMES[stage], loader_kwargs, make)
         if length(batches) == 0:
             raise DataError(f"{_SET_NAMES[stage]} is empty: its {type(data).__name__} holds no batch.")
+        self._warn_of_repeated_reading(batches, stage)
         if getattr(batches, "num_workers", 0) and hasattr(batches, "stop"):  # a signal need not wait for a slow batch
             batches.stop = functools.partial(self._may_leave, stage)
         return batches
@@ -77,3 +85,104 @@ class RunData(RunReport):
         if self._own_batch_weight:  # nothing to wait for: they are not on the device yet
             weights = [float(self.batch_weight(batch)) for batch in batches]
         return weights, sum(lengths)
+
+    def _warn_of_repeated_reading(self, batches: Iterable[Any], stage: Stage) -> None:
+        """Say so where every process would read the same batches."""
+        if distributed.data_world_size() > 1 and reads_all(batches):
+            logger.warning(
+                "%s is a DataLoader that knows nothing of processes: each of the %d reads all of it. Give the Dataset "
+                "itself, of which each reads its own part, or a sampler with a rank (DistributedSampler).",
+                _SET_NAMES[stage],
+                distributed.data_world_size(),
+            )
+
+    # ------------------------------------------------------------------ in step with other processes
+
+    def _in_step(self, windows: Iterable[list[Any]]) -> Iterator[list[Any]]:
+        """The windows of this process, each at the same time as those of the others.
+
+        Where the data of this one ends first, it takes its last batch again, which then counts for nothing, until all
+        have come to their end: so nobody waits for it for ever, and no sample counts twice.
+        """
+        if not distributed.initialized():
+            yield from windows
+            return
+        sharded, last = distributed.is_sharded(self.modules), None
+        try:
+            for batches in chain(windows, repeat([])):
+                self._round = Round(*self._weigh(batches), self._signal, self._clock_due())
+                # A sharded model is gathered in every forward, so that all need as many; else only one that has come to
+                # its end needs to know.
+                if not batches or sharded:
+                    missing = self._round.most_batches - len(batches)
+                    if not batches and not missing:
+                        return
+                    batches = batches + [self._again(batches[-1] if batches else last)] * missing
+                last = batches[-1]
+                yield batches
+        finally:
+            self._round = None
+
+    def _to_evaluate(self, batches: Iterable[Any], stage: Stage) -> Iterator[tuple[Any, bool]]:
+        """The batches, each with whether it counts; ends early if a signal asks.
+
+        All processes go on until none has a batch left. One whose data is over takes its last batch again where the
+        model is sharded and the others gather it, and just waits where it is not.
+        """
+        if not distributed.initialized():
+            for batch in batches:
+                if self._may_leave(stage):
+                    return
+                yield batch, True
+            return
+        heeded = stage is Stage.VALID or not self._in_fit
+        source, last, nothing = iter(batches), None, object()
+        while True:
+            batch = next(source, nothing)
+            counts = batch is not nothing
+            poll = distributed.Poll([counts, self._signal if heeded else 0])
+            if counts:
+                last = batch
+                yield batch, True  # the answers arrive meanwhile
+            heard = poll.read()
+            if self._asked_to_end(max(int(signal) for _, signal in heard)) or not any(some for some, _ in heard):
+                return
+            if not counts and distributed.is_sharded(self.modules):
+                yield self._again(last), False
+
+    def _again(self, batch: Any) -> Any:
+        if batch is None:
+            raise DataError(
+                f"{_SET_NAMES[self._stage]}: process {distributed.rank()} of {distributed.world_size()} has no batch: "
+                "there are fewer samples than processes. Use fewer processes, or more data."
+            )
+        return batch
+
+    def _share_of_round(self, this: Round) -> tuple[float, float]:
+        """What the batch at hand counts for in the windows of all processes, and what these count for.
+
+        As if one process accumulated the batches of all: over their mean, since gradients are averaged.
+        """
+        if self._own_batch_weight:
+            return self._batch_weight, this.weight
+        return float(self._counts), this.batches
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Within it, what `add_metric` is given is dropped."""
+        sums, self._sums = self._sums, StageMetrics()
+        window_sums, self._window_sums = self._window_sums, None
+        try:
+            yield
+        finally:
+            self._sums, self._window_sums = sums, window_sums
+
+    @property
+    def _signal(self) -> int:
+        return self._interrupts.requested or 0
+
+    def _asked_to_end(self, signal: int) -> bool:
+        """Whether a signal, which any process may have been sent, asks all of them to end."""
+        if signal:
+            self._interrupts.requested = signal
+        return signal != 0

@@ -53,6 +53,14 @@ class RunReport(RunSetup):
         sums = self._sums if self._window_sums is None else self._window_sums
         sums.add(name, total, count)
 
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every process, in the order of their ranks; of one process, a list of its own.
+
+        For figures that no ratio of sums gives, such as a macro F1 over all predictions. Every process must call it, at
+        the same point; `value` is pickled on the way (tensors are best moved to the CPU first).
+        """
+        return distributed.gather(value)
+
     @property
     def stage_seconds(self) -> float:
         """Seconds that the running stage has taken so far; also those before an interruption."""

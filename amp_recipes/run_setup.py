@@ -48,6 +48,7 @@ from amp_recipes.position import Position
 from amp_recipes.precision import PrecisionPlan, check_optimizers
 from amp_recipes.recipe_state import RecipeState
 from amp_recipes.records import Logger, RunSummary, WatchedSummary
+from amp_recipes.rounds import Round
 from amp_recipes.run_files import refuse_link
 from amp_recipes.schedulers import Schedulers
 from amp_recipes.transient_buffers import TransientBuffers
@@ -59,7 +60,7 @@ class RunSetup(Hooks):
     """Base of `Brain`: builds the collaborators of the loop.
 
     The loop itself, with what follows from updates (`_on_update`, `_on_window`), and `_overrides` are Brain's; what
-    goes into checkpoints and comes back (`_numbers`, `_take_numbers`, `_moment`) is `ResumableRun`'s.
+    goes into checkpoints and comes back (`_numbers`, `_take_numbers`, `_moment`, `_own_part`) is `ResumableRun`'s.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class RunSetup(Hooks):
         self.opt_class = opt_class
         self.device = distributed.pick_device(self.run_opts.device)
         self.distributed_launch = distributed.launched()
-        distributed.start(self.device, self.distributed_backend)
+        distributed.start(self.device, self.distributed_backend, self.distributed_timeout_minutes, self.tensor_parallel)
         if not self.noprogressbar:
             show_notices()
         self.modules = nn.ModuleDict(dict(modules or {})).to(self.device)
@@ -115,6 +116,8 @@ class RunSetup(Hooks):
         self._optimizer_step = self._skipped_steps = 0
         self._average = self._train_average = LossAverage()
         self._window_size, self._window_weight, self._batch_weight = 1, 1.0, 1.0
+        self._counts = True  # the batch at hand counts; another only keeps up with other processes
+        self._round: Round | None = None  # of several processes: what they have in the window under way
         self._ledger = Ledger(self.device, self._on_update, self._on_window)
         self._host = HostCopy(self.device)
         self._schedulers = Schedulers(None, {}, self.lr_scheduler_interval)
@@ -127,6 +130,7 @@ class RunSetup(Hooks):
         self._in_fit = False
         self._goes_back = False  # a fit may go back to an earlier checkpoint
         self._fits = 0
+        self._apart = 0  # not 0: this process draws from a state that another one saved
         self._at_its_place = False  # the epoch's loader gives the next batch to train on
         self._stepped_by_hand = False
         self.nonfinite_count = 0  # for recipes that count in a `fit_batch` of their own, as the original Brain does
@@ -160,7 +164,7 @@ class RunSetup(Hooks):
             ensure_experiment_directory(folder, hparams, options)
 
     def _set_up_checkpoints(self, checkpointer: Checkpointer | None) -> None:
-        writes = distributed.is_main_process() and self.run_opts.purpose.action == "train"
+        writes = self.run_opts.purpose.action == "train"
         folder = None if self.output_folder is None or self.debug else Path(self.output_folder) / "save"
         if folder is not None and self.run_opts.purpose.action != "train" and not folder.is_dir():
             folder = None  # only looked at
@@ -182,7 +186,7 @@ class RunSetup(Hooks):
                 self._checkpoints.register("hooked_modules", hooked)
         self._checkpoints.register("transient_buffers", self._transient_buffers)
         self._checkpoints.register("gradients", self._gradients)
-        self._position = Position(self._numbers, self._take_numbers, self._moment)
+        self._position = Position(self._numbers, self._take_numbers, self._moment, distributed.gather, self._own_part)
         self._checkpoints.register("brain", self._position)
         if self._ema is not None:
             self._checkpoints.register("ema", self._ema)

@@ -50,7 +50,7 @@ class SpikeRecovery(ExaminedRun):
         self._spikes: SpikeWatch | None = None
         self._lowered_rates = LoweredRates(self.spike_lr_factor)
         self._norms: list[tuple[str, float]] = []  # of the window that settles now
-        self._unjudged: list[tuple[float, list[tuple[str, float]], str, int]] = []
+        self._unjudged: list[tuple[float, float, tuple[Any, ...]]] = []  # loss, its weight, what else was heard
         self._out_of_patience: NonfiniteError | None = None
         self._going_back = False
         self._data_at_first: dict[str, Any] = {}
@@ -218,11 +218,12 @@ class SpikeRecovery(ExaminedRun):
         norms, self._norms = self._norms, []
         self._on_window(window)
         if window.taken:
-            heard = self._loss_of(window), norms, self._where(window.step), self._optimizer_step
+            heard = norms, self._where(window.step), self._optimizer_step
             if distributed.initialized():
-                self._unjudged.append(heard)
+                weight = sum(window.weights) if self._own_batch_weight else len(window.weights)
+                self._unjudged.append((self._loss_of(window), float(weight), heard))
             else:
-                self._judge(*heard)
+                self._judge(self._loss_of(window), *heard)
 
     def _judge(self, loss: float, norms: list[tuple[str, float]], where: str, update: int) -> None:
         self._spikes.observe(loss, norms, where, update)
@@ -245,11 +246,8 @@ class SpikeRecovery(ExaminedRun):
             return
         if distributed.initialized():
             self._ledger.settle()
-            for loss, norms, where, update in self._unjudged:
-                loss, *values = distributed.means([loss, *(norm for _, norm in norms)], self.device)
-                self._judge(
-                    loss, [(name, value) for (name, _), value in zip(norms, values, strict=True)], where, update
-                )
+            for loss, weight, heard in self._unjudged:  # norms are of averaged gradients: the same everywhere
+                self._judge(distributed.mean(loss, weight), *heard)
             self._unjudged.clear()
         self._act()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,16 @@ class StageMetrics:
 def ratios(sums: Mapping[str, Sums]) -> dict[str, float]:
     """total / count of each; NaN where nothing was counted."""
     return {name: total / count if count else math.nan for name, (total, count, _) in sums.items()}
+
+
+def joined_metrics(states: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
+    """The state of one `StageMetrics` that has added up all that several have."""
+    joined = StageMetrics()
+    for state in states:
+        one = StageMetrics()
+        one.load_state_dict(state)
+        joined.merge(one)
+    return joined.state_dict()
 
 
 def _summed(value: Any) -> float | Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -52,7 +53,9 @@ def in_processes(function: Callable[..., Any], count: int, *args: Any, timeout_s
 
 def _answer(pipe: connection.Connection, timeout_seconds: float) -> tuple[str | None, Any]:
     try:
-        return pipe.recv() if pipe.poll(timeout_seconds) else (f"no answer after {timeout_seconds:g} s", None)
+        if not pipe.poll(timeout_seconds):
+            return f"no answer after {timeout_seconds:g} s", None
+        return pickle.loads(pipe.recv_bytes())
     except EOFError:
         return "ended without an answer", None
 
@@ -70,9 +73,10 @@ def _work(
         timeout=timedelta(seconds=timeout_seconds),
     )
     try:
-        pipe.send((None, function(rank, *args)))
+        # Pickled here: the pipe's own way to send a tensor shares memory with a process that may have ended by then.
+        pipe.send_bytes(pickle.dumps((None, function(rank, *args))))
     except BaseException:
-        pipe.send((traceback.format_exc(), None))
+        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
     else:
         with contextlib.suppress(RuntimeError):  # another one has failed, and says so
             torch.distributed.barrier()

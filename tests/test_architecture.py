@@ -32,6 +32,7 @@ LAYERS = {
     "config": 1,
     "checkpoint": 1,
     "data": 1,
+    "rounds": 1,
     "loggers": 2,
     "numerics": 2,
     "report": 2,

@@ -64,7 +64,7 @@ def taken(count, batch_size, world_size, start=0, drop_last=False, kind="list"):
         got = list(rank_batches(kinds[kind](range(count)), start, batch_size, drop_last, rank, world_size))
         ranks.append([list(batch) for batch, _ in got])
         positions.append([done for _, done in got])
-    assert all(it == positions[0] for it in positions)
+    assert all(it == positions[0][: len(it)] for it in positions)  # the last ones may be without a last batch
     return ranks, positions[0]
 
 
@@ -73,18 +73,12 @@ def taken(count, batch_size, world_size, start=0, drop_last=False, kind="list"):
 @pytest.mark.parametrize("kind", ["list", "range", "tensor", "iterator"])
 def test_ranks_share_an_epoch(count, world_size, kind):
     ranks, positions = taken(count, 4, world_size, kind=kind)
-    assert len({len(batches) for batches in ranks}) == 1
     step = 4 * world_size
     assert positions == [min(count, done) for done in range(step, count + step, step)]
     for at in range(len(positions)):
-        together = [index for batches in ranks for index in batches[at]]
-        expected = list(range(at * step, positions[at]))
-        if len(expected) >= world_size:
-            assert together == expected  # every sample once, none twice
-        else:
-            assert set(together) == set(expected)
-            assert len(together) == world_size  # repeated, so that each rank has a batch
-        sizes = [len(batches[at]) for batches in ranks]
+        together = [index for batches in ranks for index in (batches[at] if at < len(batches) else [])]
+        assert together == list(range(at * step, positions[at]))  # every sample once, none twice
+        sizes = [len(batches[at]) if at < len(batches) else 0 for batches in ranks]
         assert max(sizes) - min(sizes) <= 1
         assert max(sizes) <= 4
 
@@ -111,14 +105,14 @@ def test_an_endless_order_is_taken_as_it_is_asked_for():
 
 def test_shares_hold_neighbours():
     assert [share([1, 2, 3, 4, 5], rank, 2) for rank in range(2)] == [[1, 2], [3, 4, 5]]
-    assert [share([1], rank, 3) for rank in range(3)] == [[1], [1], [1]]
+    assert [share([1], rank, 3) for rank in range(3)] == [[1], [], []]
 
 
 def test_batches_are_halved_until_each_rank_has_one():
     assert spread([[1, 2, 3, 4, 5]], 2) == [[1, 2, 3], [4, 5]]
     assert spread([[1, 2, 3, 4, 5], [6]], 4) == [[1, 2], [3], [4, 5], [6]]
-    assert spread([[1], [2]], 3) == [[1], [2], [1]]
-    assert spread([[1]], 5) == [[1]] * 5
+    assert spread([[1], [2]], 3) == [[1], [2]]
+    assert spread([[1]], 5) == [[1]]
     assert spread([[1], [2]], 2) == [[1], [2]]
 
 

@@ -102,6 +102,11 @@ class CheckpointKeeper:
         self._save(meta, partial(self._prune, deletes=self.deletes, **best), at_end=True)
 
     def _save(self, meta: Mapping[str, Any], then: Callable[[Checkpoint], object], at_end: bool) -> None:
+        if not distributed.is_main_process():
+            for it in self.recoverables:
+                it.state_dict()
+            self._note_save()
+            return
         self._save_again = (lambda: then(self.checkpointer.save_checkpoint(meta))) if at_end else None
         if self._background:
             self.checkpointer.start_saving(meta, then)
@@ -109,13 +114,16 @@ class CheckpointKeeper:
             then(self.checkpointer.save_checkpoint(meta))
         self._note_save()
 
-    def due(self, interval_steps: int, interval_minutes: float) -> bool:
-        """Whether to save inside the epoch; to be asked once after each update. 0: that interval is off."""
+    def clock_due(self, interval_minutes: float) -> bool:
+        """Whether so many minutes have gone by since the last save. 0: that interval is off."""
+        return self.saves and 0 < interval_minutes <= (time.monotonic() - self._last_save) / 60
+
+    def due(self, interval_steps: int, clock_due: bool) -> bool:
+        """Whether to save inside the epoch; to be asked once after each update. 0 steps: that interval is off."""
         if not self.saves:
             return False
         self.updates_since_save += 1
-        minutes = (time.monotonic() - self._last_save) / 60
-        return 0 < interval_steps <= self.updates_since_save or 0 < interval_minutes <= minutes
+        return clock_due or 0 < interval_steps <= self.updates_since_save
 
     def save_inside_epoch(self, meta: Mapping[str, Any]) -> None:
         """Save, beside whatever is kept; of those saved inside an epoch only what is among the two newest stays."""
@@ -132,7 +140,7 @@ class CheckpointKeeper:
             if checkpoint.meta.get(INSIDE_EPOCH):
                 self.checkpointer.delete_checkpoint(checkpoint)
 
-    def wait(self) -> None:
+    def wait(self, alone: bool = False) -> None:
         """Return when everything is on the disk; raises CheckpointError if it could not be written."""
         if self.checkpointer is not None:
             self.checkpointer.wait()

@@ -4,7 +4,7 @@ from amp_recipes.data.batches import as_batches, length, windows
 from amp_recipes.data.buckets import DynamicBatches, LengthBuckets
 from amp_recipes.data.epoch_loader import EpochLoader
 from amp_recipes.data.loader_faults import loader_faults
-from amp_recipes.data.loaders import close_loader, make_loader, set_epoch
+from amp_recipes.data.loaders import close_loader, make_loader, reads_all, set_epoch
 from amp_recipes.data.moving import batch_length, to_device
 from amp_recipes.data.place import (
     batches_from,
@@ -37,6 +37,7 @@ __all__ = [
     "loader_faults",
     "loader_state",
     "make_loader",
+    "reads_all",
     "replay_reason",
     "set_epoch",
     "set_generator_states",

@@ -69,6 +69,15 @@ def make_loader(
     return _checked(loader, name)
 
 
+def reads_all(loader: Any) -> bool:
+    """Whether `loader` gives every process all samples: a DataLoader over a data set whose samplers have no rank."""
+    if not isinstance(loader, DataLoader) or isinstance(loader, (EpochLoader, StreamLoader)):
+        return False
+    samplers = (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    ranked = any(hasattr(it, name) for it in samplers for name in ("num_replicas", "rank"))
+    return not isinstance(loader.dataset, IterableDataset) and not ranked
+
+
 def close_loader(loader: Any) -> None:
     """End the workers of a loader that `make_loader` made, also of a pass that is not over; nothing for others.
 

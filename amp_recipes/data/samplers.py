@@ -65,24 +65,26 @@ def rank_batches(
         if drop_last and len(samples) < step:
             return
         done += len(samples)
-        yield share(samples, rank, world_size), done
+        if own := share(samples, rank, world_size):
+            yield own, done
 
 
 def share(samples: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
     """This rank's part of one step's samples: neighbours, and at most one more than any other rank's.
 
-    Fewer samples than ranks: some are repeated, because a rank without a batch would keep the others waiting.
+    Fewer samples than ranks: the first ranks have one each, the others none.
     """
     count = len(samples)
     if count < world_size:
-        return [samples[rank % count]]
+        return samples[rank : rank + 1]
     return samples[count * rank // world_size : count * (rank + 1) // world_size]
 
 
 def rank_groups(batches: Iterable[Any], start: int, rank: int, world_size: int) -> Iterator[tuple[Any, int]]:
     """As `rank_batches`, of batches that a batch sampler made: a step takes the next `world_size` of them.
 
-    Where fewer are left, the largest are halved until there is one for each rank; single samples are repeated.
+    Where fewer are left, the largest are halved until there is one for each rank; of fewer samples than ranks the last
+    ranks get none.
     """
     source = iter(batches)
     done = 0
@@ -93,19 +95,20 @@ def rank_groups(batches: Iterable[Any], start: int, rank: int, world_size: int) 
         done += count_of(batch)
     while group := list(islice(source, world_size)):
         done += sum(map(count_of, group))
-        yield spread(group, world_size)[rank], done
+        batches_of_ranks = spread(group, world_size)
+        if rank < len(batches_of_ranks):
+            yield batches_of_ranks[rank], done
 
 
 def spread(batches: list[Any], world_size: int) -> list[Any]:
-    """`world_size` batches out of at most as many, each of them a part of one given."""
+    """At most `world_size` batches, each a part of one given; fewer only where there are fewer samples."""
     batches = list(batches)
     while len(batches) < world_size:
         largest = max(range(len(batches)), key=lambda at: count_of(batches[at]))
         samples = list(batches[largest])
         if len(samples) < 2:
-            batches += batches[: world_size - len(batches)]
-        else:
-            batches[largest : largest + 1] = [samples[: (len(samples) + 1) // 2], samples[(len(samples) + 1) // 2 :]]
+            break
+        batches[largest : largest + 1] = [samples[: (len(samples) + 1) // 2], samples[(len(samples) + 1) // 2 :]]
     return batches
 
 

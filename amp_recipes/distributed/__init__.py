@@ -1,8 +1,18 @@
 """What a process knows of its neighbours: rank, who writes files, whether all agree, what of the model is its own."""
 
-from amp_recipes.distributed.collectives import agree, from_main_process, mean, means, sums, wait_for_all
-from amp_recipes.distributed.ddp import no_sync
+from amp_recipes.distributed.collectives import (
+    Poll,
+    agree,
+    from_main_process,
+    gather,
+    mean,
+    sums,
+    wait_for_all,
+)
+from amp_recipes.distributed.ddp import evaluating, no_sync
 from amp_recipes.distributed.processes import (
+    data_rank,
+    data_world_size,
     initialized,
     is_main_process,
     launched,
@@ -11,16 +21,21 @@ from amp_recipes.distributed.processes import (
     start,
     world_size,
 )
-from amp_recipes.distributed.sharing import wrap
+from amp_recipes.distributed.sharing import is_sharded, wrap
 
 __all__ = [
+    "Poll",
     "agree",
+    "data_rank",
+    "data_world_size",
+    "evaluating",
     "from_main_process",
+    "gather",
     "initialized",
     "is_main_process",
+    "is_sharded",
     "launched",
     "mean",
-    "means",
     "no_sync",
     "pick_device",
     "rank",

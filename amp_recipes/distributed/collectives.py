@@ -1,4 +1,7 @@
-"""What processes tell each other: verdicts, means, sums, and what the main one decides."""
+"""What processes tell each other: verdicts, means, sums, and what the main one decides.
+
+Numbers of the host go over `host_group`, which never waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from amp_recipes.distributed.processes import initialized, world_size
+from amp_recipes.distributed.processes import host_group, initialized, world_size
 
 
 def agree(flag: torch.Tensor) -> torch.Tensor:
@@ -19,35 +22,49 @@ def agree(flag: torch.Tensor) -> torch.Tensor:
     return flag
 
 
-def mean(value: float, weight: float, device: torch.device) -> float:
+class Poll:
+    """Numbers that each process gives, all as many and at the same moment; on their way until somebody reads them."""
+
+    def __init__(self, numbers: Sequence[float]) -> None:
+        self._mine = torch.tensor(numbers, dtype=torch.float64)
+        self._all = self._mine.new_empty(world_size(), len(numbers))
+        self._work = None
+        if initialized():
+            rows = list(self._all.unbind())
+            self._work = dist.all_gather(rows, self._mine, group=host_group(), async_op=True)
+        else:
+            self._all.copy_(self._mine)
+
+    def read(self) -> list[list[float]]:
+        """The numbers of every process, by rank; waits until all have given theirs."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._all.tolist()
+
+
+def mean(value: float, weight: float) -> float:
     """The mean of `value` over all ranks, weighted; NaN where no rank has any weight."""
     if not initialized():
         return value
-    total = torch.tensor([value * weight if weight > 0 else 0.0, weight], dtype=torch.float64)
-    total = total.to(device) if dist.get_backend() == "nccl" else total
-    dist.all_reduce(total)
-    summed, weights = total.tolist()
-    return summed / weights if weights > 0 else math.nan
-
-
-def means(values: Sequence[float], device: torch.device) -> list[float]:
-    """The mean of each of `values` over all ranks, which must give as many."""
-    if not initialized():
-        return list(values)
-    total = torch.tensor(values, dtype=torch.float64)
-    total = total.to(device) if dist.get_backend() == "nccl" else total
-    dist.all_reduce(total)
-    return (total / dist.get_world_size()).tolist()
+    pairs = Poll([value if weight > 0 else 0.0, weight]).read()
+    weights = math.fsum(weight for _, weight in pairs)
+    return math.fsum(value * weight for value, weight in pairs) / weights if weights > 0 else math.nan
 
 
 def sums(numbers: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ...]]:
     """The numbers of each name, each summed over all ranks in their order; a rank may lack a name."""
-    of_ranks: list[Mapping[str, Sequence[float]]] = [numbers]
-    if initialized():
-        of_ranks = of_ranks * world_size()
-        dist.all_gather_object(of_ranks, dict(numbers))
+    of_ranks = gather(dict(numbers))
     names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
     return {name: tuple(map(sum, zip(*(it[name] for it in of_ranks if name in it), strict=True))) for name in names}
+
+
+def gather(value: Any) -> list[Any]:
+    """`value` of every rank, in their order, on every rank; it is pickled."""
+    of_ranks = [value] * world_size()
+    if initialized():
+        dist.all_gather_object(of_ranks, value, group=host_group())
+    return of_ranks
 
 
 def from_main_process(value: Any) -> Any:
@@ -55,11 +72,11 @@ def from_main_process(value: Any) -> Any:
     if not initialized():
         return value
     box = [value]
-    dist.broadcast_object_list(box)
+    dist.broadcast_object_list(box, group=host_group())
     return box[0]
 
 
 def wait_for_all() -> None:
     """Go on when every rank has come here."""
     if initialized():
-        dist.barrier()
+        dist.barrier(group=host_group())

@@ -35,3 +35,9 @@ def no_sync(modules: nn.Module, use: bool = True) -> Iterator[None]:
             if isinstance(module, DistributedDataParallel):
                 stack.enter_context(module.no_sync())
         yield
+
+
+@contextmanager
+def evaluating(modules: nn.Module) -> Iterator[None]:
+    """Within it, a forward waits for no other process."""
+    yield

@@ -61,10 +61,27 @@ def is_main_process() -> bool:
     return rank() == 0
 
 
-def start(device: torch.device, backend: str | None = None) -> None:
+def start(
+    device: torch.device, backend: str | None = None, timeout_minutes: float = 10.0, tensor_parallel: int = 1
+) -> None:
     """Join the process group that the launcher's environment describes, unless one is up already.
 
     backend: default nccl for CUDA devices, gloo for others.
     """
     if launched() and not dist.is_initialized():
         dist.init_process_group(backend or ("nccl" if device.type == "cuda" else "gloo"))
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """The group for numbers in host memory; None: the default one."""
+    return None
+
+
+def data_rank() -> int:
+    """This process's number among those that read data of their own."""
+    return rank()
+
+
+def data_world_size() -> int:
+    """How many processes read data of their own."""
+    return world_size()

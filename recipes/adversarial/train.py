@@ -85,7 +85,7 @@ class AdversarialBrain(Brain):
         """Measure the images that were generated, and save the first of them, beside real ones, as a picture."""
         if stage == Stage.TRAIN:
             return {}
-        generated_NCHW, real_NCHW = torch.cat(self.generated), torch.cat(self.real)
+        generated_NCHW, real_NCHW = self._of_all_processes(self.generated), self._of_all_processes(self.real)
         self.generated, self.real = [], []
         path = self.output_path("samples/test.png" if stage == Stage.TEST else f"samples/epoch_{epoch:04d}.png")
         if path is not None:
@@ -94,6 +94,11 @@ class AdversarialBrain(Brain):
             "distance": sliced_wasserstein(generated_NCHW, real_NCHW),
             "nearest": nearest_ratio(generated_NCHW, real_NCHW, self.hparams.reference),
         }
+
+    def _of_all_processes(self, batches: list[torch.Tensor]) -> torch.Tensor:
+        """Return the images (N, C, H, W) of all processes' batches."""
+        of_processes = self.gather([images_NCHW.cpu() for images_NCHW in batches])
+        return torch.cat([images_NCHW for own in of_processes for images_NCHW in own])
 
 
 def main(argv: list[str] | None = None) -> None:

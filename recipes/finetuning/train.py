@@ -46,7 +46,8 @@ class TextClassifier(Brain):
         """Return the macro F1; after the test, save what was tested for users of transformers."""
         if stage == Stage.TRAIN:
             return {}
-        labels, answers = torch.cat(self.answers, dim=1).tolist()
+        of_processes = self.gather([both.cpu() for both in self.answers])
+        labels, answers = torch.cat([both for own in of_processes for both in own], dim=1).tolist()
         self.answers = []
         folder = self.output_path("best_model") if stage == Stage.TEST else None
         if folder is not None:

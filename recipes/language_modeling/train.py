@@ -52,9 +52,10 @@ class LanguageModel(Brain):
         part = getattr(self.hparams.corpus, stage.name.lower())
         metrics = {"bits_per_byte": stage_loss / math.log(2) / part.bytes_per_token}
         if stage == Stage.TRAIN:
-            metrics["tokens_per_second"] = int(self.tokens_read) / self.stage_seconds
+            of_processes = self.gather(int(self.tokens_read))
+            metrics["tokens_per_second"] = sum(of_processes) / self.stage_seconds
             flops_per_second = metrics["tokens_per_second"] * self.hparams.model.flops_per_token()
-            metrics["model_flops_utilisation"] = flops_per_second / self.peak_flops_found
+            metrics["model_flops_utilisation"] = flops_per_second / (self.peak_flops_found * len(of_processes))
         return metrics
 
 

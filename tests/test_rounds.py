@@ -1,0 +1,320 @@
+"""Several processes in step: uneven ends, weights over all, an end that all agree on, and each one's own state."""
+
+import math
+import os
+import signal
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from processes import in_processes
+from torch import nn
+
+from amp_recipes import Brain, EpochCounter, Stage, distributed
+from amp_recipes.interrupts import RunInterrupted
+
+RATE = 0.1
+
+
+class Regression(Brain):
+    """Each batch is (inputs, targets); what it counts for, where the option says so, is its number of samples."""
+
+    def compute_forward(self, batch, stage):
+        return self.modules.model(batch[0])
+
+    def compute_objectives(self, predictions, batch, stage):
+        self.add_metric("samples_seen", len(batch[0]), 1e-9)  # a sum, that is, over a count that is known
+        return nn.functional.mse_loss(predictions, batch[1])
+
+
+class Weighted(Regression):
+    def batch_weight(self, batch):
+        return float(len(batch[0]))
+
+
+def model():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def samples(count):
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(count, 3, generator=generator)
+    return list(zip(x, x.sum(1, keepdim=True).sin(), strict=True))
+
+
+def make(kind=Regression, **options):
+    return kind({"model": model()}, lambda p: torch.optim.SGD(p, RATE), run_opts={"device": "cpu", **options})
+
+
+def weights(brain):
+    return torch.cat([p.detach().flatten() for p in brain.modules.parameters()])
+
+
+# ---------------------------------------------------------------------- uneven ends
+
+
+def uneven(rank, kind, lengths, accumulate, batch_sizes=None):
+    """Rank r has lengths[r] batches of its own."""
+    brain = make(kind, grad_accumulation_factor=accumulate, max_grad_norm=0.0)
+    own = [[torch.stack(it) for it in zip(*batch, strict=True)] for batch in batches_of(rank, lengths, batch_sizes)]
+    losses = []
+    brain.on_stage_end = lambda stage, loss, epoch=None: losses.append((stage.name, loss, dict(brain.stage_metrics)))
+    brain.fit(range(1), own, own, progressbar=False)
+    return weights(brain), brain.optimizer_step, losses
+
+
+def batches_of(rank, lengths, batch_sizes):
+    made, data, at = [], samples(100), 0
+    for owner, length in enumerate(lengths):
+        for index in range(length):
+            size = 2 if batch_sizes is None else batch_sizes[(owner + index) % len(batch_sizes)]
+            if owner == rank:
+                made.append(data[at : at + size])
+            at += size
+    return made
+
+
+def by_hand(weighs, lengths, accumulate, batch_sizes=None):
+    """One process: in each window the batches of all, as long as they have any."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), RATE)
+    of_ranks = [batches_of(rank, lengths, batch_sizes) for rank in range(len(lengths))]
+    updates = 0
+    for start in range(0, max(lengths), accumulate):
+        window = [batch for own in of_ranks for batch in own[start : start + accumulate]]
+        total = sum(len(batch) for batch in window) if weighs else len(window)
+        for batch in window:
+            x, y = (torch.stack(it) for it in zip(*batch, strict=True))
+            (nn.functional.mse_loss(net(x), y) * (len(batch) if weighs else 1) / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        updates += 1
+    everything = [sample for own in of_ranks for batch in own for sample in batch]
+    with torch.no_grad():
+        x, y = (torch.stack(it) for it in zip(*everything, strict=True))
+        loss = nn.functional.mse_loss(net(x), y).item()
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), updates, loss, len(everything)
+
+
+@pytest.mark.parametrize("lengths", [(5, 3), (3, 5), (4, 4), (1, 6), (2, 3, 7, 1)], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", [Regression, Weighted])
+def test_ranks_with_unequal_data_equal_one_process_with_all_of_it(kind, accumulate, lengths):
+    sizes = (2, 3, 1)
+    found = in_processes(uneven, len(lengths), kind, lengths, accumulate, sizes)
+    expected, updates, loss, count = by_hand(kind is Weighted, lengths, accumulate, sizes)
+    for of_rank, steps, ends in found:
+        torch.testing.assert_close(of_rank, expected, rtol=2e-6, atol=1e-7)
+        assert torch.equal(of_rank, found[0][0]) and steps == updates
+        (_, _, trained), (_, validated, tested) = ends
+        assert validated == pytest.approx(loss, rel=1e-6)  # by default a batch weighs its samples in averages
+        for metrics in (trained, tested):  # each sample once
+            assert metrics["samples_seen"] == pytest.approx(count / sum(lengths) * 1e9, rel=1e-9)
+
+
+def without_batches(rank, lengths):
+    batch = [torch.stack(it) for it in zip(*samples(2), strict=True)]
+    make().fit(range(1), [batch] * lengths[rank] if lengths[rank] else iter(()), progressbar=False)
+
+
+def test_a_rank_without_any_batch_says_so():
+    with pytest.raises(AssertionError, match=r"process 1 of 2 has no batch: there are fewer samples than processes"):
+        in_processes(without_batches, 2, (1, 0))  # the other one fails with it
+
+
+# ---------------------------------------------------------------------- each sample once
+
+
+SEEN = []  # of this process; not of the Brain, which a checkpoint would remember
+
+
+class Remembers(Regression):
+    """Keeps the numbers of the samples that it was given, by stage."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        if self._counts:
+            SEEN.extend((stage.name, self._epoch, int(number)) for number in batch[2])
+        return super().compute_objectives(predictions, batch, stage)
+
+
+class Numbered(torch.utils.data.Dataset):
+    def __init__(self, count):
+        self.items = samples(count)
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return *self.items[index], torch.tensor(index)
+
+
+def numbered(rank, count, accumulate):
+    brain = make(Remembers, grad_accumulation_factor=accumulate, seed=5)
+    data = Numbered(count)
+    brain.fit(range(1, 3), data, data, False, {"batch_size": 2, "shuffle": True}, {"batch_size": 2})
+    brain.evaluate(data, progressbar=False, test_loader_kwargs={"batch_size": 2})
+    return SEEN
+
+
+@pytest.mark.parametrize("count", [8, 9, 11, 13])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_every_sample_counts_once_in_each_stage(processes, count):
+    of_ranks = in_processes(numbered, processes, count, 2)
+    together = sorted(item for own in of_ranks for item in own)
+    stages = [("TEST", None), *(("TRAIN", epoch) for epoch in (1, 2)), *(("VALID", epoch) for epoch in (1, 2))]
+    expected = sorted(((name, epoch, n) for name, epoch in stages for n in range(count)), key=str)
+    assert sorted(together, key=str) == expected
+
+
+# ---------------------------------------------------------------------- an end that all agree on
+
+
+class Interrupted(Regression):
+    """Sends itself a signal, on one rank, at one batch of one stage."""
+
+    def compute_forward(self, batch, stage):
+        rank, in_stage, at = self.hparams.signal_at
+        if (distributed.rank(), stage.name, self.step) == (rank, in_stage, at) and not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().compute_forward(batch, stage)
+
+
+def interrupted(rank, folder, signal_at):
+    torch.manual_seed(0)
+    runs = {"first": signal_at, "second": (9, "TRAIN", 0)}
+    told = []
+    for at in runs.values():
+        hparams = {"signal_at": at}
+        brain = Interrupted(
+            {"model": model()},
+            lambda p: torch.optim.SGD(p, RATE),
+            hparams,
+            {"device": "cpu", "output_folder": folder, "seed": 1},
+        )
+        brain.sent = False
+        data = Numbered(24)
+        try:
+            brain.fit(EpochCounter(3), data, data, False, {"batch_size": 2, "shuffle": True}, {"batch_size": 2})
+            told.append(("over", brain.optimizer_step, weights(brain)))
+        except RunInterrupted as ended:
+            told.append((ended.code, brain.optimizer_step, weights(brain)))
+    return told
+
+
+def uninterrupted(rank):
+    brain = make(seed=1)
+    data = Numbered(24)
+    brain.fit(EpochCounter(3), data, data, False, {"batch_size": 2, "shuffle": True}, {"batch_size": 2})
+    return weights(brain), brain.optimizer_step
+
+
+@pytest.mark.parametrize(
+    "signal_at", [(0, "TRAIN", 3), (1, "TRAIN", 3), (1, "TRAIN", 6), (1, "VALID", 2), (0, "VALID", 6)]
+)
+def test_a_signal_on_one_rank_saves_and_ends_all_at_the_same_place(tmp_path, signal_at):
+    found = in_processes(interrupted, 2, str(tmp_path / "run"), signal_at)
+    whole = in_processes(uninterrupted, 2)
+    stopped, resumed = zip(*found, strict=True)
+    assert [code for code, *_ in stopped] == [143, 143]
+    assert stopped[0][1] == stopped[1][1] < 18 and torch.equal(stopped[0][2], stopped[1][2])
+    for (end, steps, now), (expected, all_steps) in zip(resumed, whole, strict=True):
+        assert (end, steps) == ("over", all_steps) and torch.equal(now, expected)
+
+
+# ---------------------------------------------------------------------- each one's own state
+
+
+class Draws(Regression):
+    """Notes what each rank draws, and adds up a metric."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        if stage is Stage.TRAIN:
+            self.drawn = [*getattr(self, "drawn", []), torch.rand(()).item()]
+        return super().compute_objectives(predictions, batch, stage)
+
+
+def note_end(brain, ends, stage, loss, epoch=None):
+    ends.append((loss, dict(brain.stage_metrics)))
+
+
+def draws(rank, folder, limits):
+    brains = []
+    for limit in limits:
+        options = {"output_folder": folder, "seed": 1, "ckpt_interval_steps": 1, "optimizer_step_limit": limit}
+        brain = make(Draws, **{name: value for name, value in options.items() if value is not None})
+        ends = []
+        brain.on_stage_end = partial(note_end, brain, ends)
+        brain.fit(EpochCounter(2), Numbered(16), None, False, {"batch_size": 2, "shuffle": True})
+        brains.append((brain.drawn, ends))
+    return brains
+
+
+def test_each_rank_draws_its_own_numbers_and_goes_on_with_them(tmp_path):
+    whole = [brains[0] for brains in in_processes(draws, 2, None, [None])]
+    assert not set(whole[0][0]) & set(whole[1][0])  # not the same dropout everywhere
+    first = in_processes(draws, 2, str(tmp_path / "run"), [None])
+    assert [it[0][0] for it in first] == [it[0] for it in whole]
+
+
+def killed(rank, folder):
+    """Ends in the middle of an epoch; its last checkpoint is of the update before."""
+    brain = make(Draws, output_folder=folder, seed=1, ckpt_interval_steps=1, ckpt_background=False)
+    fit_batch, taken = brain.fit_batch, []
+
+    def until_the_fourth(batch):
+        taken.append(batch)
+        if len(taken) == 4:
+            raise KeyboardInterrupt
+        return fit_batch(batch)
+
+    brain.fit_batch = until_the_fourth
+    with pytest.raises(KeyboardInterrupt):
+        brain.fit(EpochCounter(2), Numbered(16), None, False, {"batch_size": 2, "shuffle": True})
+    return brain.drawn
+
+
+def test_a_resume_gives_each_rank_its_own_state_back(tmp_path):
+    whole = [brains[0] for brains in in_processes(draws, 2, None, [None])]
+    before = in_processes(killed, 2, str(tmp_path / "run"))
+    after = in_processes(draws, 2, str(tmp_path / "run"), [None])
+    for own, drawn, brains in zip(whole, before, after, strict=True):
+        assert own[0][: len(drawn)] == drawn and len(drawn) == 3
+        assert brains[0][0] == own[0]  # what the recipe remembers came back too
+        assert brains[0][1] == own[1]  # losses and metrics of the epoch that was interrupted
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 2), (2, 4, 1), (1, 2, 4)], ids=str)
+def test_another_number_of_processes_goes_on_with_the_samples_that_are_left(tmp_path, counts):
+    seen = []
+    for index, count in enumerate(counts):
+        seen.append(in_processes(some, count, str(tmp_path / "run"), index + 1 if index < 2 else None))
+    numbers = sorted(n for of_ranks in seen for own, _ in of_ranks for n in own)
+    assert numbers == list(range(40))
+    losses = {loss for _, loss in seen[-1]}
+    assert len(losses) == 1 and all(map(math.isfinite, losses))
+    for early, late in pairwise(seen):
+        assert early != late
+
+
+def some(rank, folder, updates):
+    """Up to so many updates more than those of earlier calls, then ends without going through the epoch's end."""
+    brain = make(Remembers, output_folder=folder, seed=1, ckpt_interval_steps=1, ckpt_background=False)
+    ends = []
+    brain.on_stage_end = lambda stage, loss, epoch=None: ends.append(loss)
+    fit_batch, taken = brain.fit_batch, []
+
+    def until(batch):
+        taken.append(batch)
+        if updates is not None and len(taken) > updates:
+            raise KeyboardInterrupt
+        return fit_batch(batch)
+
+    brain.fit_batch = until
+    brain._stage = Stage.TRAIN
+    with suppress(KeyboardInterrupt):
+        brain.fit(EpochCounter(1), Numbered(40), None, False, {"batch_size": 2, "shuffle": True})
+    return [n for _, _, n in SEEN], ends[0] if ends else None

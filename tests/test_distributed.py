@@ -1,13 +1,12 @@
 """Two processes: gradients averaged, and a verdict that all ranks share."""
 
-import functools
 import json
-import os
 import time
+from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from processes import in_processes
 from torch import nn
 
 from amp_recipes import Brain, distributed
@@ -58,50 +57,27 @@ def train(rank: int, options: dict, nan_at: int | None) -> Brain:
     return brain
 
 
-def worker(rank: int, store: str, options: dict, nan_at: int | None, results) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def worker(rank: int, options: dict, nan_at: int | None) -> tuple:
     brain = train(rank, options, nan_at)
     weights = torch.cat([p.detach().flatten() for p in brain.modules.parameters()])
     statistics = torch.cat([b.flatten().float() for b in brain.modules.buffers()])
-    results.put(
-        (rank, weights.numpy(), statistics.numpy(), brain.optimizer_step, brain.skipped_steps, brain.summary.last)
-    )
-    results.close()
-    results.join_thread()
-    torch.distributed.barrier()
-    # Not through the interpreter's end: a gloo thread that then lets go of a tensor would abort the process.
-    os._exit(0)
+    return weights.numpy(), statistics.numpy(), brain.optimizer_step, brain.skipped_steps, brain.summary.last
 
 
-@pytest.fixture
-def run_two(tmp_path):
-    return functools.partial(two_processes, str(tmp_path / "store"))
-
-
-def two_processes(store: str, options: dict, nan_at: int | None = None) -> list[tuple]:
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=worker, args=(rank, store, options, nan_at, results)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    found = sorted((results.get(timeout=120) for _ in processes), key=lambda result: result[0])
-    found = [(rank, torch.tensor(w), torch.tensor(s), *counts) for rank, w, s, *counts in found]
-    for process in processes:
-        process.join(timeout=60)
-        assert process.exitcode == 0
-    return found
+def run_two(options: dict, nan_at: int | None = None) -> list[tuple]:
+    found = in_processes(worker, 2, options, nan_at)
+    return [(torch.tensor(weights), torch.tensor(statistics), *rest) for weights, statistics, *rest in found]
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "fp16", "init_scale": 64.0}], ids=["fp32", "fp16"])
-def test_a_nan_on_one_rank_skips_the_update_on_both(run_two, options):
+def test_a_nan_on_one_rank_skips_the_update_on_both(options):
     first, second = run_two(options, nan_at=1)
-    assert torch.equal(first[1], second[1]) and first[1].isfinite().all()
-    assert first[2].isfinite().all() and second[2].isfinite().all()
-    assert first[3:5] == second[3:5] == (STEPS - 1, 1)
+    assert torch.equal(first[0], second[0]) and first[0].isfinite().all()
+    assert first[1].isfinite().all() and second[1].isfinite().all()
+    assert first[2:4] == second[2:4] == (STEPS - 1, 1)
 
 
-def test_two_ranks_equal_one_process_that_accumulates_their_batches(run_two):
+def test_two_ranks_equal_one_process_that_accumulates_their_batches():
     both = run_two({"max_grad_norm": 0.0})
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
@@ -112,8 +88,8 @@ def test_two_ranks_equal_one_process_that_accumulates_their_batches(run_two):
         optimizer.step()
         optimizer.zero_grad()
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
-    torch.testing.assert_close(both[0][1], expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(both[0][1], both[1][1])
+    torch.testing.assert_close(both[0][0], expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(both[0][0], both[1][0])
     every_input = torch.cat([x for rank in range(2) for x, _ in batches(rank)])
     for *_, reported in both:
         assert reported["train"]["mean_input"] == pytest.approx(every_input.double().mean().item(), abs=1e-12)
@@ -121,11 +97,11 @@ def test_two_ranks_equal_one_process_that_accumulates_their_batches(run_two):
 
 
 @pytest.mark.parametrize("saves", [4, 0])
-def test_a_spike_on_one_rank_sends_both_back_to_the_same_place(run_two, tmp_path, saves):
+def test_a_spike_on_one_rank_sends_both_back_to_the_same_place(tmp_path, saves):
     folder = tmp_path / "run"
     options = {"on_spike": "lower_lr", "spike_window": 8, "spike_steps": 4, "ckpt_interval_steps": saves}
     first, second = run_two({**options, "output_folder": str(folder), "max_grad_norm": 1.0})
-    assert torch.equal(first[1], second[1]) and first[3:5] == second[3:5] == (SPIKE_STEPS, 0)
+    assert torch.equal(first[0], second[0]) and first[2:4] == second[2:4] == (SPIKE_STEPS, 0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -140,7 +116,7 @@ def test_a_spike_on_one_rank_sends_both_back_to_the_same_place(run_two, tmp_path
         optimizer.step()
         optimizer.zero_grad()
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
-    torch.testing.assert_close(first[1], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(first[0], expected, rtol=1e-4, atol=1e-5)
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["spikes"], summary["went_back"]) == (1, 1)
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -155,9 +131,7 @@ class Improving(Regression):
         return {"score": float(epoch or 0)}
 
 
-def evaluating_worker(rank: int, store: str, folder: str, results) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def evaluate_best(rank: int, folder: str) -> Any:
     write = checkpointer.write_folder
     checkpointer.write_folder = lambda *args: (time.sleep(0.5), write(*args))  # in the main process alone
     torch.manual_seed(0)
@@ -168,26 +142,13 @@ def evaluating_worker(rank: int, store: str, folder: str, results) -> None:
         for parameter in brain.modules.parameters():
             parameter.add_(rank)  # so that only what is loaded is equal
     brain.evaluate(batches(0), max_key="score", progressbar=False)
-    results.put((rank, torch.cat([p.detach().flatten() for p in brain.modules.parameters()]).numpy()))
-    results.close()
-    results.join_thread()
-    torch.distributed.barrier()
-    os._exit(0)
+    return torch.cat([p.detach().flatten() for p in brain.modules.parameters()]).numpy()
 
 
 def test_two_ranks_test_the_same_best_weights(tmp_path):
     """The main process still writes the best checkpoint when the others ask for it."""
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    arguments = (str(tmp_path / "store"), str(tmp_path / "run"), results)
-    processes = [context.Process(target=evaluating_worker, args=(rank, *arguments)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    first, second = sorted((results.get(timeout=120) for _ in range(2)), key=lambda it: it[0])
-    for process in processes:
-        process.join(timeout=60)
-        assert process.exitcode == 0
-    assert (first[1] == second[1]).all()
+    first, second = in_processes(evaluate_best, 2, str(tmp_path / "run"))
+    assert (first == second).all()
 
 
 def test_no_sync_is_left_also_after_an_exception():

@@ -1,18 +1,11 @@
 """What a process knows of its neighbours: rank, who writes files, whether all agree, what of the model is its own."""
 
-from amp_recipes.distributed.collectives import (
-    Poll,
-    agree,
-    from_main_process,
-    gather,
-    mean,
-    sums,
-    wait_for_all,
-)
-from amp_recipes.distributed.ddp import evaluating, no_sync
+from amp_recipes.distributed.collectives import Poll, agree, from_main_process, gather, mean, sums, wait_for_all
+from amp_recipes.distributed.ddp import averaging, evaluating, no_sync
 from amp_recipes.distributed.processes import (
     data_rank,
     data_world_size,
+    host_group,
     initialized,
     is_main_process,
     launched,
@@ -26,11 +19,13 @@ from amp_recipes.distributed.sharing import is_sharded, wrap
 __all__ = [
     "Poll",
     "agree",
+    "averaging",
     "data_rank",
     "data_world_size",
     "evaluating",
     "from_main_process",
     "gather",
+    "host_group",
     "initialized",
     "is_main_process",
     "is_sharded",

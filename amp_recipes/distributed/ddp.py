@@ -1,43 +1,385 @@
-"""Modules of which every process holds all, with gradients averaged over the processes."""
+"""Modules of which every process holds all, with gradients averaged over the processes.
+
+The work is that of DistributedDataParallel (its buckets, hooks and buffer broadcast), which however is not put around a
+module: it hangs on the module's forward hooks, as `torch.distributed._composable.replicate` and FSDP2 have it. So a
+module stays what it is: its class, attributes, methods and names in checkpoints are those of one process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_recipes.distributed.processes import initialized
+from amp_recipes.errors import ConfigError, RecipeError
+
+_BROADCAST_BYTES = 250 * 1024 * 1024  # as DistributedDataParallel has it
+_SYNC_BATCHNORM_DEVICES = ("cuda", "hpu", "xpu")
+
+
+class _Replica:
+    """What one module does, before and after its forward, so that gradients are averaged over the processes.
+
+    A copy or a pickle of the module has hooks that do nothing.
+    """
+
+    def __init__(self) -> None:
+        self.reducers: list[DistributedDataParallel] = []
+        self.paused = False  # in evaluation
+
+    def __reduce__(self) -> tuple[type[_Replica], tuple[()]]:
+        return _Replica, ()
+
+    def before_forward(self, module: nn.Module, inputs: Any) -> None:
+        # Without gradients there is nothing to average, and a rank may be alone here: it draws samples in a hook.
+        if torch.is_grad_enabled() and not self.paused:
+            for reducer in self.reducers:
+                reducer._pre_forward()
+
+    def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if torch.is_grad_enabled() and not self.paused:
+            for reducer in self.reducers:
+                output = reducer._post_forward(output)
+        return output
+
+
+def check(options: Any, device: torch.device) -> None:
+    """Raise ConfigError for options that several processes on `device` cannot run with."""
+    if options.sync_batchnorm and device.type not in _SYNC_BATCHNORM_DEVICES:
+        raise ConfigError(
+            f"sync_batchnorm: torch's SyncBatchNorm runs on GPUs only, and the device is {device}. Leave it out (each "
+            "process then normalises over its own batch), or use layers that need no batch (GroupNorm, LayerNorm)."
+        )
+    # https://github.com/pytorch/pytorch/pull/187732: it fails, and once it does not, gradients are not averaged.
+    if options.static_graph and options.grad_accumulation_factor > 1:
+        raise ConfigError(
+            f"static_graph with grad_accumulation_factor {options.grad_accumulation_factor}: torch "
+            f"{torch.__version__} does not average gradients that accumulate under a static graph. Leave static_graph "
+            "out."
+        )
 
 
 def wrap(modules: nn.ModuleDict, device: torch.device, options: Any) -> None:
-    """Wrap, in place, every module that has trainable parameters in DistributedDataParallel."""
+    """Average the gradients of `modules` over the processes from now on, and start all from rank 0's weights.
+
+    Modules without trainable parameters are only made equal. A parameter that several modules share is averaged once,
+    whichever of them a step uses. To be called again where `requires_grad` changed; where nothing did, nothing happens.
+
+    options: has the run options on processes as attributes. Raises ConfigError for options that cannot hold here and
+    for modules that differ between ranks, or that have no values yet.
+    """
+    check(options, device)
+    by_owners = _parameters_by_owners(modules)
+    if _is_wrapped(modules, by_owners):
+        return
+    _unwrap(modules)
+    _check_ready(modules)
+    if options.sync_batchnorm:
+        _synchronise_batchnorms(modules)
+    _start_alike(modules)
+    replicas = {name: _Replica() for name in modules}
+    hosts: set[str] = set()
+    for owners, parameters in by_owners.items():
+        reducer = _reducer(modules[owners[0]], parameters, owners[0] not in hosts, options)
+        hosts.add(owners[0])
+        for name in owners:
+            replicas[name].reducers.append(reducer)
     for name, module in modules.items():
-        if isinstance(module, DistributedDataParallel) or not any(p.requires_grad for p in module.parameters()):
-            continue
-        devices = [device] if device.type == "cuda" else None
-        modules[name] = DistributedDataParallel(
-            module, device_ids=devices, find_unused_parameters=options.find_unused_parameters
-        )
+        if replicas[name].reducers and _replica_of(module) is None:
+            module.register_forward_pre_hook(replicas[name].before_forward, prepend=True)
+            module.register_forward_hook(replicas[name].after_forward)
 
 
 @contextmanager
 def no_sync(modules: nn.Module, use: bool = True) -> Iterator[None]:
     """Within it, backward does not average gradients across ranks; restored also after an exception."""
-    if not use or not initialized():
+    reducers = _reducers(modules) if use and initialized() else []
+    before = [reducer.require_backward_grad_sync for reducer in reducers]
+    for reducer in reducers:
+        reducer.require_backward_grad_sync = False
+    try:
         yield
-        return
-    with ExitStack() as stack:
-        for module in modules.modules():
-            if isinstance(module, DistributedDataParallel):
-                stack.enter_context(module.no_sync())
-        yield
+    finally:
+        for reducer, synchronises in zip(reducers, before, strict=True):
+            reducer.require_backward_grad_sync = synchronises
+
+
+@contextmanager
+def averaging(modules: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[None]:
+    """Around a backward: see to it that it averages the gradients of all that it reaches, or raise RecipeError.
+
+    That is more than DistributedDataParallel does by itself: modules whose weights were used without a call of the
+    module (a method, a tied weight) are averaged as well, and so are gradients of a part of a module's parameters.
+
+    parameters: those that the backward leaves gradients with; default: all.
+    """
+    reducers = [it for it in _reducers(modules) if it.require_backward_grad_sync] if initialized() else []
+    chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+    by_hand: list[nn.Parameter] = []
+    whole: list[DistributedDataParallel] = []
+    for reducer in reducers:
+        wanted = [it for it in reducer.averaged if chosen is None or id(it) in chosen]
+        if len(wanted) == len(reducer.averaged):
+            whole.append(reducer)
+            # The other two look for what is unused in the outputs of a forward.
+            if not (reducer.find_unused_parameters or reducer.static_graph):
+                reducer.reducer._rebuild_buckets()  # where it is due: not once it expects gradients
+                reducer.reducer.prepare_for_backward([])
+        elif wanted:
+            reducer.reducer._reset_state()  # else it would wait for the others
+            by_hand += wanted
+    yield
+    _average(by_hand)
+    for reducer in whole:
+        _check_finished(reducer, modules)
 
 
 @contextmanager
 def evaluating(modules: nn.Module) -> Iterator[None]:
-    """Within it, a forward waits for no other process."""
-    yield
+    """Within it, forwards exchange nothing: ranks may have different numbers of batches.
+
+    To be entered by all ranks: at its beginning they take rank 0's buffers, so that all evaluate the same model.
+    """
+    if not initialized():
+        yield
+        return
+    buffers = _persistent_buffers(modules)
+    if buffers:
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+            dist._broadcast_coalesced(dist.group.WORLD, buffers, _BROADCAST_BYTES, 0)
+    replicas = [replica for module in modules.modules() if (replica := _replica_of(module)) is not None]
+    before = [replica.paused for replica in replicas]
+    for replica in replicas:
+        replica.paused = True
+    try:
+        yield
+    finally:
+        for replica, paused in zip(replicas, before, strict=True):
+            replica.paused = paused
+
+
+# ---------------------------------------------------------------------- what is wrapped
+
+
+def _parameters_by_owners(modules: nn.ModuleDict) -> dict[tuple[str, ...], list[nn.Parameter]]:
+    """The trainable parameters under the names of the modules that have them.
+
+    Each group is averaged apart: a step that uses one of the modules then uses all of a group, or none.
+    """
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in modules.items():
+        for parameter in _trainable(module.parameters()):
+            owners.setdefault(parameter, []).append(name)
+    groups: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    for parameter, names in owners.items():
+        groups.setdefault(tuple(names), []).append(parameter)
+    return groups
+
+
+def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def _replica_of(module: nn.Module) -> _Replica | None:
+    """The live one that hangs on the module's hooks."""
+    for hook in module._forward_pre_hooks.values():
+        replica = getattr(hook, "__self__", None)
+        if isinstance(replica, _Replica) and replica.reducers:
+            return replica
+    return None
+
+
+def _reducers(modules: nn.Module) -> list[DistributedDataParallel]:
+    """Each that hangs on a module, once."""
+    replicas = [replica for module in modules.modules() if (replica := _replica_of(module)) is not None]
+    return list(dict.fromkeys(reducer for replica in replicas for reducer in replica.reducers))
+
+
+def _is_wrapped(modules: nn.ModuleDict, by_owners: dict[tuple[str, ...], list[nn.Parameter]]) -> bool:
+    """Whether the very parameters that are trainable now are averaged, in the process group of now."""
+    reducers = _reducers(modules)
+    if any(reducer.process_group is not dist.group.WORLD for reducer in reducers):
+        return False
+    now = sorted(sorted(map(id, parameters)) for parameters in by_owners.values())
+    return bool(reducers) and now == sorted(sorted(map(id, reducer.averaged)) for reducer in reducers)
+
+
+def _unwrap(modules: nn.ModuleDict) -> None:
+    """Let go of hooks from an earlier wrap."""
+    for reducer in _reducers(modules):
+        reducer.reducer._remove_autograd_hooks()
+    for module in modules.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Replica)]:
+                del hooks[key]
+
+
+def _check_ready(modules: nn.ModuleDict) -> None:
+    """Raise ConfigError for parameters without values: those of lazy modules, or on the device "meta"."""
+    for name, parameter in modules.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            problem = "has no shape yet (a lazy module). Call the module once before the Brain is made"
+        elif parameter.is_meta:
+            problem = 'is on the device "meta", without values. Give it values before the Brain is made (`to_empty`)'
+        else:
+            continue
+        raise ConfigError(f"parameter {name} {problem}: processes start from the same weights.")
+
+
+def _start_alike(modules: nn.ModuleDict) -> None:
+    """Give all ranks rank 0's parameters and buffers, also those of frozen modules.
+
+    Raises ConfigError, on all of them, where they differ in more than values.
+    """
+    persistent = {id(buffer) for buffer in _persistent_buffers(modules)}
+    tensors = [*modules.named_parameters(), *modules.named_buffers()]
+    saved = [(name, it) for name, it in tensors if isinstance(it, nn.Parameter) or id(it) in persistent]
+    shapes = _gather([(name, tuple(it.shape), str(it.dtype), it.requires_grad) for name, it in saved])
+    for rank, of_rank in enumerate(shapes):
+        for ours, theirs in zip_longest(shapes[0], of_rank):
+            if ours != theirs:
+                raise ConfigError(
+                    f"the modules differ between processes: rank 0 has {_told(ours)}, rank {rank} {_told(theirs)}. "
+                    "Every process must build the same model: look for what in it depends on the rank, on random "
+                    "numbers or on the part of the data that a rank reads."
+                )
+    # Tables that have grown with what a rank has seen stay its own.
+    known = {id(it) for _, it in saved}
+    others = [(name, it) for name, it in tensors if id(it) not in known]
+    alike = len(set(map(str, _gather([(name, tuple(it.shape)) for name, it in others])))) == 1
+    broadcast = [it.detach() for _, it in (tensors if alike else saved)]
+    if broadcast:
+        dist._broadcast_coalesced(dist.group.WORLD, broadcast, _BROADCAST_BYTES, 0)
+
+
+def _gather(found: Any) -> list[Any]:
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, found)
+    return gathered
+
+
+def _told(tensor: tuple[str, tuple[int, ...], str, bool] | None) -> str:
+    if tensor is None:
+        return "nothing more"
+    name, shape, dtype, trainable = tensor
+    return f"{name} {list(shape)} ({dtype.removeprefix('torch.')}{'' if trainable else ', frozen'})"
+
+
+def _reducer(
+    module: nn.Module, parameters: Sequence[nn.Parameter], with_buffers: bool, options: Any
+) -> DistributedDataParallel:
+    """What averages `parameters`, which are in `module`, and no others."""
+    chosen = {id(parameter) for parameter in parameters}
+    left_out = [name for name, it in module.named_parameters(remove_duplicate=False) if id(it) not in chosen]
+    # torch names the module's own parameters with a dot before, in one place of two.
+    module._ddp_params_and_buffers_to_ignore = [*left_out, *(f".{name}" for name in left_out)]
+    try:
+        reducer = DistributedDataParallel(
+            module,
+            init_sync=False,  # done, for all modules together
+            gradient_as_bucket_view=True,
+            find_unused_parameters=options.find_unused_parameters and not options.static_graph,  # which finds them too
+            static_graph=options.static_graph,
+        )
+    finally:
+        del module._ddp_params_and_buffers_to_ignore
+    reducer.averaged = list(parameters)
+    # Those that are not in the module's state are tables, or grow with what a rank has seen: the shapes may differ.
+    persistent = {id(buffer) for buffer in _persistent_buffers(module)} if with_buffers else set()
+    reducer.parameters_to_ignore |= {
+        name for name, buffer in module.named_buffers(remove_duplicate=False) if id(buffer) not in persistent
+    }
+    reducer._assign_modules_buffers()
+    if options.gradient_compression != "off":
+        reducer.register_comm_hook(None, _COMPRESSION[options.gradient_compression])
+    return reducer
+
+
+def _persistent_buffers(modules: nn.Module) -> list[torch.Tensor]:
+    """The buffers that checkpoints hold, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for module in modules.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[id(buffer)] = buffer
+    return list(found.values())
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+# Under names of our own: torch refuses its bf16 hook by name without NCCL, but gloo sums bf16 as well. Without
+# annotations: torch compares them with classes, and here they are strings.
+def _send_bf16(group, bucket):
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+def _send_fp16(group, bucket):
+    return default_hooks.fp16_compress_hook(group, bucket)
+
+
+_COMPRESSION: dict[str, Callable[..., Any]] = {"bf16": _send_bf16, "fp16": _send_fp16}
+
+
+def _average(parameters: Sequence[nn.Parameter]) -> None:
+    """Average the gradients over the ranks, in one collective for each dtype."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)  # another rank may have one
+        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
+    for group in by_dtype.values():
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in group]).div_(dist.get_world_size())
+        dist.all_reduce(flat)
+        for parameter, part in zip(group, flat.split([parameter.numel() for parameter in group]), strict=True):
+            parameter.grad.copy_(part.view_as(parameter))
+
+
+def _check_finished(reducer: DistributedDataParallel, modules: nn.Module) -> None:
+    """Raise RecipeError if a backward reached some of the parameters only: no rank has averages then."""
+    try:
+        reducer.reducer._check_reducer_finalized()
+    except RuntimeError:
+        reducer.reducer._reset_state()
+    else:
+        return
+    missing = {id(parameter) for parameter in reducer.averaged if parameter.grad is None}
+    names = [name for name, parameter in modules.named_parameters() if id(parameter) in missing]
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    raise RecipeError(
+        f"the loss does not depend on {shown or 'some parameters'}, while it does on others of the same module, so ddp "
+        "cannot average the module's gradients over the processes. Give --find_unused_parameters=true if that changes "
+        "from step to step; freeze (requires_grad_(False)) or remove what is never used."
+    )
+
+
+# ---------------------------------------------------------------------- BatchNorm
+
+
+def _synchronise_batchnorms(modules: nn.ModuleDict) -> None:
+    """Make every BatchNorm a SyncBatchNorm, in place: fp32 pins, hooks and references to it stay.
+
+    `SyncBatchNorm.convert_sync_batchnorm` makes new modules, and loses them. Raises ConfigError for a class derived
+    from BatchNorm, whose own forward would be lost as well.
+    """
+    batchnorms = nn.modules.batchnorm._BatchNorm
+    found = [(name, it) for name, it in modules.named_modules() if isinstance(it, batchnorms)]
+    found = [(name, it) for name, it in found if not isinstance(it, nn.SyncBatchNorm)]
+    own = [name for name, it in found if type(it) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
+    if own:
+        kind = type(modules.get_submodule(own[0])).__name__
+        raise ConfigError(
+            f"sync_batchnorm: {own[0]} is a {kind}, derived from BatchNorm, and torch's SyncBatchNorm does not know "
+            "its own forward. Leave sync_batchnorm out, or use a plain BatchNorm there."
+        )
+    for _, batchnorm in found:
+        batchnorm.__class__ = nn.SyncBatchNorm
+        batchnorm.process_group = None

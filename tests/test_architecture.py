@@ -15,6 +15,7 @@ LAYERS = {
     "run_files": 0,
     "records": 0,
     "host_copy": 0,
+    "module_names": 0,
     "distributed": 0,
     "folder_lock": 0,
     "interrupts": 0,
@@ -58,7 +59,7 @@ LAYERS = {
     "cli": 12,
 }
 # Inside layer 0 these may be imported by their neighbours: they hold no decisions, only words that all rooms share.
-SHARED = {"records", "host_copy", "randomness", "run_files"}
+SHARED = {"records", "host_copy", "module_names", "randomness", "run_files"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
 from amp_recipes.errors import ConfigError, PrecisionError
+from amp_recipes.module_names import check_patterns, matches, no_match
 from amp_recipes.precision.autocast import call_without_autocast, has_default_precision
-
-_TYPE_PREFIX = "type:"
 
 
 class _TraceLog:
@@ -102,19 +99,18 @@ def pin_fp32(modules: nn.Module, patterns: Sequence[str]) -> Pins:
     Raises ConfigError that lists all patterns that match nothing or nothing with a forward (ParameterList),
     PrecisionError for TorchScript modules; in either case nothing was pinned.
     """
-    if isinstance(patterns, str):
-        raise ConfigError(f"fp32_modules takes a list of patterns, not the string {patterns!r}: use [{patterns!r}]")
+    check_patterns("fp32_modules", patterns)
     named_modules = list(modules.named_modules(remove_duplicate=False))
     problems: list[str] = []
     targets: set[nn.Module] = set()
     for pattern in patterns:
-        matches = [(name, module) for name, module in named_modules if _matches(pattern, name, module)]
-        found = {target for name, module in matches for target in _with_forward(name, module)}
+        matched = [(name, module) for name, module in named_modules if matches(pattern, name, module)]
+        found = {target for name, module in matched for target in _with_forward(name, module)}
         targets |= found
-        if not matches:
-            problems.append(_no_match(pattern, named_modules))
+        if not matched:
+            problems.append(no_match("fp32_modules", pattern, named_modules))
         elif not found:
-            problems.append(_no_forward(pattern, matches))
+            problems.append(_no_forward(pattern, matched))
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -164,32 +160,9 @@ def pinned_modules(modules: nn.Module) -> list[str]:
     return [name for name, forward in forwards if isinstance(getattr(forward, "__self__", None), _Pin)]
 
 
-def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    if pattern.startswith(_TYPE_PREFIX):
-        return fnmatchcase(type(module).__name__, pattern.removeprefix(_TYPE_PREFIX))
-    return fnmatchcase(name, pattern)
-
-
-def _no_match(pattern: str, named_modules: list[tuple[str, nn.Module]]) -> str:
-    """What is wrong with a pattern that matches nothing, with the nearest names."""
-    prefix = _TYPE_PREFIX if pattern.startswith(_TYPE_PREFIX) else ""
-    if prefix:
-        candidates = sorted({type(module).__name__ for _, module in named_modules})
-        what = "class of a module"
-    else:
-        candidates = [name for name, _ in named_modules if name]
-        what = "module"
-    nearest = difflib.get_close_matches(pattern.removeprefix(prefix), candidates, n=3)
-    message = f"fp32_modules: {pattern!r} matches no {what}"
-    if nearest:
-        return f"{message}. Did you mean {' or '.join(prefix + name for name in nearest)}?"
-    shown = ", ".join(prefix + name for name in candidates[:8]) or "none: the model has no submodules"
-    return f"{message}; there are {shown}{', ...' if len(candidates) > 8 else ''}"
-
-
-def _no_forward(pattern: str, matches: list[tuple[str, nn.Module]]) -> str:
+def _no_forward(pattern: str, matched: list[tuple[str, nn.Module]]) -> str:
     """What is wrong with a pattern that matches only what nobody calls, such as a ParameterList."""
-    name, module = matches[0]
+    name, module = matched[0]
     return (
         f"fp32_modules: {pattern!r} matches {name!r} ({type(module).__name__}), which has no forward and no "
         "children with one, so there is nothing to pin; pin the module that uses it"

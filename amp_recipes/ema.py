@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
@@ -20,12 +21,20 @@ class WeightAverage:
     """
 
     def __init__(self, modules: nn.Module, decay: float, saved_name: Callable[[str], str] = str) -> None:
-        named = {name: p for name, p in modules.named_parameters() if p.requires_grad}
-        self._names = [saved_name(name) for name in named]
-        self._parameters = list(named.values())
-        self._averages = [parameter.detach().clone() for parameter in self._parameters]
+        self._saved_name = saved_name
         self._move = get_ema_multi_avg_fn(decay)
         self._applied = False  # the modules hold the averages, and this the parameters
+        self.take_over(modules)
+
+    def take_over(self, modules: nn.Module) -> None:
+        """Average the trainable parameters that `modules` have now, from their present values on.
+
+        For modules whose parameters were replaced by others, as sharding does.
+        """
+        named = {name: p for name, p in modules.named_parameters() if p.requires_grad}
+        self._names = [self._saved_name(name) for name in named]
+        self._parameters = list(named.values())
+        self._averages = [parameter.detach().clone() for parameter in self._parameters]
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -37,7 +46,8 @@ class WeightAverage:
     def update(self) -> None:
         """Move the average towards the parameters once."""
         if self._averages:
-            self._move(self._averages, self._parameters, None)
+            # Of sharded ones this process's parts: the rule takes each number alone.
+            self._move([*map(_local, self._averages)], [*map(_local, self._parameters)], None)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -81,3 +91,7 @@ class WeightAverage:
         with torch.no_grad():
             for name, average in zip(self._names, self._averages, strict=True):
                 average.copy_(state[name])
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -97,7 +97,7 @@ class RunSetup(Hooks):
 
     def _set_up_precision(self) -> None:
         agree = distributed.agree if distributed.initialized() else None
-        self._plan = PrecisionPlan(self.run_opts, self.modules, self.device, agree)
+        self._plan = PrecisionPlan(self.run_opts, self.modules, self.device, agree, distributed)
         self.precision, self.eval_precision = self._plan.training.name, self._plan.evaluation.name
         self.float32_precision = self._plan.float32_precision
         self.scaler = self._plan.scaler

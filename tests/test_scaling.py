@@ -10,7 +10,8 @@ from torch import nn
 
 from amp_recipes.errors import NonfiniteError, PrecisionError, RecipeError
 from amp_recipes.host_copy import HostCopy
-from amp_recipes.precision.scaling import LossScaler, Patience, Update, UpdateOwner, check_optimizers
+from amp_recipes.precision.patience import Patience
+from amp_recipes.precision.scaling import LossScaler, Update, UpdateOwner, check_optimizers
 
 CPU = torch.device("cpu")
 

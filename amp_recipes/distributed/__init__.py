@@ -1,7 +1,7 @@
 """What a process knows of its neighbours: rank, who writes files, whether all agree, what of the model is its own."""
 
 from amp_recipes.distributed.collectives import Poll, agree, from_main_process, gather, mean, sums, wait_for_all
-from amp_recipes.distributed.ddp import averaging, evaluating, no_sync
+from amp_recipes.distributed.ddp import averaging, evaluating
 from amp_recipes.distributed.processes import (
     data_rank,
     data_world_size,
@@ -14,7 +14,7 @@ from amp_recipes.distributed.processes import (
     start,
     world_size,
 )
-from amp_recipes.distributed.sharing import is_sharded, wrap
+from amp_recipes.distributed.sharing import is_sharded, leaves, no_sync, total, wrap
 
 __all__ = [
     "Poll",
@@ -30,12 +30,14 @@ __all__ = [
     "is_main_process",
     "is_sharded",
     "launched",
+    "leaves",
     "mean",
     "no_sync",
     "pick_device",
     "rank",
     "start",
     "sums",
+    "total",
     "wait_for_all",
     "world_size",
     "wrap",

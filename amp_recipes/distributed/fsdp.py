@@ -1,12 +1,40 @@
-"""Modules of which every process holds a part, gathered when they compute (FSDP2)."""
+"""Modules of which every process holds a part, gathered when they compute (FSDP2).
+
+A unit is what is gathered at a time: a block, or what an entry holds besides its blocks. Its parameters travel in one
+message per format: those that autocast would cast anyway in the compute dtype, all others in fp32, so that each op
+sees the numbers that it sees in one process. Gradients are summed in fp32 and stay sharded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import groupby, takewhile
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+
+from amp_recipes.distributed.blocks import chosen_blocks, has_parameters, repeated_blocks, with_forward
+from amp_recipes.distributed.meshes import REPLICATE, data_mesh, make_mesh
+from amp_recipes.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+# Forwards in which autocast casts these parameters whole. Of any other module (norms, embeddings, a user's own) some
+# op may read the fp32 values, so they are gathered as they are; autocast then casts where it wants to.
+_CAST_BY_AUTOCAST = {
+    **{kind.forward: {"weight", "bias"} for kind in (nn.Linear, *_CONVOLUTIONS)},
+    nn.MultiheadAttention.forward: {
+        "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight",
+    },
+}  # fmt: skip
 
 
 def shard(
@@ -16,4 +44,256 @@ def shard(
     compute_dtype: torch.dtype = torch.float32,
     fp32_modules: Collection[str] = (),
 ) -> None:
-    """Shard the parameters of `modules` over the processes, in place."""
+    """Shard the parameters of `modules` over the processes, in place; all begin with those of the first process.
+
+    The modules may still be on the CPU, and larger than the device: they go there unit by unit. Frozen ones are
+    sharded too, since a frozen model can be the largest of a run. Units are the modules that `options.shard_modules`
+    names (default: the repeated blocks), and each entry of `modules` with what is left of it.
+    Raises ConfigError for patterns that match nothing, and for parameters that cannot be sharded.
+    """
+    roots = [root for root in _roots(modules) if not isinstance(root, FSDPModule)]
+    _to_device((buffer for module in modules.values() for buffer in module.buffers()), device)
+    if not roots:
+        return
+    units = set(_blocks(modules, options)) | set(roots)
+    owners = _owners(modules, roots, units)
+    low = _low_precision(modules, fp32_modules) if compute_dtype.itemsize < 4 else set()
+    mesh = make_mesh(device, options)
+    _announce(modules, units, options, mesh, device)
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if _offloads(options, device) else OffloadPolicy()
+    everything = set(modules.parameters())
+    for root in roots:
+        for unit in reversed([module for module in root.modules() if module in units]):
+            if isinstance(unit, FSDPModule):
+                continue
+            # An only root's own parameters are needed again at once, by the backward: torch keeps them gathered.
+            auto = unit is root and len(roots) == 1 and options.reshard_after_forward
+            own = [parameter for parameter, owner in owners.items() if owner is unit]
+            _to_device(own, device)
+            _shard_unit(
+                unit,
+                [(it, compute_dtype if it in low else None) for it in own],
+                data_mesh(mesh),
+                None if auto else options.reshard_after_forward,
+                offload,
+                everything,
+            )
+        if options.find_unused_parameters:
+            root.set_reduce_scatter_unused_params(True)
+        root.register_forward_hook(_free_where_no_backward_follows)
+
+
+def is_sharded(modules: nn.Module) -> bool:
+    """Whether any of `modules` is sharded."""
+    return any(isinstance(module, FSDPModule) for module in modules.modules())
+
+
+@contextmanager
+def no_sync(modules: nn.Module) -> Iterator[None]:
+    """Within it, groups of processes do not add up their gradients (shard_replicas); restored also after an exception.
+
+    Inside a group they do, at each backward: gradients that wait whole for the window's end would take 4 bytes a
+    parameter on every process (28 GB for 7 B), where shards take that divided by the group's size.
+    """
+    roots = [module for module in _roots(modules) if isinstance(module, FSDPModule) and _has_replicas(module)]
+    try:
+        for root in roots:
+            root.set_requires_all_reduce(False)
+        yield
+    finally:
+        for root in roots:
+            root.set_requires_all_reduce(True)
+
+
+@torch.no_grad()
+def align_buffers(modules: nn.Module) -> None:
+    """Give every process the first one's buffers (BatchNorm statistics), as DDP has them."""
+    for buffer in modules.buffers():
+        _broadcast(buffer)
+
+
+def leaves(modules: nn.Module, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """What stands for `parameters` in an autograd graph: of sharded ones the gathered form, others themselves.
+
+    For `backward(inputs=...)`, to be asked after the forward. A sharded one that has not been gathered yet, because
+    its unit was not called, is left out: there is no graph with it.
+    """
+    gathered: dict[nn.Parameter, torch.Tensor | None] = {}
+    for module in modules.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for it in group.fsdp_params:
+                    gathered[it.sharded_param] = getattr(it, "_unsharded_param", None)
+    found = (gathered.get(parameter, parameter) for parameter in parameters)
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _roots(modules: nn.Module) -> list[nn.Module]:
+    """The modules through which a recipe enters: each entry, or its children where it is a mere list."""
+    entries = modules.values() if isinstance(modules, nn.ModuleDict) else [modules]
+    return [root for entry in entries for root in with_forward(entry) if has_parameters(root)]
+
+
+def _blocks(modules: nn.ModuleDict, options: Any) -> list[nn.Module]:
+    if options.shard_modules:
+        return chosen_blocks("shard_modules", modules, options.shard_modules)
+    return [block for entry in modules.values() for block in repeated_blocks(entry)]
+
+
+def _owners(modules: nn.ModuleDict, roots: list[nn.Module], units: set[nn.Module]) -> dict[nn.Parameter, nn.Module]:
+    """Parameter -> the unit that gathers it: the innermost that holds all places where it stands (tied weights).
+
+    Raises ConfigError for what has no such unit, and for what cannot be divided.
+    """
+    ways: dict[nn.Parameter, tuple[nn.Module, ...]] = {}
+
+    def walk(module: nn.Module, way: tuple[nn.Module, ...]) -> None:
+        way = (*way, module) if module in units else way
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                pairs = zip(ways.get(parameter, way), way, strict=False)
+                ways[parameter] = tuple(here for here, _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
+        for child in module.children():
+            walk(child, way)
+
+    inner = {module for root in roots for module in root.modules() if module is not root}
+    for root in roots:
+        if root not in inner:
+            walk(root, ())
+    problems = []
+    for name, parameter in modules.named_parameters():
+        if isinstance(parameter, torch.distributed.tensor.DTensor):
+            continue
+        if not ways.get(parameter, ()):
+            problems.append(
+                f"{name} stands in more than one entry of the modules"
+                if parameter in ways
+                else f"{name} stands in a module without a forward"
+            )
+        elif parameter.ndim == 0:
+            problems.append(f"{name} is a single number without a dimension: make it a tensor of shape (1,)")
+    if problems:
+        raise ConfigError(
+            "strategy fsdp cannot shard " + "; ".join(problems) + ". A parameter is gathered when the module that "
+            "holds it is called, and by one module alone: put what shares it into one module with a forward, or use "
+            "--strategy ddp."
+        )
+    return {parameter: way[-1] for parameter, way in ways.items()}
+
+
+def _low_precision(modules: nn.ModuleDict, fp32_modules: Collection[str]) -> set[nn.Parameter]:
+    """The parameters of which every reader gets a low-precision copy under autocast."""
+    pinned = {inner for name in fp32_modules for inner in modules.get_submodule(name).modules()}
+    low: set[nn.Parameter] = set()
+    kept: set[nn.Parameter] = set()
+    for module in modules.modules():
+        replaced = "forward" in vars(module)  # by whom, and what it reads, nobody knows
+        cast = set() if module in pinned or replaced else _CAST_BY_AUTOCAST.get(type(module).forward, set())
+        for name, parameter in module.named_parameters(recurse=False):
+            (low if name in cast and parameter.dtype is torch.float32 else kept).add(parameter)
+    return low - kept
+
+
+def _shard_unit(
+    unit: nn.Module,
+    parameters: list[tuple[nn.Parameter, torch.dtype | None]],
+    mesh: DeviceMesh,
+    reshard_after_forward: bool | None,
+    offload: OffloadPolicy,
+    everything: set[nn.Parameter],
+) -> None:
+    """Shard `parameters` (each with the dtype to gather it in, None: its own), to be gathered when `unit` is called.
+
+    torch's call makes one group of all parameters, in one dtype; told to ignore them all, it installs only what
+    gathers groups. torch itself makes several where parameters lie on several meshes, and the same function makes
+    ours.
+    """
+    # autocast casts inputs, so that pinned modules get them as they are.
+    policies = {
+        dtype: MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for dtype in {dtype for _, dtype in parameters} | {None}
+    }
+    fully_shard(
+        unit,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=policies[None],
+        offload_policy=offload,
+        ignored_params=everything,
+    )
+    kinds = lambda item: (str(item[1]), str(item[0].dtype))  # noqa: E731
+    mesh_info = _fsdp_init._get_mesh_info(mesh)
+    reshards = True if reshard_after_forward is None else reshard_after_forward
+    for _, group in groupby(sorted(parameters, key=kinds), kinds):
+        members = list(group)
+        _fsdp_init._init_param_group(
+            fully_shard.state(unit),
+            [parameter for parameter, _ in members],
+            (unit,),
+            mesh_info,
+            _fsdp_init._get_post_forward_mesh_info(reshards, mesh_info),
+            _fsdp_init._get_device_from_mesh(mesh),
+            None,
+            policies[members[0][1]],
+            offload,
+        )
+
+
+@torch.no_grad()
+def _to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Move `tensors` to the device, in place, with the first process's values; sharded ones stay as they are."""
+    for tensor in tensors:
+        if not isinstance(tensor, torch.distributed.tensor.DTensor):
+            tensor.data = tensor.detach().to(device).contiguous()  # FSDP2 takes no other layout
+            _broadcast(tensor)
+
+
+def _broadcast(tensor: torch.Tensor) -> None:
+    """As bytes, since not every backend knows every dtype."""
+    data = tensor.detach()
+    if data.is_contiguous():
+        dist.broadcast(data.view(-1).view(torch.uint8), src=0)
+    else:
+        whole = data.contiguous()
+        dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+        data.copy_(whole)
+
+
+def _free_where_no_backward_follows(root: nn.Module, inputs: Any, outputs: Any) -> None:
+    """Free what a forward without gradients has gathered.
+
+    Else the next forward would compute with it, although an optimizer, an average or a checkpoint has changed the
+    shards since.
+    """
+    if not torch.is_grad_enabled():
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _has_replicas(root: FSDPModule) -> bool:
+    groups = root._get_fsdp_state()._fsdp_param_groups
+    return any(REPLICATE in (group.mesh_info.mesh.mesh_dim_names or ()) for group in groups)
+
+
+def _offloads(options: Any, device: torch.device) -> bool:
+    if options.cpu_offload and device.type == "cpu":
+        logger.info("cpu_offload: the device is the CPU, so the parameters are in host memory anyway")
+    return options.cpu_offload and device.type != "cpu"
+
+
+def _announce(
+    modules: nn.ModuleDict, units: set[nn.Module], options: Any, mesh: DeviceMesh, device: torch.device
+) -> None:
+    sizes = ", ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    names = [name for name, module in modules.named_modules() if module in units]
+    logger.info("fsdp: %d units are gathered one at a time (%s): %s", len(names), sizes, _shortened(names))
+    if not options.shard_modules and len(names) == len(modules):
+        logger.info(
+            "fsdp: the model has no repeated blocks in a ModuleList or Sequential, so each entry is gathered whole; "
+            "name what to gather one at a time with shard_modules."
+        )
+
+
+def _shortened(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f", ... {names[-1]}" if len(names) > 4 else "")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from amp_recipes.distributed import ddp, fsdp
 from amp_recipes.distributed.processes import initialized
+
+is_sharded = fsdp.is_sharded
+leaves = fsdp.leaves
 
 
 def wrap(
@@ -18,8 +23,9 @@ def wrap(
     options: Any,
     compute_dtype: torch.dtype = torch.float32,
     fp32_modules: Collection[str] = (),
+    tensor_parallel_plan: Mapping[str, str] | None = None,
 ) -> None:
-    """Share `modules` among the processes, in place; with one process nothing happens.
+    """Share `modules` among the processes, in place; what is shared already stays as it is.
 
     options: has the run options on processes as attributes; compute_dtype: what autocast computes in; fp32_modules:
     names of the modules that compute in fp32 whatever it is.
@@ -32,6 +38,18 @@ def wrap(
         ddp.wrap(modules, device, options)
 
 
-def is_sharded(modules: nn.Module) -> bool:
-    """Whether a process holds parts of parameters only, so that every forward waits for the others."""
-    return False
+@contextmanager
+def no_sync(modules: nn.Module, use: bool = True) -> Iterator[None]:
+    """Within it, backward leaves out what can wait for the last micro-batch; restored also after an exception."""
+    if not use or not initialized():
+        yield
+        return
+    with fsdp.no_sync(modules), ddp.no_sync(modules):
+        yield
+
+
+def total(numbers: torch.Tensor) -> torch.Tensor:
+    """`numbers` (float64, on the device), each summed over all processes, in place."""
+    if initialized():
+        dist.all_reduce(numbers)
+    return numbers

@@ -15,11 +15,11 @@ from amp_recipes.precision.autocast import (
     has_default_precision,
     map_tensors,
 )
+from amp_recipes.precision.patience import Patience
 from amp_recipes.precision.pins import Pins, decorated_modules, pin_fp32, pinned_modules, pinned_only
 from amp_recipes.precision.plan import PrecisionPlan
 from amp_recipes.precision.scaling import (
     LossScaler,
-    Patience,
     PendingUpdate,
     Update,
     UpdateOwner,

@@ -9,6 +9,8 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from amp_recipes.precision.sharded_gradients import by_format, is_sharded, local
+
 
 class LossScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` with a floor, and with several rounds of one optimizer in an iteration.
@@ -64,6 +66,30 @@ class LossScaler(torch.amp.GradScaler):
             states[id(optimizer)] = earlier
             self.update()
             self._per_optimizer_states[id(optimizer)] = this_round
+
+    def found_infs(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """Whether the gradients of `optimizer` overflowed, on each of their devices (0-d float32; 0: no).
+
+        Of sharded gradients each process knows its part, so all are to agree on it before the scale moves.
+        """
+        return list(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """As that of `GradScaler`; of sharded gradients this process's part.
+
+        torch's own way over sharded ones lets the processes agree on the spot, in a collective per format and layout.
+        """
+        parameters = [it for group in optimizer.param_groups for it in group["params"] if it.grad is not None]
+        if not any(is_sharded(parameter) for parameter in parameters):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found: dict[torch.device, torch.Tensor] = {found_inf.device: found_inf}
+        for (device, _), parts in by_format(local(parameter.grad) for parameter in parameters).items():
+            # Waits where the device is the CPU (offloaded gradients): a copy still under way would be read as it is.
+            here = found.setdefault(device, found_inf.to(device))
+            torch._amp_foreach_non_finite_check_and_unscale_(parts, here, inv_scale.to(device))
+        return found
 
     def note_step(self, optimizer: Optimizer) -> None:
         """`optimizer` has stepped, or was skipped, outside of `GradScaler.step`."""

@@ -11,8 +11,10 @@ from torch import nn
 
 from amp_recipes.precision.amp_config import Precision, resolve_precision, set_float32_precision
 from amp_recipes.precision.autocast import TorchAutocast
+from amp_recipes.precision.patience import Patience
 from amp_recipes.precision.pins import decorated_modules, pin_fp32
-from amp_recipes.precision.scaling import LossScaler, Patience, UpdateOwner
+from amp_recipes.precision.scaling import LossScaler, UpdateOwner
+from amp_recipes.precision.sharded_gradients import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ class PrecisionPlan:
     """The contexts, the scaler, the updates and the pins of a run.
 
     options: has the run options on precision, loss scale and nonfinite values as attributes; modules: pinned in
-    place; agree: see `UpdateOwner`. Warnings about slow or emulated formats are logged here, before training.
+    place; agree, ranks: see `UpdateOwner`. Warnings about slow or emulated formats are logged here, before training.
     Raises PrecisionError for what the device cannot do, ConfigError for pins that match nothing.
     """
 
@@ -31,6 +33,7 @@ class PrecisionPlan:
         modules: nn.Module,
         device: torch.device,
         agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.training = resolve_precision(options.precision, device)
         self.evaluation = resolve_precision(options.eval_precision, device)
@@ -61,7 +64,7 @@ class PrecisionPlan:
             growth_interval=options.growth_interval,
             enabled=self.training.dtype == torch.float16,
         )
-        self.updates = UpdateOwner(modules, self.scaler, device, agree)
+        self.updates = UpdateOwner(modules, self.scaler, device, agree, ranks)
         self.patience = Patience(options.nonfinite_patience, self.training.name, self.scaler.min_scale)
 
     def widen(self, on: bool) -> TorchAutocast:

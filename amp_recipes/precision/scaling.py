@@ -17,11 +17,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_recipes.errors import NonfiniteError, PrecisionError, RecipeError
+from amp_recipes.errors import PrecisionError, RecipeError
 from amp_recipes.host_copy import HostCopy, Ticket
 from amp_recipes.precision.amp_config import fp16_parameters
 from amp_recipes.precision.loss_scaler import LossScaler
 from amp_recipes.precision.rollback import BufferRollback
+from amp_recipes.precision.sharded_gradients import Ranks, is_sharded, local, sum_of_squares
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class UpdateOwner:
     modules: whose buffers go back when an update is skipped.
     scaler: a `LossScaler`, disabled unless fp16.
     agree: makes all ranks share a verdict: takes and returns a 0-d float tensor (the maximum over ranks).
+    ranks: what is asked of the others where parameters are sharded.
     """
 
     def __init__(
@@ -86,10 +88,13 @@ class UpdateOwner:
         scaler: LossScaler,
         device: torch.device,
         agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.scaler = scaler
         self.buffers = BufferRollback(modules)
+        self._modules = modules
         self._agree = agree
+        self._ranks = ranks
         self._host = HostCopy(device)
         self._losses: list[torch.Tensor] = []
         self._losses_judged = False
@@ -129,7 +134,7 @@ class UpdateOwner:
             loss = loss * share
         if of != 1.0:
             loss = loss / of
-        inputs = None if optimizers is None else _trainable(optimizers)
+        inputs = None if optimizers is None else self._leaves(_trainable(optimizers))
         if inputs is None or inputs:  # of frozen optimizers there are none
             self.scaler.scale(loss).backward(inputs=inputs)
 
@@ -175,13 +180,17 @@ class UpdateOwner:
         with torch.no_grad():
             report = list(losses) if scale is None else [*losses, scale.clone()]
             gradients = {name: self._unscaled(optimizers[name], found) for name, found in parameters.items()}
-            norms = {name: _norm(found) for name, found in gradients.items()}
+            if any(is_sharded(gradient) for found in gradients.values() for gradient in found):
+                norms, failed = self._ask_ranks(optimizers, gradients, losses)
+                gradients = {name: [local(gradient) for gradient in found] for name, found in gradients.items()}
+            else:
+                norms, failed = {name: _norm(found) for name, found in gradients.items()}, None
             report[len(losses) : len(losses)] = norms.values()
             numbers = self._gather(report)
-            skip = None if self._decides_on_host else self._verdict(numbers)
+            skip = None if self._decides_on_host else self._verdict(numbers, failed)
             pending = PendingUpdate(self._host.post(numbers), len(losses), list(norms))
             on_device = skip is not None and all(
-                _skips_on_device(optimizers[name]) and self._knows(optimizers[name], found)
+                _skips_on_device(optimizers[name], skip) and self._knows(optimizers[name], found)
                 for name, found in parameters.items()
             )
             if on_device or pending.read().taken:
@@ -234,6 +243,37 @@ class UpdateOwner:
             [gradient._values() if gradient.is_sparse else gradient for gradient in gradients] if sparse else gradients
         )
 
+    def _leaves(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+        """What to differentiate with respect to: for a sharded parameter, what its module computed with."""
+        if self._ranks is None or not any(is_sharded(parameter) for parameter in parameters):
+            return parameters
+        return self._ranks.leaves(self._modules, parameters)
+
+    def _ask_ranks(
+        self,
+        optimizers: Mapping[str, Optimizer],
+        gradients: Mapping[str, Sequence[torch.Tensor]],
+        losses: Sequence[torch.Tensor],
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Each optimizer's norm over all parts of its gradients, and 0-d: 1 if anything failed on any rank, else 0.
+
+        One collective, which also tells the scaler of overflows in the others' parts. All ranks make it alike: a
+        gradient is on all of them or on none, since the reduction that leaves it takes them all.
+        """
+        assert self._ranks is not None, "sharded parameters have other ranks to ask"
+        processes, device = self._ranks.world_size(), self._zero.device
+        scaled = self.scaler.is_enabled()
+        overflows = [self.scaler.found_infs(optimizers[name]) if scaled else [] for name in gradients]
+        squares = [sum_of_squares(found, device, processes) for found in gradients.values()]
+        bad = [_sum(found, device) for found in overflows]
+        bad.append(_sum((loss.isfinite().logical_not() for loss in losses), device))
+        numbers = self._ranks.total(torch.stack([*squares, *bad]))
+        for found, overflowed in zip(overflows, numbers[len(squares) :], strict=False):
+            for flag in found:
+                flag.copy_(overflowed > 0)
+        norms = numbers[: len(squares)].sqrt().to(self._zero.dtype)
+        return dict(zip(gradients, norms, strict=True)), (numbers[len(squares) :].sum() > 0).to(self._zero.dtype)
+
     @property
     def _decides_on_host(self) -> bool:
         """The host sees the numbers as soon as the device does, and no other rank has a say."""
@@ -250,113 +290,24 @@ class UpdateOwner:
         here = (x if x.dtype == first.dtype and x.device == first.device else x.to(first) for x in report)
         return torch.stack([first, *here])
 
-    def _verdict(self, numbers: torch.Tensor) -> torch.Tensor:
-        """0-d float32 on the device, also in its place: 1 if any number is nonfinite on any rank, else 0."""
+    def _verdict(self, numbers: torch.Tensor, failed: torch.Tensor | None) -> torch.Tensor:
+        """0-d float32 on the device, also in its place: 1 if any number is nonfinite on any rank, else 0.
+
+        failed: 1 or 0 where the ranks have been asked already.
+        """
         if numbers.dtype == torch.float32:
             skip = numbers[0]
             # One kernel that raises the flag; multiplying by one leaves the numbers as they are.
             torch._amp_foreach_non_finite_check_and_unscale_([numbers[1:]], skip, self._one)
         else:
             skip = numbers.isfinite().all().logical_not().float()
-        if self._agree is not None:
+        if failed is not None:
+            skip.copy_(torch.maximum(skip, failed))
+        elif self._agree is not None:
             skip.copy_(self._agree(skip))
         if numbers.dtype != torch.float32:
             numbers[0] = skip
         return skip
-
-
-class Patience:
-    """Ends a run whose updates stay nonfinite.
-
-    In fp16 a skip above the scale's floor is ordinary back-off and does not count, if it is the gradients that are not
-    finite: then the scale falls. A nonfinite loss with finite gradients counts at any scale.
-    """
-
-    def __init__(self, limit: int, precision: str, min_scale: float) -> None:
-        self.limit = limit
-        self._precision = precision
-        self._min_scale = min_scale
-        self._warned = False
-        self._verdict: str | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin to count anew."""
-        self._in_a_row = 0
-        self._verdict = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
-        return {"in_a_row": self._in_a_row}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state that `state_dict` returned."""
-        self._in_a_row = state["in_a_row"]
-
-    def observe(self, update: Update, where: Callable[[], str], skipped_in_all: int, cause: str = "") -> None:
-        """Count `update`. where: says which batch it was; cause: where the nonfinite value was born, if known."""
-        if update.taken:
-            self._in_a_row = 0
-            return
-        if update.scale is not None and not all(map(math.isfinite, update.grad_norms.values())):
-            if update.scale > self._min_scale:
-                return
-            self._alarm(where())
-        self._in_a_row += 1
-        if self._in_a_row >= self.limit:
-            self._verdict = self._message(update, where(), skipped_in_all, cause)
-
-    def backs_off(self, update: Update) -> bool:
-        """Whether a skipped update is ordinary fp16 back-off: the loss is finite, and the scale can still fall."""
-        return update.scale is not None and update.scale > self._min_scale and all(map(math.isfinite, update.losses))
-
-    @property
-    def in_a_row(self) -> int:
-        """How many of the latest updates count."""
-        return self._in_a_row
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether `check` would raise."""
-        return self._verdict is not None
-
-    def take_verdict(self) -> NonfiniteError:
-        """The error that `check` would raise; counting begins anew."""
-        error = NonfiniteError(self._verdict)
-        self.reset()
-        return error
-
-    def check(self) -> None:
-        """Raise NonfiniteError if `limit` updates in a row were skipped. Apart, so that they can be logged first."""
-        if self._verdict is not None:
-            raise NonfiniteError(self._verdict)
-
-    def _alarm(self, where: str) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        logger.warning(
-            "%s: the loss scale is at its floor (%g) and the update still overflows. Gradients (or activations) "
-            "exceed what fp16 holds (65504), so scaling down further cannot help: use --precision bf16, or pin the "
-            "modules that overflow with fp32_modules.",
-            where,
-            self._min_scale,
-        )
-
-    def _message(self, update: Update, where: str, skipped_in_all: int, cause: str) -> str:
-        losses = " and ".join(f"{loss:g}" for loss in update.losses) or "unknown"
-        norms = ", ".join(f"{name}: {norm:g}" for name, norm in update.grad_norms.items())
-        advice = ["look for NaN or Inf in the data", "lower the learning rate", "lower max_grad_norm"]
-        if self._precision != "fp32":
-            advice.append("try --precision fp32 (if it trains there, pin modules with fp32_modules)")
-        return (
-            f"{where}: {self._in_a_row} updates in a row were skipped because the loss or a gradient was not finite "
-            f"(nonfinite_patience={self.limit}; {skipped_in_all} skipped in all). Last: loss {losses}, gradient "
-            f"norm {norms or 'none'}"
-            + (f", loss scale {update.scale:g}" if update.scale is not None else "")
-            + f", precision {self._precision}. The weights are as after the last good update. "
-            + (cause or f"What to try: {'; '.join(advice)}.")
-        )
 
 
 def check_optimizers(optimizers: Mapping[str, Optimizer], modules: nn.Module, scaled: bool) -> None:
@@ -437,7 +388,7 @@ def _clip(
         torch._foreach_mul_(gradients, coefficient)
     else:
         for gradient in gradients:
-            gradient.mul_(coefficient.to(gradient.device, non_blocking=True))
+            gradient.mul_(coefficient.to(gradient.device, non_blocking=gradient.device.type != "cpu"))
 
 
 def clear_gradients(optimizer: Optimizer, set_to_none: bool) -> None:
@@ -450,10 +401,14 @@ def clear_gradients(optimizer: Optimizer, set_to_none: bool) -> None:
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
-def _skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's step takes `found_inf` and skips without the host (torch's fused ones)."""
+def _skips_on_device(optimizer: Optimizer, skip: torch.Tensor) -> bool:
+    """Whether the optimizer's step takes `found_inf` and skips without the host (torch's fused ones).
+
+    Not one on the CPU beside a GPU (offloaded parameters): it would read a copy of `skip` that is still under way.
+    """
     return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-        group.get("fused", True) for group in optimizer.param_groups
+        group.get("fused", True) and all(p.device.type == skip.device.type for p in group["params"][:1])
+        for group in optimizer.param_groups
     )
 
 
@@ -467,3 +422,8 @@ def _step(optimizer: Optimizer, skip: torch.Tensor | None) -> None:
         optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def _sum(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """0-d float64 on `device`: how many of the 0-d `flags` are raised."""
+    return sum((flag.to(device).double() for flag in flags), torch.zeros((), dtype=torch.float64, device=device))

@@ -1,0 +1,107 @@
+"""When a run whose updates stay nonfinite ends."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from amp_recipes.errors import NonfiniteError
+from amp_recipes.precision.scaling import Update
+
+logger = logging.getLogger(__name__)
+
+
+class Patience:
+    """Ends a run whose updates stay nonfinite.
+
+    In fp16 a skip above the scale's floor is ordinary back-off and does not count, if it is the gradients that are not
+    finite: then the scale falls. A nonfinite loss with finite gradients counts at any scale.
+    """
+
+    def __init__(self, limit: int, precision: str, min_scale: float) -> None:
+        self.limit = limit
+        self._precision = precision
+        self._min_scale = min_scale
+        self._warned = False
+        self._verdict: str | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self._in_a_row = 0
+        self._verdict = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {"in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state that `state_dict` returned."""
+        self._in_a_row = state["in_a_row"]
+
+    def observe(self, update: Update, where: Callable[[], str], skipped_in_all: int, cause: str = "") -> None:
+        """Count `update`. where: says which batch it was; cause: where the nonfinite value was born, if known."""
+        if update.taken:
+            self._in_a_row = 0
+            return
+        if update.scale is not None and not all(map(math.isfinite, update.grad_norms.values())):
+            if update.scale > self._min_scale:
+                return
+            self._alarm(where())
+        self._in_a_row += 1
+        if self._in_a_row >= self.limit:
+            self._verdict = self._message(update, where(), skipped_in_all, cause)
+
+    def backs_off(self, update: Update) -> bool:
+        """Whether a skipped update is ordinary fp16 back-off: the loss is finite, and the scale can still fall."""
+        return update.scale is not None and update.scale > self._min_scale and all(map(math.isfinite, update.losses))
+
+    @property
+    def in_a_row(self) -> int:
+        """How many of the latest updates count."""
+        return self._in_a_row
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether `check` would raise."""
+        return self._verdict is not None
+
+    def take_verdict(self) -> NonfiniteError:
+        """The error that `check` would raise; counting begins anew."""
+        error = NonfiniteError(self._verdict)
+        self.reset()
+        return error
+
+    def check(self) -> None:
+        """Raise NonfiniteError if `limit` updates in a row were skipped. Apart, so that they can be logged first."""
+        if self._verdict is not None:
+            raise NonfiniteError(self._verdict)
+
+    def _alarm(self, where: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "%s: the loss scale is at its floor (%g) and the update still overflows. Gradients (or activations) "
+            "exceed what fp16 holds (65504), so scaling down further cannot help: use --precision bf16, or pin the "
+            "modules that overflow with fp32_modules.",
+            where,
+            self._min_scale,
+        )
+
+    def _message(self, update: Update, where: str, skipped_in_all: int, cause: str) -> str:
+        losses = " and ".join(f"{loss:g}" for loss in update.losses) or "unknown"
+        norms = ", ".join(f"{name}: {norm:g}" for name, norm in update.grad_norms.items())
+        advice = ["look for NaN or Inf in the data", "lower the learning rate", "lower max_grad_norm"]
+        if self._precision != "fp32":
+            advice.append("try --precision fp32 (if it trains there, pin modules with fp32_modules)")
+        return (
+            f"{where}: {self._in_a_row} updates in a row were skipped because the loss or a gradient was not finite "
+            f"(nonfinite_patience={self.limit}; {skipped_in_all} skipped in all). Last: loss {losses}, gradient "
+            f"norm {norms or 'none'}"
+            + (f", loss scale {update.scale:g}" if update.scale is not None else "")
+            + f", precision {self._precision}. The weights are as after the last good update. "
+            + (cause or f"What to try: {'; '.join(advice)}.")
+        )

@@ -1,0 +1,78 @@
+"""Gradients of which each process holds a part (DTensors): this process's part, and norms over all parts.
+
+Scaling, clipping and judging work on the parts; only sums of squares travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from amp_recipes.errors import PrecisionError
+
+
+class Ranks(Protocol):
+    """What is asked of the other processes where parameters are sharded over them."""
+
+    def world_size(self) -> int:
+        """How many processes there are."""
+
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        """`numbers` (float64, on the device), each summed over all processes."""
+
+    def leaves(self, modules: nn.Module, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+        """What stands for `parameters` in the graph of a forward that has run."""
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, of which this process may hold a part only."""
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of `tensor`, sharing its memory: the tensor itself where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def by_format(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """The tensors by device and dtype, as torch's kernels over lists take them."""
+    formats: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        formats.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return formats
+
+
+def sum_of_squares(gradients: Sequence[torch.Tensor], device: torch.device, processes: int) -> torch.Tensor:
+    """What this process adds to the square of the norm over all `gradients` (0-d float64, on `device`).
+
+    Summed over all `processes`, each number counts once: what several of them hold is divided by how many do. Each
+    part's norm is taken in its own dtype, as a norm that overflows there is to be seen; the squares in float64, where
+    those of any fp32 norm are finite.
+    """
+    copies: dict[int, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        copies.setdefault(processes // _parts(gradient), []).append(local(gradient))
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for times, parts in copies.items():
+        for same in by_format(parts).values():
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(same)))
+            squares += norm.to(device).double().square() / times
+    return squares
+
+
+def _parts(gradient: torch.Tensor) -> int:
+    """Into how many parts `gradient` is divided; 1: each process holds all of it."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    if any(placement.is_partial() for placement in gradient.placements):
+        raise PrecisionError(
+            f"a gradient of shape {tuple(gradient.shape)} is a sum not yet taken ({gradient.placements}), so its norm "
+            "is unknown: let the layer's parallel style reduce it."
+        )
+    sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())

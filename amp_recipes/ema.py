@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from amp_recipes.sharded_tensors import local
 
 
 class WeightAverage:
@@ -47,7 +48,7 @@ class WeightAverage:
         """Move the average towards the parameters once."""
         if self._averages:
             # Of sharded ones this process's parts: the rule takes each number alone.
-            self._move([*map(_local, self._averages)], [*map(_local, self._parameters)], None)
+            self._move([*map(local, self._averages)], [*map(local, self._parameters)], None)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -91,7 +92,3 @@ class WeightAverage:
         with torch.no_grad():
             for name, average in zip(self._names, self._averages, strict=True):
                 average.copy_(state[name])
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -16,6 +16,7 @@ LAYERS = {
     "records": 0,
     "host_copy": 0,
     "module_names": 0,
+    "sharded_tensors": 0,
     "distributed": 0,
     "folder_lock": 0,
     "interrupts": 0,
@@ -59,7 +60,7 @@ LAYERS = {
     "cli": 12,
 }
 # Inside layer 0 these may be imported by their neighbours: they hold no decisions, only words that all rooms share.
-SHARED = {"records", "host_copy", "module_names", "randomness", "run_files"}
+SHARED = {"records", "host_copy", "module_names", "randomness", "run_files", "sharded_tensors"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -8,6 +8,7 @@ sees the numbers that it sees in one process. Gradients are summed in fp32 and s
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby, takewhile
@@ -17,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_init
 
 from amp_recipes.distributed.blocks import chosen_blocks, has_parameters, repeated_blocks, with_forward
 from amp_recipes.distributed.meshes import REPLICATE, data_mesh, make_mesh
 from amp_recipes.errors import ConfigError
+from amp_recipes.sharded_tensors import is_sharded as is_sharded_tensor
 
+# torch.distributed.fsdp is imported where it is used: that takes 0.6 s, which only those who shard should pay.
 logger = logging.getLogger(__name__)
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -51,7 +52,7 @@ def shard(
     names (default: the repeated blocks), and each entry of `modules` with what is left of it.
     Raises ConfigError for patterns that match nothing, and for parameters that cannot be sharded.
     """
-    roots = [root for root in _roots(modules) if not isinstance(root, FSDPModule)]
+    roots = [root for root in _roots(modules) if not _gathers(root)]
     _to_device((buffer for module in modules.values() for buffer in module.buffers()), device)
     if not roots:
         return
@@ -60,11 +61,11 @@ def shard(
     low = _low_precision(modules, fp32_modules) if compute_dtype.itemsize < 4 else set()
     mesh = make_mesh(device, options)
     _announce(modules, units, options, mesh, device)
-    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if _offloads(options, device) else OffloadPolicy()
+    offloads = _offloads(options, device)
     everything = set(modules.parameters())
     for root in roots:
         for unit in reversed([module for module in root.modules() if module in units]):
-            if isinstance(unit, FSDPModule):
+            if _gathers(unit):
                 continue
             # An only root's own parameters are needed again at once, by the backward: torch keeps them gathered.
             auto = unit is root and len(roots) == 1 and options.reshard_after_forward
@@ -75,7 +76,7 @@ def shard(
                 [(it, compute_dtype if it in low else None) for it in own],
                 data_mesh(mesh),
                 None if auto else options.reshard_after_forward,
-                offload,
+                offloads,
                 everything,
             )
         if options.find_unused_parameters:
@@ -85,7 +86,7 @@ def shard(
 
 def is_sharded(modules: nn.Module) -> bool:
     """Whether any of `modules` is sharded."""
-    return any(isinstance(module, FSDPModule) for module in modules.modules())
+    return any(_gathers(module) for module in modules.modules())
 
 
 @contextmanager
@@ -95,7 +96,7 @@ def no_sync(modules: nn.Module) -> Iterator[None]:
     Inside a group they do, at each backward: gradients that wait whole for the window's end would take 4 bytes a
     parameter on every process (28 GB for 7 B), where shards take that divided by the group's size.
     """
-    roots = [module for module in _roots(modules) if isinstance(module, FSDPModule) and _has_replicas(module)]
+    roots = [module for module in _roots(modules) if _gathers(module) and _has_replicas(module)]
     try:
         for root in roots:
             root.set_requires_all_reduce(False)
@@ -120,12 +121,18 @@ def leaves(modules: nn.Module, parameters: Iterable[nn.Parameter]) -> list[torch
     """
     gathered: dict[nn.Parameter, torch.Tensor | None] = {}
     for module in modules.modules():
-        if isinstance(module, FSDPModule):
+        if _gathers(module):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for it in group.fsdp_params:
                     gathered[it.sharded_param] = getattr(it, "_unsharded_param", None)
     found = (gathered.get(parameter, parameter) for parameter in parameters)
     return [tensor for tensor in found if tensor is not None]
+
+
+def _gathers(module: nn.Module) -> bool:
+    """Whether `module` is a unit of FSDP's already."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _roots(modules: nn.Module) -> list[nn.Module]:
@@ -162,7 +169,7 @@ def _owners(modules: nn.ModuleDict, roots: list[nn.Module], units: set[nn.Module
             walk(root, ())
     problems = []
     for name, parameter in modules.named_parameters():
-        if isinstance(parameter, torch.distributed.tensor.DTensor):
+        if is_sharded_tensor(parameter):
             continue
         if not ways.get(parameter, ()):
             problems.append(
@@ -199,7 +206,7 @@ def _shard_unit(
     parameters: list[tuple[nn.Parameter, torch.dtype | None]],
     mesh: DeviceMesh,
     reshard_after_forward: bool | None,
-    offload: OffloadPolicy,
+    offloads: bool,
     everything: set[nn.Parameter],
 ) -> None:
     """Shard `parameters` (each with the dtype to gather it in, None: its own), to be gathered when `unit` is called.
@@ -208,6 +215,10 @@ def _shard_unit(
     gathers groups. torch itself makes several where parameters lie on several meshes, and the same function makes
     ours.
     """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp._fully_shard import _fsdp_init
+
+    offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
     # autocast casts inputs, so that pinned modules get them as they are.
     policies = {
         dtype: MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -243,7 +254,7 @@ def _shard_unit(
 def _to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Move `tensors` to the device, in place, with the first process's values; sharded ones stay as they are."""
     for tensor in tensors:
-        if not isinstance(tensor, torch.distributed.tensor.DTensor):
+        if not is_sharded_tensor(tensor):
             tensor.data = tensor.detach().to(device).contiguous()  # FSDP2 takes no other layout
             _broadcast(tensor)
 
@@ -267,11 +278,11 @@ def _free_where_no_backward_follows(root: nn.Module, inputs: Any, outputs: Any) 
     """
     if not torch.is_grad_enabled():
         for module in root.modules():
-            if isinstance(module, FSDPModule):
+            if _gathers(module):
                 module.reshard()
 
 
-def _has_replicas(root: FSDPModule) -> bool:
+def _has_replicas(root: Any) -> bool:
     groups = root._get_fsdp_state()._fsdp_param_groups
     return any(REPLICATE in (group.mesh_info.mesh.mesh_dim_names or ()) for group in groups)
 

@@ -22,7 +22,8 @@ from amp_recipes.host_copy import HostCopy, Ticket
 from amp_recipes.precision.amp_config import fp16_parameters
 from amp_recipes.precision.loss_scaler import LossScaler
 from amp_recipes.precision.rollback import BufferRollback
-from amp_recipes.precision.sharded_gradients import Ranks, is_sharded, local, sum_of_squares
+from amp_recipes.precision.sharded_gradients import Ranks, sum_of_squares
+from amp_recipes.sharded_tensors import is_sharded, local
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from amp_recipes.errors import PrecisionError
+from amp_recipes.sharded_tensors import is_sharded, local
 
 
 class Ranks(Protocol):
@@ -27,16 +27,6 @@ class Ranks(Protocol):
 
     def leaves(self, modules: nn.Module, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         """What stands for `parameters` in the graph of a forward that has run."""
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, of which this process may hold a part only."""
-    return isinstance(tensor, DTensor)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of `tensor`, sharing its memory: the tensor itself where it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def by_format(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
@@ -67,7 +57,7 @@ def sum_of_squares(gradients: Sequence[torch.Tensor], device: torch.device, proc
 
 def _parts(gradient: torch.Tensor) -> int:
     """Into how many parts `gradient` is divided; 1: each process holds all of it."""
-    if not isinstance(gradient, DTensor):
+    if not is_sharded(gradient):
         return 1
     if any(placement.is_partial() for placement in gradient.placements):
         raise PrecisionError(

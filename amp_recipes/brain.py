@@ -197,13 +197,14 @@ class Brain(SpikeRecovery):
         chosen = [self.optimizers_dict[name] for name in names] or None
         if self._round is not None:
             share, of = self._share_of_round(self._round)
-            self._plan.updates.backward(loss, share, of, chosen)
         elif self._window_size == 1:
-            self._plan.updates.backward(loss, optimizers=chosen)
+            share, of = 1.0, 1.0
         elif self._own_batch_weight:
-            self._plan.updates.backward(loss, self._batch_weight, self._window_weight, chosen)
+            share, of = self._batch_weight, self._window_weight
         else:
-            self._plan.updates.backward(loss, of=self._window_size, optimizers=chosen)
+            share, of = 1.0, self._window_size
+        with self._averaged(chosen):
+            self._plan.updates.backward(loss, share, of, chosen)
 
     def gradients(self, loss: torch.Tensor, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Any:
         """Gradients of `loss` with respect to `inputs`: unscaled and differentiable, for a gradient penalty."""
@@ -252,7 +253,7 @@ class Brain(SpikeRecovery):
 
     def on_fit_start(self) -> None:
         """Get ready to train: wrap modules, make optimizers and schedulers, go on from a checkpoint if there is one."""
-        distributed.wrap(self.modules, self.device, self.run_opts, self._plan.training.dtype, self._plan.fp32_modules)
+        self._share_modules()
         if not self.optimizers_dict:
             self.init_optimizers()
         if not self.optimizers_dict and self.optimizer is not None:
@@ -287,6 +288,8 @@ class Brain(SpikeRecovery):
             return math.nan
         loader = self._batches_of(test_set, Stage.TEST, test_loader_kwargs)
         self._ledger.settle()
+        if self.strategy == "fsdp":
+            self._share_modules()  # the whole model may be larger than the device
         # A test whose hook calls this has the averaged weights applied.
         trained = self._ema.set_aside() if self._ema is not None else nullcontext()
         with trained, self._set_aside(weights=bool(max_key or min_key)) if self._in_fit else self._interrupts:
@@ -440,6 +443,8 @@ class Brain(SpikeRecovery):
         self.modules.train(stage is Stage.TRAIN)
         set_epoch(loader, epoch or 0)
         self.on_stage_start(stage, epoch)
+        if stage is Stage.TRAIN:
+            self._share_modules()  # a hook may have frozen, or freed, a part of them
         batches = length(loader)
         if self.debug and batches is not None:
             batches = min(batches, self.debug_batches)

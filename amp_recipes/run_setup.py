@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,7 +86,10 @@ class RunSetup(Hooks):
         distributed.start(self.device, self.distributed_backend, self.distributed_timeout_minutes, self.tensor_parallel)
         if not self.noprogressbar:
             show_notices()
-        self.modules = nn.ModuleDict(dict(modules or {})).to(self.device)
+        self.modules = nn.ModuleDict(dict(modules or {}))
+        distributed.check(self.run_opts, self.device, self.modules, self._tensor_parallel_plan)
+        if not self._shards:
+            self.modules.to(self.device)
         self._set_up_precision()
         self._set_up_counters()
         self._set_up_folder(loaded, options)
@@ -105,6 +108,37 @@ class RunSetup(Hooks):
         if self.deterministic:
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
+
+    @property
+    def _shards(self) -> bool:
+        """Whether each process is to hold a part of the modules only: where it is on its device, and no more."""
+        return self.strategy == "fsdp" and distributed.initialized()
+
+    @property
+    def _tensor_parallel_plan(self) -> Mapping[str, str] | None:
+        return getattr(self.hparams, "tensor_parallel_plan", None)
+
+    def _share_modules(self) -> None:
+        """Share the modules among the processes; where they are shared already, nothing happens."""
+        sharded = distributed.is_sharded(self.modules)
+        distributed.wrap(
+            self.modules,
+            self.device,
+            self.run_opts,
+            self._plan.training.dtype,
+            self._plan.fp32_modules,
+            self._tensor_parallel_plan,
+        )
+        if self._ema is not None and distributed.is_sharded(self.modules) and not sharded:
+            self._ema.take_over(self.modules)
+
+    def _averaged(self, optimizers: Sequence[Optimizer] | None) -> AbstractContextManager[None]:
+        """Around a backward that leaves gradients with the parameters of `optimizers` (default: all): averages them."""
+        if not distributed.initialized():
+            return nullcontext()
+        groups = None if optimizers is None else [group for it in optimizers for group in it.param_groups]
+        parameters = None if groups is None else [parameter for group in groups for parameter in group["params"]]
+        return distributed.averaging(self.modules, parameters)
 
     def _set_up_counters(self) -> None:
         self.optimizer: Optimizer | None = None

@@ -14,12 +14,13 @@ from amp_recipes.distributed.processes import (
     start,
     world_size,
 )
-from amp_recipes.distributed.sharing import is_sharded, leaves, no_sync, total, wrap
+from amp_recipes.distributed.sharing import check, is_sharded, leaves, no_sync, total, wrap
 
 __all__ = [
     "Poll",
     "agree",
     "averaging",
+    "check",
     "data_rank",
     "data_world_size",
     "evaluating",

@@ -17,6 +17,14 @@ is_sharded = fsdp.is_sharded
 leaves = fsdp.leaves
 
 
+def check(
+    options: Any, device: torch.device, modules: nn.ModuleDict, tensor_parallel_plan: Mapping[str, str] | None = None
+) -> None:
+    """Raise ConfigError for options that these processes cannot run with, before any work is done."""
+    if initialized() and options.strategy == "ddp":
+        ddp.check(options, device)
+
+
 def wrap(
     modules: nn.ModuleDict,
     device: torch.device,

@@ -7,7 +7,8 @@
     ├── DataError (also a ValueError)         a data set that is empty or has not the expected form
     ├── RecipeError (also a TypeError)        a recipe's method returned, or called, what the loop cannot use
     ├── CheckpointError (also a RuntimeError) a checkpoint that cannot be written, found or read
-    └── FolderInUseError (also a RuntimeError) another run writes in the output folder
+    ├── FolderInUseError (also a RuntimeError) another run writes in the output folder
+    └── ProcessError (also a RuntimeError)    the processes of a run could not meet, or lost each other
 
 Each message says where, what was given, what is accepted and what to do.
 """
@@ -43,3 +44,7 @@ class CheckpointError(AmpRecipesError, RuntimeError):
 
 class FolderInUseError(AmpRecipesError, RuntimeError):
     """Another process runs in the output folder."""
+
+
+class ProcessError(AmpRecipesError, RuntimeError):
+    """The processes of a run could not meet, lost each other, or waited for each other in vain."""

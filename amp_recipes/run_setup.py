@@ -83,9 +83,9 @@ class RunSetup(Hooks):
         self.opt_class = opt_class
         self.device = distributed.pick_device(self.run_opts.device)
         self.distributed_launch = distributed.launched()
-        distributed.start(self.device, self.distributed_backend, self.distributed_timeout_minutes, self.tensor_parallel)
         if not self.noprogressbar:
             show_notices()
+        distributed.start(self.device, self.distributed_backend, self.distributed_timeout_minutes, self.tensor_parallel)
         self.modules = nn.ModuleDict(dict(modules or {}))
         distributed.check(self.run_opts, self.device, self.modules, self._tensor_parallel_plan)
         if not self._shards:

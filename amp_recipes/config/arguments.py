@@ -38,6 +38,7 @@ from amp_recipes.config.run_options import (
     validate_options,
 )
 from amp_recipes.config.yaml_help import keys_help
+from amp_recipes.distributed import show_ranks_in_errors
 from amp_recipes.errors import CheckpointError, ConfigError, DataError
 
 # Words of the command line that are no run options: a YAML cannot say them. Those with a dash are also known with `_`.
@@ -120,6 +121,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
         )
     if argv is None:
         _show_mistakes_plainly()
+        show_ranks_in_errors()
     argv = list(sys.argv[1:] if argv is None else argv)
     positional: list[str] = []
     options: dict[str, Any] = {}

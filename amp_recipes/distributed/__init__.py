@@ -2,13 +2,15 @@
 
 from amp_recipes.distributed.collectives import Poll, agree, from_main_process, gather, mean, sums, wait_for_all
 from amp_recipes.distributed.ddp import averaging, evaluating
+from amp_recipes.distributed.failures import collective, show_ranks_in_errors, timeout_text
 from amp_recipes.distributed.processes import (
     data_rank,
     data_world_size,
     host_group,
     initialized,
     is_main_process,
-    launched,
+    local_rank,
+    main_process_first,
     pick_device,
     rank,
     start,
@@ -21,6 +23,7 @@ __all__ = [
     "agree",
     "averaging",
     "check",
+    "collective",
     "data_rank",
     "data_world_size",
     "evaluating",
@@ -30,14 +33,17 @@ __all__ = [
     "initialized",
     "is_main_process",
     "is_sharded",
-    "launched",
     "leaves",
+    "local_rank",
+    "main_process_first",
     "mean",
     "no_sync",
     "pick_device",
     "rank",
+    "show_ranks_in_errors",
     "start",
     "sums",
+    "timeout_text",
     "total",
     "wait_for_all",
     "world_size",

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import logging
 import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from amp_recipes.errors import ConfigError
+from amp_recipes.distributed import failures
+from amp_recipes.distributed.rendezvous import SignOfLife, check_environment, launched, meet, minutes_text
+from amp_recipes.errors import ConfigError, ProcessError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_MINUTES = 10.0
+
+_timeout_minutes = DEFAULT_TIMEOUT_MINUTES
+_tensor_parallel = 1
+_store: dist.Store | None = None  # of this start of the run
+_host_groups: dict[dist.ProcessGroup, dist.ProcessGroup | None] = {}  # by the default group that it belongs to
+_turns = 0  # of main_process_first
 
 
 def pick_device(name: str | None) -> torch.device:
     """The device named, or this machine's accelerator (the local rank's one) where there is any, else the CPU.
 
-    Raises ConfigError for one that cannot be used here.
+    Raises ConfigError for one that cannot be used here, or that several processes would have to share.
     """
     if name is not None:
         device = torch.device(name)
@@ -21,10 +43,8 @@ def pick_device(name: str | None) -> torch.device:
         device = torch.accelerator.current_accelerator()
     else:
         device = torch.device("cpu")
-    local_rank = os.environ.get("LOCAL_RANK")
-    if device.type != "cpu" and device.index is None and local_rank is not None:
-        device = torch.device(device.type, int(local_rank))
-        torch.accelerator.set_device_index(device.index)
+    if device.type != "cpu" and launched():
+        device = _of_local_rank(device)
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -36,9 +56,28 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
-def launched() -> bool:
-    """Whether a launcher such as torchrun started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+def _of_local_rank(device: torch.device) -> torch.device:
+    """The device of this type that is this process's own. Raises ConfigError where there are not enough."""
+    processes, count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+    if device.index is not None:
+        if processes > 1:
+            raise ConfigError(
+                f"device '{device}' is one device, and {processes} processes run on this machine: give --device "
+                f"{device.type}, or leave it out, and each takes the one of its local rank."
+            )
+        return device
+    if count == 0:
+        return device  # what it is refused with says more
+    if local_rank() >= count:
+        raise ConfigError(
+            f"rank {rank()} is process {local_rank()} of this machine (LOCAL_RANK, from 0), which shows {count} "
+            f"{device.type} device{'' if count == 1 else 's'}: each process needs its own. Start at most {count} on a "
+            "machine (torchrun --nproc_per_node), or let each see all of them (CUDA_VISIBLE_DEVICES, Slurm's "
+            "--gpus-per-task hides the others; LOCAL_RANK=0 for every process is right where each sees only its own)."
+        )
+    device = torch.device(device.type, local_rank())
+    torch.accelerator.set_device_index(device.index)
+    return device
 
 
 def initialized() -> bool:
@@ -56,32 +95,192 @@ def world_size() -> int:
     return dist.get_world_size() if initialized() else 1
 
 
+def local_rank() -> int:
+    """This process's number among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def data_rank() -> int:
+    """Which part of the data is this process's: those that share each layer (tensor_parallel) read the same."""
+    return rank() // _tensor_parallel
+
+
+def data_world_size() -> int:
+    """In how many parts the data goes."""
+    return world_size() // _tensor_parallel
+
+
 def is_main_process() -> bool:
     """Whether this process writes files and draws progress bars."""
     return rank() == 0
 
 
 def start(
-    device: torch.device, backend: str | None = None, timeout_minutes: float = 10.0, tensor_parallel: int = 1
+    device: torch.device,
+    backend: str | None = None,
+    timeout_minutes: float = DEFAULT_TIMEOUT_MINUTES,
+    tensor_parallel: int = 1,
 ) -> None:
-    """Join the process group that the launcher's environment describes, unless one is up already.
+    """Join the process group that torchrun's environment describes; one that is up already is used as it is.
 
-    backend: default nccl for CUDA devices, gloo for others.
+    backend: default gloo for numbers of the host and, beside it, what fits the device: cpu:gloo,cuda:nccl.
+    timeout_minutes: how long to wait for the others, here and in every collective. tensor_parallel: how many neighbours
+    share each layer, and so the data.
+    Raises ConfigError if the environment is not complete, or the number of processes is no multiple of
+    tensor_parallel; ProcessError if the others cannot be reached.
     """
+    global _timeout_minutes, _tensor_parallel
+    if not dist.is_initialized():
+        check_environment()
     if launched() and not dist.is_initialized():
-        dist.init_process_group(backend or ("nccl" if device.type == "cuda" else "gloo"))
+        _timeout_minutes = timeout_minutes
+        store = _meet()
+        failures.set_timeout(timeout_minutes)
+        excepthook = sys.excepthook
+        with failures.collective("joining the process group"):
+            dist.init_process_group(
+                backend or _backend(device),
+                store=dist.PrefixStore("group", store),
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+                timeout=timedelta(minutes=timeout_minutes),
+                device_id=device if device.type == "cuda" and "nccl" in (backend or "nccl") else None,
+            )
+        sys.excepthook = excepthook  # torch's own would put the rank before each line a second time
+        logger.info("%s", _description(device))
+    if world_size() % tensor_parallel:
+        raise ConfigError(
+            f"tensor_parallel={tensor_parallel} needs a multiple of {tensor_parallel} processes; there are "
+            f"{world_size()}. Start as many with torchrun, or give another --tensor_parallel."
+        )
+    _tensor_parallel = tensor_parallel
+
+
+def _backend(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+
+
+def _description(device: torch.device) -> str:
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    again = f"; restart {restarts} of {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}" if restarts else ""
+    return (
+        f"{world_size()} processes, this one on {socket.gethostname()} with {device}; {dist.get_backend_config()}; a "
+        f"wait ends after {minutes_text(_timeout_minutes)}{again}"
+    )
+
+
+def _meet() -> dist.Store:
+    """The store of this start of the run; with it begins the watch for failures, and an orderly end is prepared."""
+    global _store
+    if _store is None:
+        failures.show_ranks_in_errors()
+        _store = meet(_timeout_minutes)
+        failures.start_watch(_store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _timeout_minutes)
+        atexit.register(_end, os.getpid())
+        if int(os.environ["RANK"]) != 0:
+            _speak_of_errors_only()
+    return _store
+
+
+def _speak_of_errors_only() -> None:
+    """What rank 0 says too is not said again by the others."""
+    logging.getLogger("amp_recipes").setLevel(logging.ERROR)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
+def _end(pid: int) -> None:
+    """Leave the others in order where the script has ended, and at once where an error ends it.
+
+    Not through the interpreter's end in the second case: a thread of gloo's that lets go of a tensor there aborts the
+    process (torch pull request 179291), and NCCL would wait for those that are gone.
+    """
+    if os.getpid() != pid:  # forked
+        return
+    code = failures.exit_code()
+    if code is not None:
+        failures.stay_to_be_heard()
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    watch = failures.current_watch()
+    watch.say_done()
+    gc.collect()
+    # gloo's threads let go of the last tensors now, while they can: those need the interpreter.
+    time.sleep(0.02)
+    if dist.is_initialized():
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+    watch.stop()
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """The group for numbers in host memory; None: the default one."""
-    return None
+    """The group for tensors of the CPU: None, the default one, where it takes them; else one of gloo's beside it.
+
+    The first call is one that all ranks make together.
+    """
+    default = dist.group.WORLD
+    if default not in _host_groups:
+        takes_cpu = "cpu:" in dist.get_backend_config()
+        timeout = timedelta(minutes=_timeout_minutes)
+        _host_groups[default] = None if takes_cpu else dist.new_group(backend="gloo", timeout=timeout)
+    return _host_groups[default]
 
 
-def data_rank() -> int:
-    """This process's number among those that read data of their own."""
-    return rank()
+@contextmanager
+def main_process_first(each_machine: bool = False) -> Iterator[None]:
+    """Let the main process through first, and the others when it has come out: for data that one should prepare.
+
+    each_machine: let the first process of each machine go first, where machines share no files. How long it takes does
+    not matter; those that wait give up when the first shows no sign of life for distributed_timeout_minutes (10 before
+    the run options are known). Every process must come here, and as many times. With one process nothing happens.
+    Raises ProcessError in the others if the first one leaves by an exception.
+    """
+    global _turns
+    if not (initialized() or launched()):
+        yield
+        return
+    _turns += 1
+    leads = local_rank() == 0 if each_machine else rank() == 0
+    leader = f"machine {os.environ.get('GROUP_RANK', '0')}" if each_machine else "all"
+    store = dist.PrefixStore(f"first/{_turns}/{leader}", _any_store())
+    if leads:
+        with SignOfLife(store, "alive"):
+            try:
+                yield
+            except BaseException as error:
+                store.set("over", f"rank {rank()} failed there: {type(error).__name__}: {error}")
+                raise
+        store.set("over", "")
+        return
+    problem = _wait_for_first(store)
+    if problem:
+        raise ProcessError(f"rank {rank()} waited in main_process_first, but {problem}")
+    yield
 
 
-def data_world_size() -> int:
-    """How many processes read data of their own."""
-    return world_size()
+def _any_store() -> dist.Store:
+    """The store that the processes share, whoever made their group."""
+    if _store is None and dist.is_initialized():
+        return dist.PrefixStore("amp_recipes", dist.distributed_c10d._get_default_store())
+    check_environment()
+    return _meet()
+
+
+def _wait_for_first(store: dist.Store) -> str:
+    """Wait until the first process is through; what went wrong, if anything did."""
+    seen, since, pause = -1, time.monotonic(), 0.02
+    with failures.collective("waiting in main_process_first"):
+        while not store.check(["over"]):
+            count = store.add("alive", 0)
+            if count != seen:
+                seen, since = count, time.monotonic()
+            elif time.monotonic() - since > _timeout_minutes * 60:
+                return f"the first one gave no sign of life for {minutes_text(_timeout_minutes)}"
+            time.sleep(pause)
+            pause = min(1.0, pause * 1.5)
+        return store.get("over").decode()

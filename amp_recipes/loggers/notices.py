@@ -5,18 +5,24 @@ from __future__ import annotations
 import logging
 import sys
 
+from amp_recipes import distributed
+
 _PACKAGE = "amp_recipes"
 # Its lines are for log files: on the terminal the progress logger has shown the same.
 _FILE_ONLY = "amp_recipes.loggers.run_log"
 
 
 class _Notices(logging.Handler):
-    """Writes what no other handler shows: notices, and warnings where the root logger has no handler."""
+    """Writes what no other handler shows: notices, and warnings where the root logger has no handler.
+
+    Of several processes the main one speaks; the others only of errors, with their rank.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         shown_elsewhere = record.levelno >= logging.WARNING and logging.getLogger().handlers
-        if not shown_elsewhere and record.name != _FILE_ONLY:
-            print(self.format(record), file=sys.stderr)
+        main = distributed.is_main_process()
+        if not shown_elsewhere and record.name != _FILE_ONLY and (main or record.levelno >= logging.ERROR):
+            print(f"{'' if main else f'[rank {distributed.rank()}] '}{self.format(record)}", file=sys.stderr)
 
 
 def show_notices() -> None:
@@ -24,4 +30,5 @@ def show_notices() -> None:
     logger = logging.getLogger(_PACKAGE)
     if not any(isinstance(handler, _Notices) for handler in logger.handlers):
         logger.addHandler(_Notices())
-        logger.setLevel(min(logger.level or logging.INFO, logging.INFO))
+        if distributed.is_main_process():
+            logger.setLevel(min(logger.level or logging.INFO, logging.INFO))

@@ -75,9 +75,10 @@ class Watch:
         self._store = store.clone()
         self._heard = threading.Event()
         self._report: Report | None = None
-        self._host_is_done = False
+        self._host_is_done = self._store_is_gone = False
         # A descriptor that can be read when the process has ended -> its rank; -1: torchrun, which started this one.
         self._neighbours: dict[int, int] = {}
+        self._unopened = _on_this_machine(rank, world_size) if hasattr(os, "pidfd_open") else set()
         self._ends, self._wake = os.pipe()
         self._main = threading.main_thread().ident
         self._thread = threading.Thread(target=self._run, name="amp_recipes watch", daemon=True)
@@ -91,12 +92,16 @@ class Watch:
 
     def tell(self, report: Report) -> None:
         """Let all ranks know of a failure; the first one told stands. Takes seconds at most, even without a store."""
+        if self._store_is_gone:
+            return
         thread = threading.Thread(target=self._tell, args=(report,), daemon=True)
         thread.start()
         thread.join(_TELL_WITHIN_SECONDS)
 
     def say_done(self) -> None:
         """Let the others know that this process ends as it should; rank 0 stays for them where it hosts the store."""
+        if self._store_is_gone:
+            return
         with contextlib.suppress(RuntimeError):
             self._store.set(f"done/{self.rank}", "")
             waiting = set(range(self.world_size)) if self.rank == 0 and hosted_by_rank_0() else set()
@@ -117,7 +122,7 @@ class Watch:
 
     def _run(self) -> None:
         """The thread: look until the process ends."""
-        self._open_neighbours()
+        self._open_launcher()
         while self._report is None:
             readable, _, _ = select.select([self._ends, *self._neighbours], [], [], _LOOK_SECONDS)
             if self._ends in readable:
@@ -127,11 +132,10 @@ class Watch:
                 self._end_without_launcher()
                 return
             try:
-                self._look(ended)
+                if not self._store_is_gone:
+                    self._look([*ended, *self._open_neighbours()])
             except RuntimeError:
                 self._lose_store()
-                if self._report is None:
-                    return
             for descriptor in readable:
                 del self._neighbours[descriptor]
                 os.close(descriptor)
@@ -139,21 +143,29 @@ class Watch:
             logger.error("%s", self._report)  # for its log file; each rank prints its own
         self._end_with_the_others()
 
-    def _open_neighbours(self) -> None:
-        """Open a descriptor of torchrun and of the run's other processes on this machine, where there are such."""
-        if not hasattr(os, "pidfd_open"):  # only Linux has it
-            return
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+    def _open_launcher(self) -> None:
+        """Open a descriptor of torchrun's process, if it started this one."""
+        if hasattr(os, "pidfd_open") and "TORCHELASTIC_RUN_ID" in os.environ:  # only Linux has it
             with contextlib.suppress(OSError):
                 self._neighbours[os.pidfd_open(os.getppid())] = _LAUNCHER
-        local_rank, local_size = (int(os.environ.get(f"LOCAL_{name}", "0")) for name in ("RANK", "WORLD_SIZE"))
-        first = self.rank - local_rank
-        with contextlib.suppress(RuntimeError):
-            for rank in range(max(first, 0), min(first + local_size, self.world_size)):
-                machine, pid = json.loads(self._store.get(f"process/{rank}"))
-                if machine == _machine() and pid != os.getpid():
-                    with contextlib.suppress(OSError):
-                        self._neighbours[os.pidfd_open(pid)] = rank
+
+    def _open_neighbours(self) -> list[int]:
+        """Open a descriptor of each of the run's other processes on this machine; those that have ended already."""
+        ended = []
+        for rank in sorted(self._unopened):
+            if not self._store.check([f"process/{rank}"]):
+                continue
+            self._unopened.discard(rank)
+            machine, pid = json.loads(self._store.get(f"process/{rank}"))
+            if machine != _machine():
+                continue
+            try:
+                self._neighbours[os.pidfd_open(pid)] = rank
+            except ProcessLookupError:
+                ended.append(rank)
+            except OSError:  # the system does not let us
+                self._unopened.clear()
+        return ended
 
     def _look(self, ended: Iterable[int]) -> None:
         """Take up a failure that was told, or tell of neighbours that `ended` without a word."""
@@ -167,6 +179,7 @@ class Watch:
 
     def _lose_store(self) -> None:
         """What the end of the store means: the end of rank 0 where it was there, else only that we hear less."""
+        self._store_is_gone = True
         if hosted_by_rank_0() and not self._host_is_done and self.rank != 0:
             self._report = Report(0, "", "its process, which hosts the store of the run, is gone without a word")
             self._heard.set()
@@ -186,6 +199,7 @@ class Watch:
 
         As torchrun itself asks, by SIGTERM: all ranks finish the step and save.
         """
+        self._store_is_gone = os.environ.get("GROUP_RANK", "0") == "0"  # it was with the torchrun of the first machine
         if self.rank == 0:
             logger.error("torchrun, which started this process, has ended without a word: saving, then ending")
         os.kill(os.getpid(), signal.SIGTERM)
@@ -361,6 +375,13 @@ def _print(rank: int, text: str) -> None:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+def _on_this_machine(rank: int, world_size: int) -> set[int]:
+    """The ranks of this machine's other processes, as launchers number them."""
+    local_rank, local_size = (int(os.environ.get(f"LOCAL_{name}", "0")) for name in ("RANK", "WORLD_SIZE"))
+    first = rank - local_rank
+    return set(range(max(first, 0), min(first + local_size, world_size))) - {rank}
 
 
 def _machine() -> str:

@@ -16,6 +16,7 @@ from amp_recipes.distributed.processes import (
     start,
     world_size,
 )
+from amp_recipes.distributed.rendezvous import launched
 from amp_recipes.distributed.sharing import check, is_sharded, leaves, no_sync, total, wrap
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "initialized",
     "is_main_process",
     "is_sharded",
+    "launched",
     "leaves",
     "local_rank",
     "main_process_first",

@@ -72,7 +72,7 @@ def test_without_a_folder_and_without_a_checkpointer_nothing_is_kept():
     made.register("modules", Holder())
     made.save_epoch({"epoch": 1, "loss": 1.0}, "loss", "min")
     assert (made.checkpointer, made.owned) == (None, False)
-    assert not made.due(1, 1e-9)
+    assert not made.due(1, made.clock_due(1e-9))
     assert made.resume() is None and made.load_for_evaluation(None, None, ["modules"]) is None
 
 
@@ -107,7 +107,7 @@ def test_the_best_and_the_two_newest_epochs_stay(tmp_path, mode, losses, expecte
 def test_a_process_that_does_not_write_leaves_no_trace_of_epochs(tmp_path):
     made = owned(tmp_path, writes=False, model=Holder())
     save_epochs(made, [1.0])
-    assert not made.due(1, 1e-9)
+    assert not made.due(1, made.clock_due(1e-9))
     assert kept(tmp_path) == []
 
 
@@ -141,7 +141,7 @@ def test_a_reload_takes_the_newest_in_the_midst_of_a_run(tmp_path):
     made = owned(tmp_path, model=model)
     save_epochs(made, [1.0])
     model.value = "second"
-    made.due(5, 0)
+    made.due(5, False)
     made.reload()
     assert model.value == "first" and made.updates_since_save == 0
     model.value = "third"
@@ -199,11 +199,11 @@ def test_inside_a_recipes_checkpointer_the_recipes_own_checkpoints_stay(tmp_path
 
 def test_due_by_updates_counts_from_the_last_save_of_either_kind(tmp_path):
     made = owned(tmp_path, model=Holder())
-    assert [made.due(3, 0) for _ in range(4)] == [False, False, True, True]
+    assert [made.due(3, False) for _ in range(4)] == [False, False, True, True]
     made.save_inside_epoch({"epoch": 1, "step": 4})
-    assert [made.due(3, 0) for _ in range(2)] == [False, False]
+    assert [made.due(3, False) for _ in range(2)] == [False, False]
     save_epochs(made, [1.0])
-    assert [made.due(3, 0) for _ in range(3)] == [False, False, True]
+    assert [made.due(3, False) for _ in range(3)] == [False, False, True]
 
 
 def test_due_by_minutes_counts_from_the_last_save(tmp_path, clock):
@@ -211,19 +211,19 @@ def test_due_by_minutes_counts_from_the_last_save(tmp_path, clock):
     seen = []
     for minutes in (0, 1.9, 0.2, 5.0):
         clock.minutes += minutes
-        seen.append(made.due(0, 2.0))
+        seen.append(made.due(0, made.clock_due(2.0)))
     assert seen == [False, False, True, True]
     made.save_inside_epoch({"epoch": 1, "step": 4})
     clock.minutes += 1.9
-    assert not made.due(0, 2.0)
+    assert not made.due(0, made.clock_due(2.0))
     clock.minutes += 0.2
-    assert made.due(0, 2.0)
+    assert made.due(0, made.clock_due(2.0))
 
 
 def test_an_interval_of_0_is_off(tmp_path, clock):
     made = owned(tmp_path, model=Holder())
     clock.minutes += 1e6
-    assert not any([made.due(0, 0) for _ in range(3)])
+    assert not any([made.due(0, False) for _ in range(3)])
 
 
 # -------------------------------------------------------------- what goes in

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from amp_recipes.checkpoint.state_format import file_sha256, pack_state, plain_problem, read_state, write_state
+from amp_recipes.checkpoint.hashed_file import file_sha256
+from amp_recipes.checkpoint.state_format import pack_state, plain_problem, read_state, write_state
 from amp_recipes.errors import CheckpointError
 
 

@@ -7,38 +7,53 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-import re
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from amp_recipes import distributed
 from amp_recipes.checkpoint.background import background_of
 from amp_recipes.checkpoint.folder import (
-    STATE_SUFFIX,
     Checkpoint,
     Contents,
     Damaged,
+    check_writable,
     delete_folder,
     describe,
+    files_beside,
     folder_name,
-    make_folder,
     meta_as_json,
     numbered_folders,
     read_contents,
     remove_leftovers,
-    verify,
     verify_all,
     write_folder,
 )
-from amp_recipes.checkpoint.loading import load_all, mismatches, pack_recoverable, refuse_nonfinite, trainable_names
+from amp_recipes.checkpoint.loading import (
+    check_recoverable,
+    load_all,
+    mismatches,
+    pack_recoverable,
+    refuse_nonfinite,
+    trainable_names,
+)
+from amp_recipes.checkpoint.ranking import check_num_to_keep, known_keys, numbers_to_keep, ranked
+from amp_recipes.checkpoint.reading import fill, layout_of, read_documents, refuse_missing
+from amp_recipes.checkpoint.saving import (
+    Held,
+    OtherProcesses,
+    commit_as_main,
+    commit_as_other,
+    held_by,
+    note_pieces,
+    own_files,
+)
 from amp_recipes.checkpoint.snapshot import Snapshot
-from amp_recipes.checkpoint.state_format import PackedState, read_state
+from amp_recipes.checkpoint.state_format import PackedState
+from amp_recipes.checkpoint.together import ALONE, Together, together
 from amp_recipes.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -50,9 +65,6 @@ FORMAT_VERSION = 2
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """Version n -> what makes states of version n+1 (recoverable -> state) of those of version n."""
 
-_RECOVERABLE_PATTERN = re.compile(r"\w[\w.+-]*")  # safe as a file name on every platform
-_MAX_NAME_BYTES = 255 - len(STATE_SUFFIX)
-
 
 class Checkpointer:
     """Saves the state of its recoverables under one folder, and gives it back to them.
@@ -60,6 +72,10 @@ class Checkpointer:
     checkpoints_dir: the folder; made where it is missing.
     recoverables: name -> anything with `state_dict` and `load_state_dict`. Their states may hold tensors, NumPy
         arrays and plain Python values: files are read back without running any code from them.
+    In several processes every one of them calls what saves (`save_checkpoint`, `start_saving`, `save_and_keep_only`)
+    and what loads (`recover_if_possible`): they save and load one checkpoint together, rank 0 writes what is not
+    sharded, and an error of one is raised on all. The other methods are each process's own; alone: so are all.
+    rest_of: a checkpoint whose states every save takes over, but for those of `recoverables`.
     Every method that reads or writes checkpoints first waits for one that is being written in the background. If that
     one failed, a save logs its error and goes on; every other method raises it.
     Raises ConfigError for a recoverable that is none, CheckpointError if the folder cannot be written. (A
@@ -67,8 +83,16 @@ class Checkpointer:
     first save says so.)
     """
 
-    def __init__(self, checkpoints_dir: str | os.PathLike[str], recoverables: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        checkpoints_dir: str | os.PathLike[str],
+        recoverables: Mapping[str, Any] | None = None,
+        *,
+        alone: bool = False,
+        rest_of: Checkpoint | None = None,
+    ) -> None:
         self.checkpoints_dir = Path(checkpoints_dir)
+        self._alone, self._rest_of = alone, rest_of
         self.recoverables: dict[str, Any] = {}
         self._last_number = 0
         self._attach()
@@ -94,25 +118,13 @@ class Checkpointer:
 
         Raises ConfigError if the name is taken or no plain file name, or if `obj` has no state to save.
         """
-        if not isinstance(name, str) or not _RECOVERABLE_PATTERN.fullmatch(name):
-            raise ConfigError(f"Recoverable {name!r}: expected a file name of letters, digits, '_', '-', '+' and '.'.")
-        if len(name.encode()) > _MAX_NAME_BYTES:
-            raise ConfigError(f"Recoverable {name[:20]}…: its name is longer than {_MAX_NAME_BYTES} bytes.")
-        if name in self.recoverables:
-            taken_by = type(self.recoverables[name]).__name__
-            raise ConfigError(f"Recoverable {name!r} is already a {taken_by}; choose another name.")
-        verbs = [getattr(obj, "state_dict", None), getattr(obj, "load_state_dict", None)]
-        if isinstance(obj, type) or not all(map(callable, verbs)):
-            what = f"the class {obj.__name__}" if isinstance(obj, type) else f"a {type(obj).__name__}"
-            raise ConfigError(
-                f"Recoverable {name!r} is {what}; expected an object with state_dict() and load_state_dict()."
-            )
+        check_recoverable(name, obj, self.recoverables)
         self.recoverables[name] = obj
 
     def only(self, names: Iterable[str]) -> Checkpointer:
         """A checkpointer of the same folder for some of the recoverables."""
         some = {name: self.recoverables[name] for name in names if name in self.recoverables}
-        return Checkpointer(self.checkpoints_dir, some)
+        return Checkpointer(self.checkpoints_dir, some, alone=self._alone)
 
     def holds_any(self) -> bool:
         """Whether the folder has checkpoints, damaged ones and those of other formats included."""
@@ -124,15 +136,7 @@ class Checkpointer:
 
     def check_writable(self) -> None:
         """Make the folder if needed and write to it once. Raises CheckpointError if that fails."""
-        try:
-            make_folder(self.checkpoints_dir)
-            with tempfile.TemporaryFile(dir=self.checkpoints_dir):
-                pass
-        except OSError as error:
-            raise CheckpointError(
-                f"Checkpoint folder {str(self.checkpoints_dir)!r} is not writable ({error.strerror}). "
-                "Give the run an output folder that this user may write to."
-            ) from error
+        check_writable(self.checkpoints_dir)
 
     # ------------------------------------------------------------------ saving
 
@@ -144,28 +148,36 @@ class Checkpointer:
         Raises CheckpointError if it could not be written, or if a parameter that training changes is NaN or
         infinite; the checkpoints before it are then as they were.
         """
+        return self.save_then(None, meta)
+
+    def save_then(
+        self, then: Callable[[Checkpoint], object] | None, meta: Mapping[str, Any] | None = None
+    ) -> Checkpoint:
+        """As `save_checkpoint`; then: called, on the main process, with the finished checkpoint before any returns."""
         self._go_on_after_failure()
-        return self._commit(*self._collect(meta))
+        crew = self._crew()
+        return self._finish(crew, *self._collect(crew, meta), then)
 
     def start_saving(
         self, meta: Mapping[str, Any] | None = None, then: Callable[[Checkpoint], object] | None = None
     ) -> None:
         """Copy the state of every recoverable to host memory now, and write it in the background.
 
-        meta: as for `save_checkpoint`. then: called in the background with the finished checkpoint, to delete older
-            ones for instance.
+        meta: as for `save_checkpoint`. then: called in the background, on the main process, with the finished
+            checkpoint, to delete older ones for instance.
         Errors of writing, and of `then`, are logged when they happen and raised by the next call that waits. But a
         save goes on: it writes before it returns, and raises only if that fails too. It also writes before it returns
         where the host has not clearly enough free memory for the copy. Python's exit waits for what is under way.
         """
         failed = self._go_on_after_failure()
-        states, trainable, meta_text = self._collect(meta)
-        taken = None if failed else self._snapshot.take(states)
+        crew = self._crew()
+        files, trainable, meta_text = self._collect(crew, meta)
+        taken = None if failed else self._snapshot.take(files)
         if taken is None:
-            self._finish(states, trainable, meta_text, then)
+            self._finish(crew, files, trainable, meta_text, then)
         else:
             copies, arrived = taken
-            self._background.start(partial(self._finish, copies, trainable, meta_text, then, arrived))
+            self._background.start(partial(self._finish, crew, copies, trainable, meta_text, then, arrived))
 
     def wait(self) -> None:
         """Return when nothing is being written in the background; raises the error of what was, once."""
@@ -181,44 +193,67 @@ class Checkpointer:
         logger.warning("the save before this one failed; the present state is written now (it was: %s)", error)
         return True
 
+    def _crew(self) -> Together:
+        return ALONE if self._alone else together()
+
     def _finish(
         self,
-        states: dict[str, PackedState],
+        crew: Together,
+        files: dict[str, PackedState],
         trainable: dict[str, frozenset[str]],
         meta_text: str,
         then: Callable[[Checkpoint], object] | None,
         arrived: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Checkpoint:
         if arrived is not None:
             arrived()
-        saved = self._commit(states, trainable, meta_text)
-        if then is not None:
-            then(saved)
+        held = held_by(files, trainable)
+        if not crew.is_main:
+            saved = commit_as_other(crew, held, files, self.checkpoints_dir)
+            self._last_number = saved.number
+            return saved
+        return commit_as_main(crew, held, partial(self._commit, files, meta_text), then)
 
-    def _collect(self, meta: Mapping[str, Any] | None) -> tuple[dict[str, PackedState], dict[str, frozenset[str]], str]:
-        meta_text = meta_as_json(FORMAT_VERSION, self.recoverables, meta or {})
-        try:
-            states = {name: pack_recoverable(name, obj) for name, obj in self.recoverables.items()}
-        except CheckpointError as error:
-            raise self._not_written(meta_text, str(error)) from error
-        return states, {name: trainable_names(obj) for name, obj in self.recoverables.items()}, meta_text
+    def _collect(
+        self, crew: Together, meta: Mapping[str, Any] | None
+    ) -> tuple[dict[str, PackedState], dict[str, frozenset[str]], str]:
+        """What this process is to write, the parameters of each recoverable that training changes, and meta.json."""
+        crew.meet("save a checkpoint")
+
+        def collect() -> tuple[dict[str, PackedState], dict[str, frozenset[str]], str]:
+            meta_text = meta_as_json(FORMAT_VERSION, self.recoverables, meta or {})
+            try:
+                states = {name: pack_recoverable(name, obj) for name, obj in self.recoverables.items()}
+            except CheckpointError as error:
+                raise self._not_written(meta_text, str(error)) from error
+            trainable = {name: trainable_names(obj) for name, obj in self.recoverables.items()}
+            return own_files(states, crew), trainable, meta_text
+
+        return crew.all_do(collect)
 
     def _commit(
-        self, states: dict[str, PackedState], trainable: dict[str, frozenset[str]], meta_text: str
+        self, files: dict[str, PackedState], meta_text: str, of_ranks: list[Held], others: OtherProcesses
     ) -> Checkpoint:
         self.check_writable()
+        content = json.loads(meta_text)
+        meta = content["meta"]
         try:
             remove_leftovers(self.checkpoints_dir)
             number = self._next_number()
             target = self.checkpoints_dir / folder_name(number)
-            refuse_nonfinite(states, trainable)
-            write_folder(target, states, meta_text)
+            refuse_nonfinite(name for held in of_ranks for name in held.nonfinite)
+            shards = len(of_ranks) if note_pieces(files, of_ranks) else 0
+            names, ready = content["recoverables"], {}
+            if self._rest_of is not None:
+                names, ready, shards = files_beside(self._rest_of.path, names)
+            meta_text = meta_as_json(FORMAT_VERSION, names, meta, shards)
+            write_folder(target, files, meta_text, others, ready)
         except CheckpointError as error:
             raise self._not_written(meta_text, str(error)) from error
         except OSError as error:
             raise self._not_written(meta_text, f"{error.strerror or error}.") from error
         self._last_number = number
-        return Checkpoint(target, number, json.loads(meta_text)["meta"])
+        return Checkpoint(target, number, meta)
 
     def _next_number(self) -> int:
         # The number of a checkpoint that was deleted meanwhile is not given out again.
@@ -245,10 +280,8 @@ class Checkpointer:
         num_to_keep: int = 1,
     ) -> Checkpoint:
         """Save, then delete all but the newest and, for each key, the `num_to_keep` best; see `prune`."""
-        _check_num_to_keep(num_to_keep)
-        saved = self.save_checkpoint(meta)
-        self.prune(saved, min_keys, max_keys, num_to_keep)
-        return saved
+        check_num_to_keep(num_to_keep)
+        return self.save_then(lambda saved: self.prune(saved, min_keys, max_keys, num_to_keep), meta)
 
     def prune(
         self,
@@ -266,28 +299,20 @@ class Checkpointer:
         for a better, the better one's files are compared with their sha256: if it is damaged, that is warned about,
         and the next best stays too. Raises ConfigError, and deletes nothing, for a key that no checkpoint has.
         """
-        _check_num_to_keep(num_to_keep)
+        check_num_to_keep(num_to_keep)
         if newest < 1:
             raise ConfigError(f"newest is {newest}; expected 1 or more.")
-        signs = [(key, -1) for key in _as_list(min_keys)] + [(key, +1) for key in _as_list(max_keys)]
         checkpoints = self.list_checkpoints()
-        for key, _ in signs:
-            if not any(key in checkpoint.meta for checkpoint in [saved, *checkpoints]):
-                raise ConfigError(f"No checkpoint has {key!r}; {_known_keys(checkpoints, key)}")
-        rankings = [_best_first(checkpoints, key, sign) for key, sign in signs]
-        others = [checkpoint.number for checkpoint in checkpoints if checkpoint.number != saved.number]
-        keep = {saved.number, *others[: newest - 1]}
-        if not rankings:
-            keep.update(checkpoint.number for checkpoint in checkpoints[:num_to_keep])
-        for ranking in rankings:
-            keep.update(_best_and_spare(ranking, num_to_keep, keep, saved.number))
+        keep = numbers_to_keep(checkpoints, saved, min_keys, max_keys, num_to_keep, newest, verify_all)
         for checkpoint in checkpoints:
             if checkpoint.number not in keep:
                 self.delete_checkpoint(checkpoint)
 
     def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Delete a finished checkpoint; one that cannot be deleted is warned about."""
+        """Delete a finished checkpoint; one that cannot be deleted is warned about. Does nothing but on rank 0."""
         self.wait()
+        if not (self._alone or distributed.is_main_process()):
+            return
         try:
             delete_folder(checkpoint.path)
         except OSError as error:
@@ -312,7 +337,7 @@ class Checkpointer:
         Of equals the newest. NaN is never best, nor is a checkpoint that lacks the key; None if none is left.
         Raises ConfigError if both keys are given.
         """
-        return next(iter(_ranked(self.list_checkpoints(), min_key, max_key)), None)
+        return next(iter(ranked(self.list_checkpoints(), min_key, max_key)), None)
 
     def _scan(self) -> tuple[list[Checkpoint], dict[Path, str]]:
         """Finished checkpoints, newest first, and those that do not say what they are with what is wrong."""
@@ -345,31 +370,56 @@ class Checkpointer:
         as they were.
         """
         self.wait()
-        found, damaged = self._scan()
-        candidates = _ranked(found, min_key, max_key)
+        crew = self._crew()
+        crew.meet("load a checkpoint")
+
+        def look() -> tuple[list[Checkpoint], list[Checkpoint], dict[Path, str]]:
+            found, damaged = self._scan()
+            return found, ranked(found, min_key, max_key), damaged
+
+        found, candidates, damaged = crew.on_main(look)
         for path, what in damaged.items():
             _warn_of_damage(path, what)
         for chosen in candidates:
+            # Each process knows the folder under its own path.
+            chosen = Checkpoint(self.checkpoints_dir / chosen.path.name, chosen.number, chosen.meta)
             try:
-                states = self._read_states(chosen, self.recoverables)
+                states = self._read_fitting(chosen, crew)
             except Damaged as error:
                 damaged[chosen.path] = str(error)
                 _warn_of_damage(chosen.path, str(error))
                 continue
-            self._load(chosen, states)
+            self._load(chosen, states, crew)
             return chosen
         self._refuse_to_start_afresh(found if not candidates else [], damaged, min_key or max_key)
         return None
 
-    def _load(self, chosen: Checkpoint, states: dict[str, Any]) -> None:
-        problems = [text for name, state in states.items() for text in mismatches(name, self.recoverables[name], state)]
-        if problems:
-            listed = "\n  ".join(problems)
-            raise CheckpointError(
-                f"{chosen.path} is of another model; nothing was loaded. Give another output folder to start "
-                f"afresh.\n  {listed}"
-            )
-        load_all(self.recoverables, states, str(chosen.path))
+    def _read_fitting(self, chosen: Checkpoint, crew: Together) -> dict[str, Any]:
+        """The states of all recoverables as these are to take them. Raises Damaged; CheckpointError if they differ."""
+        states = self._read_states(chosen, self.recoverables, crew)
+
+        def check() -> dict[str, Any]:
+            problems = [
+                text for name, state in states.items() for text in mismatches(name, self.recoverables[name], state)
+            ]
+            if problems:
+                listed = "\n  ".join(problems)
+                raise CheckpointError(
+                    f"{chosen.path} is of another model; nothing was loaded. Give another output folder to start "
+                    f"afresh.\n  {listed}"
+                )
+            return {name: layout_of(self.recoverables[name], state) for name, state in states.items()}
+
+        return fill(chosen.path, states, crew.all_do(check), crew)
+
+    def _load(self, chosen: Checkpoint, states: dict[str, Any], crew: Together) -> None:
+        undo: list[Callable[[], str]] = []
+        try:
+            crew.all_do(lambda: undo.append(load_all(self.recoverables, states, str(chosen.path))))
+        except CheckpointError:
+            for take_back in undo:  # it was another process that could not load
+                take_back()
+            raise
 
     def _refuse_to_start_afresh(self, lacking: list[Checkpoint], damaged: dict[Path, str], key: str | None) -> None:
         """A run that has checkpoints must not begin anew, or be evaluated untrained, without a word."""
@@ -377,7 +427,7 @@ class Checkpointer:
             return
         text = f"No checkpoint in {str(self.checkpoints_dir)!r} can be used."
         if lacking:
-            text += f" None has a number (NaN is none) as {key!r}; {_known_keys(lacking, key)}"
+            text += f" None has a number (NaN is none) as {key!r}; {known_keys(lacking, key)}"
         if damaged:
             listed = "".join(f"\n  {path.name}: {what}" for path, what in damaged.items())
             text += f" Damaged; `--resume never` sets them aside and starts afresh:{listed}"
@@ -393,37 +443,43 @@ class Checkpointer:
         try:
             contents = read_contents(checkpoint.path)
             _refuse_other_formats(checkpoint.path, contents)
-            return self._read_states(checkpoint, contents.names if names is None else list(names))
+            states = self._read_states(checkpoint, contents.names if names is None else list(names), ALONE)
+            return fill(checkpoint.path, states, {}, ALONE)
         except Damaged as error:
             raise CheckpointError(f"Checkpoint {checkpoint.path} is damaged: {error}.") from error
 
-    def _read_states(self, checkpoint: Checkpoint, wanted: Iterable[str]) -> dict[str, Any]:
-        """Recoverable -> its state, read from files that are as they were written. Raises Damaged."""
-        contents = read_contents(checkpoint.path)
-        migrate = contents.version < FORMAT_VERSION
-        if not migrate:
-            _refuse_missing(checkpoint, wanted, contents.names)
-        # A migration may make states from others, so it sees all of them.
-        names = contents.names if migrate else list(wanted)
-        verify(checkpoint.path, [f"{name}{STATE_SUFFIX}" for name in names])
-        try:
-            states = {name: read_state(checkpoint.path / f"{name}{STATE_SUFFIX}") for name in names}
-        except CheckpointError as error:  # as its manifest says, and yet no state
-            raise Damaged(str(error)) from error
-        for version in range(contents.version, FORMAT_VERSION):
-            states = MIGRATIONS[version](states)
-        _refuse_missing(checkpoint, wanted, states)
+    def _read_states(self, checkpoint: Checkpoint, wanted: Iterable[str], crew: Together) -> dict[str, Any]:
+        """Recoverable -> its state, from files that are as they were written, its tensors still in them.
+
+        Raises Damaged.
+        """
+
+        def look() -> tuple[int, list[str]]:
+            if crew.count > 1 and not checkpoint.path.is_dir():
+                raise Damaged("not seen: output_folder must lie on a file system that all machines share")
+            contents = read_contents(checkpoint.path)
+            migrate = contents.version < FORMAT_VERSION
+            if not migrate:
+                refuse_missing(checkpoint, wanted, contents.names)
+            # A migration may make states from others, so it sees all of them.
+            return contents.version, contents.names if migrate else list(wanted)
+
+        version, names = crew.all_do(look)
+        states = read_documents(checkpoint.path, names, crew)
+        if version < FORMAT_VERSION:
+            states = fill(checkpoint.path, states, {}, crew)
+            for step in range(version, FORMAT_VERSION):
+                states = MIGRATIONS[step](states)
+            refuse_missing(checkpoint, wanted, states)
         return {name: states[name] for name in wanted}
 
 
-def _refuse_missing(checkpoint: Checkpoint, wanted: Iterable[str], held: Iterable[str]) -> None:
-    missing = [name for name in wanted if name not in held]
-    if missing:
-        raise CheckpointError(
-            f"{checkpoint.path} has no state of {', '.join(missing)}; nothing was loaded: was it made with "
-            "other settings (precision, ema_decay)? Give another output folder to start afresh. "
-            f"It holds: {', '.join(sorted(held)) or 'nothing'}."
-        )
+def is_current(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has the format of new ones. Raises CheckpointError if it is damaged."""
+    try:
+        return read_contents(checkpoint.path).version == FORMAT_VERSION
+    except Damaged as error:
+        raise CheckpointError(f"Checkpoint {checkpoint.path} is damaged: {error}.") from error
 
 
 def _refuse_other_formats(path: Path, contents: Contents) -> None:
@@ -441,59 +497,3 @@ def _refuse_other_formats(path: Path, contents: Contents) -> None:
 
 def _warn_of_damage(path: Path, what: str) -> None:
     warnings.warn(f"Checkpoint {path} is damaged and left out: {what}.", stacklevel=3)
-
-
-def _check_num_to_keep(num_to_keep: int) -> None:
-    if num_to_keep < 1:
-        raise ConfigError(f"num_to_keep is {num_to_keep}; expected 1 or more.")
-
-
-def _ranked(checkpoints: list[Checkpoint], min_key: str | None, max_key: str | None) -> list[Checkpoint]:
-    if min_key is not None and max_key is not None:
-        raise ConfigError(f"min_key={min_key!r} and max_key={max_key!r}: give one of them, not both.")
-    if min_key is not None:
-        return _best_first(checkpoints, min_key, -1)
-    return checkpoints if max_key is None else _best_first(checkpoints, max_key, +1)
-
-
-def _best_first(checkpoints: list[Checkpoint], key: str, sign: int) -> list[Checkpoint]:
-    """Those with a number as `key`; best first, of equals the newest (the order they come in)."""
-    usable = [checkpoint for checkpoint in checkpoints if _is_number(checkpoint.meta.get(key))]
-    return sorted(usable, key=lambda checkpoint: -sign * checkpoint.meta[key])
-
-
-def _best_and_spare(ranking: list[Checkpoint], count: int, kept: set[int], saved: int) -> list[int]:
-    """The numbers of the `count` best that are as they were written, and of damaged ones among them.
-
-    kept: those that stay anyway; saved: the one that was just written, whose files need no look. A damaged one stays:
-    it may be the reading that failed.
-    """
-    if all(checkpoint.number in kept for checkpoint in ranking[count:]):
-        return [checkpoint.number for checkpoint in ranking]  # none would go
-    chosen, intact = [], 0
-    for checkpoint in ranking:
-        if intact == count:
-            break
-        chosen.append(checkpoint.number)
-        try:
-            if checkpoint.number != saved:
-                verify_all(checkpoint.path)
-            intact += 1
-        except Damaged as error:
-            warnings.warn(f"Checkpoint {checkpoint.path} is damaged, the next best stays too: {error}.", stacklevel=4)
-    return chosen
-
-
-def _known_keys(checkpoints: list[Checkpoint], key: str | None) -> str:
-    known = sorted({known for checkpoint in checkpoints for known in checkpoint.meta})
-    nearest = get_close_matches(str(key), [name for name in known if name != key], n=1)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    return f"their meta has: {', '.join(known) or 'nothing'}.{hint}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _as_list(keys: Iterable[str] | None) -> list[str]:
-    return [keys] if isinstance(keys, str) else list(keys or [])

@@ -1,7 +1,8 @@
 """How a checkpoint lies on the disk, how it gets there whole or not at all, and how damage to it is found.
 
 A folder `CKPT+000012` holds one `<name>.safetensors` per recoverable, `meta.json`, and `MANIFEST.sha256`, which
-`sha256sum -c` reads. It is written under a temporary name beside its final place: the files reach the disk, then the
+`sha256sum -c` reads; where tensors lie in parts on several processes, also `<name>@00003.safetensors` with those parts
+that rank 3 held. It is written under a temporary name beside its final place: the files reach the disk, then the
 folder, then it is renamed, then its parent reaches the disk. So a folder with the final name is complete whenever the
 process or the machine died.
 """
@@ -13,12 +14,14 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from amp_recipes.checkpoint.state_format import HashedFile, PackedState, file_header, file_sha256, write_state
+from amp_recipes.checkpoint.hashed_file import HashedFile, file_sha256
+from amp_recipes.checkpoint.state_format import PackedState, file_header, write_state
 from amp_recipes.errors import CheckpointError, ConfigError
 from amp_recipes.run_files import regular_only
 
@@ -26,6 +29,7 @@ META_FILE = "meta.json"
 MANIFEST_FILE = "MANIFEST.sha256"
 INSIDE_EPOCH = "inside_epoch"  # marks, in meta, what only stands in until the epoch's end
 STATE_SUFFIX = ".safetensors"
+RANK_MARK = "@"  # between a recoverable's name, which has none, and a process's rank
 TEMPORARY_PREFIX = ".tmp-"
 _FOLDER_PATTERN = re.compile(r"CKPT\+(\d+)")
 _MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
@@ -72,9 +76,11 @@ def describe(number: int, meta: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------------- writing
 
 
-def meta_as_json(version: int, names: Iterable[str], meta: Mapping[str, Any]) -> str:
-    """The content of `meta.json`. Raises CheckpointError if `meta` is no JSON."""
+def meta_as_json(version: int, names: Iterable[str], meta: Mapping[str, Any], shards: int = 0) -> str:
+    """The content of `meta.json`; shards: from how many processes parts of tensors come. Raises CheckpointError."""
     content = {"format_version": version, "recoverables": list(names), "meta": dict(meta)}
+    if shards:
+        content["shards"] = shards
     try:
         # Metrics often come as 0-d tensors or NumPy scalars.
         return json.dumps(content, indent=1, default=lambda value: value.item())
@@ -82,13 +88,31 @@ def meta_as_json(version: int, names: Iterable[str], meta: Mapping[str, Any]) ->
         raise CheckpointError(f"meta {dict(meta)!r} cannot be written as JSON: {error}") from error
 
 
-def write_folder(target: Path, states: Mapping[str, PackedState], meta_text: str) -> None:
+class Others(Protocol):
+    """The other processes, which write their files into the same folder before it gets its final name."""
+
+    needed_bytes: int
+
+    def begin(self, temporary: Path) -> None:
+        """Have them begin: the folder is there."""
+
+    def end(self) -> dict[str, str]:
+        """Wait for them; file name -> sha256 of what they wrote. Raises CheckpointError, OSError."""
+
+
+def write_folder(
+    target: Path, states: Mapping[str, PackedState], meta_text: str, others: Others | None = None,
+    ready: Mapping[str, tuple[Path, str]] | None = None,
+) -> None:  # fmt: skip
     """Put a checkpoint under the name `target`; when this returns it survives a crash or a power loss.
 
+    states: what to write, by the file's name without its suffix; ready: name -> file that lies in another checkpoint,
+    and its sha256: a second name of it, or a copy, does.
     Raises OSError if the disk fails (DiskFull if it has no room for it); nothing of it is left then.
     """
     headers = {name: file_header(state) for name, state in states.items()}
     needed = len(meta_text) + sum(len(headers[name]) + state.tensor_bytes for name, state in states.items())
+    needed += others.needed_bytes if others is not None else 0
     free = shutil.disk_usage(target.parent).free
     if needed > free:
         raise _disk_full(needed, free)
@@ -96,10 +120,14 @@ def write_folder(target: Path, states: Mapping[str, PackedState], meta_text: str
     renamed = False
     try:
         os.mkdir(temporary)
-        sums = {
-            f"{name}{STATE_SUFFIX}": write_state(temporary / f"{name}{STATE_SUFFIX}", state, headers[name])
-            for name, state in states.items()
-        }
+        if others is not None:
+            others.begin(temporary)
+        sums = write_states(temporary, states, headers)
+        for name, (file, digest) in (ready or {}).items():
+            _put_copy(file, temporary / name)
+            sums[name] = digest
+        if others is not None:
+            sums.update(others.end())
         sums[META_FILE] = _write_text(temporary / META_FILE, meta_text)
         _write_text(temporary / MANIFEST_FILE, "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
         _fsync_folder(temporary)
@@ -112,6 +140,25 @@ def write_folder(target: Path, states: Mapping[str, PackedState], meta_text: str
             # After the half-written files are gone, so that it tells what there is to gain.
             raise _disk_full(needed, shutil.disk_usage(target.parent).free) from error
         raise
+
+
+def write_states(
+    folder: Path, states: Mapping[str, PackedState], headers: Mapping[str, bytes] | None = None
+) -> dict[str, str]:
+    """Write a file for each state and have it on the disk; file name -> sha256. Raises OSError, CheckpointError."""
+    return {
+        f"{name}{STATE_SUFFIX}": write_state(folder / f"{name}{STATE_SUFFIX}", state, headers and headers[name])
+        for name, state in states.items()
+    }
+
+
+def _put_copy(file: Path, copy: Path) -> None:
+    try:
+        os.link(file, copy)
+    except OSError:  # a file system that has no second names
+        shutil.copyfile(file, copy)
+        with open(copy, "rb+") as stream:
+            os.fsync(stream.fileno())
 
 
 def _disk_full(needed: int, free: int) -> DiskFull:
@@ -163,6 +210,19 @@ def make_folder(path: Path) -> None:
         _fsync_folder(folder.parent)
 
 
+def check_writable(path: Path) -> None:
+    """Make a folder for checkpoints if needed, and write to it once. Raises CheckpointError if that fails."""
+    try:
+        make_folder(path)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"Checkpoint folder {str(path)!r} is not writable ({error.strerror}). "
+            "Give the run an output folder that this user may write to."
+        ) from error
+
+
 def remove_leftovers(parent: Path) -> None:
     """Remove what saves and deletions that were killed have left. Nobody else may be writing in `parent`."""
     for path in parent.glob(f"{TEMPORARY_PREFIX}CKPT+*"):
@@ -187,15 +247,18 @@ class Contents:
     version: int
     names: list[str]  # of the recoverables
     meta: dict[str, Any]
+    shards: int = 0  # from how many processes parts of tensors come
 
 
 def read_contents(path: Path) -> Contents:
     """What a checkpoint says of itself. Raises Damaged."""
     try:
         content = json.loads(_text_of(path / META_FILE))
-        contents = Contents(content["format_version"], content["recoverables"], content["meta"])
-        kinds = tuple(map(type, (contents.version, contents.names, contents.meta)))
-        if kinds != (int, list, dict) or not all(type(name) is str for name in contents.names):
+        contents = Contents(
+            content["format_version"], content["recoverables"], content["meta"], content.get("shards", 0)
+        )
+        kinds = tuple(map(type, (contents.version, contents.names, contents.meta, contents.shards)))
+        if kinds != (int, list, dict, int) or not all(type(name) is str for name in contents.names):
             raise TypeError("format_version, recoverables and meta are a number, a list of names and an object")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{META_FILE} cannot be read ({type(error).__name__}: {error})") from error
@@ -203,6 +266,25 @@ def read_contents(path: Path) -> Contents:
     if contents.version > 1:
         verify(path, [META_FILE])
     return contents
+
+
+def files_beside(path: Path, names: Iterable[str]) -> tuple[list[str], dict[str, tuple[Path, str]], int]:
+    """What a new checkpoint takes over from that at `path`, which does not hold the states `names` from there.
+
+    Returns the names of the recoverables of both, file name -> the file and its sha256, and from how many processes
+    parts of tensors come. Raises CheckpointError if it is damaged.
+    """
+    names = list(names)
+    try:
+        contents, sums = read_contents(path), read_manifest(path)
+    except Damaged as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
+    rest = {
+        file: (path / file, digest)
+        for file, digest in sums.items()
+        if file != META_FILE and file.removesuffix(STATE_SUFFIX).partition(RANK_MARK)[0] not in names
+    }
+    return list(dict.fromkeys([*contents.names, *names])), rest, contents.shards
 
 
 def _text_of(file: Path) -> str:
@@ -228,7 +310,8 @@ def read_manifest(path: Path) -> dict[str, str]:
 
 def verify_all(path: Path) -> None:
     """Compare all files of a checkpoint with the sha256 in its manifest. Raises Damaged."""
-    verify(path, [f"{name}{STATE_SUFFIX}" for name in read_contents(path).names])
+    named = {f"{name}{STATE_SUFFIX}" for name in read_contents(path).names}
+    verify(path, sorted(named | read_manifest(path).keys() - {META_FILE}))
 
 
 def verify(path: Path, files: Iterable[str]) -> None:

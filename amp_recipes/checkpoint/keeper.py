@@ -15,6 +15,7 @@ from amp_recipes import distributed
 from amp_recipes.checkpoint.checkpointer import Checkpointer
 from amp_recipes.checkpoint.folder import INSIDE_EPOCH, Checkpoint, numbered_folders
 from amp_recipes.checkpoint.speechbrain import SpeechBrainCheckpointer, is_speechbrains
+from amp_recipes.checkpoint.together import together
 from amp_recipes.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -30,9 +31,11 @@ class CheckpointKeeper:
     A recipe that brings a checkpointer saves at the end of epochs itself, as it did with the original Brain; what the
     framework adds (optimizers, scaler, counters) goes into those checkpoints too. Its own saves after every epoch.
     It may be SpeechBrain's (`theirs`), which under `debug` saves into a folder that is deleted at exit.
-    writes: whether this process is the one that writes; background: whether training goes on while it does.
-    set_aside_number: N, once `resume("never")` has renamed the folder of the old checkpoints to `save.N`; deletes:
-    whether a save is followed by the deletion of older ones; updates_since_save: how often `due` was asked.
+    In several processes all of them call what saves, resumes and loads; the main one renames and deletes. writes:
+    whether the run may write at all; background: whether training goes on while it does.
+    set_aside_number: on the main process N, once `resume("never")` has renamed the folder of the old checkpoints to
+    `save.N`; deletes: whether a save is followed by the deletion of older ones; updates_since_save: how often `due`
+    was asked.
     """
 
     set_aside_number: int | None = None
@@ -61,7 +64,7 @@ class CheckpointKeeper:
 
     @property
     def saves(self) -> bool:
-        """Whether this process can save at any moment."""
+        """Whether the run can save at any moment; the same in all its processes."""
         # SpeechBrain's saves in all processes together, and only the recipe calls it in all.
         alone = not self.theirs or distributed.world_size() == 1
         return self.checkpointer is not None and self._writes and alone
@@ -102,28 +105,33 @@ class CheckpointKeeper:
         self._save(meta, partial(self._prune, deletes=self.deletes, **best), at_end=True)
 
     def _save(self, meta: Mapping[str, Any], then: Callable[[Checkpoint], object], at_end: bool) -> None:
-        if not distributed.is_main_process():
-            for it in self.recoverables:
-                it.state_dict()
-            self._note_save()
-            return
-        self._save_again = (lambda: then(self.checkpointer.save_checkpoint(meta))) if at_end else None
+        now = partial(self._save_now, meta, then)
+        self._save_again = now if at_end else None
         if self._background:
             self.checkpointer.start_saving(meta, then)
         else:
-            then(self.checkpointer.save_checkpoint(meta))
+            now()
         self._note_save()
 
-    def clock_due(self, interval_minutes: float) -> bool:
-        """Whether so many minutes have gone by since the last save. 0: that interval is off."""
-        return self.saves and 0 < interval_minutes <= (time.monotonic() - self._last_save) / 60
+    def _save_now(self, meta: Mapping[str, Any], then: Callable[[Checkpoint], object]) -> None:
+        if self.theirs:
+            then(self.checkpointer.save_checkpoint(meta))
+        else:
+            self.checkpointer.save_then(then, meta)
 
     def due(self, interval_steps: int, clock_due: bool) -> bool:
-        """Whether to save inside the epoch; to be asked once after each update. 0 steps: that interval is off."""
+        """Whether to save inside the epoch; to be asked once after each update. 0: that interval is off.
+
+        clock_due: what `clock_due` says; in several processes what it said on the main one, so that all decide alike.
+        """
         if not self.saves:
             return False
         self.updates_since_save += 1
-        return clock_due or 0 < interval_steps <= self.updates_since_save
+        return 0 < interval_steps <= self.updates_since_save or clock_due
+
+    def clock_due(self, interval_minutes: float) -> bool:
+        """Whether by this process's clock it is time to save inside the epoch. 0: never."""
+        return self.saves and 0 < interval_minutes <= (time.monotonic() - self._last_save) / 60
 
     def save_inside_epoch(self, meta: Mapping[str, Any]) -> None:
         """Save, beside whatever is kept; of those saved inside an epoch only what is among the two newest stays."""
@@ -140,8 +148,11 @@ class CheckpointKeeper:
             if checkpoint.meta.get(INSIDE_EPOCH):
                 self.checkpointer.delete_checkpoint(checkpoint)
 
-    def wait(self, alone: bool = False) -> None:
-        """Return when everything is on the disk; raises CheckpointError if it could not be written."""
+    def wait(self) -> None:
+        """Return when everything is on the disk; raises CheckpointError if it could not be written, on all processes.
+
+        Asks no other process: each one's part of a save ends when the save has ended, and with the same outcome.
+        """
         if self.checkpointer is not None:
             self.checkpointer.wait()
 
@@ -200,16 +211,24 @@ class CheckpointKeeper:
 
     def _set_aside(self) -> None:
         """Rename the folder of the old checkpoints: a run that starts afresh neither takes nor deletes them."""
-        folder = self.checkpointer.checkpoints_dir
         self.wait()
-        if not self._writes or not self.checkpointer.holds_any():
+        if not self._writes:
             return
+        # All wait until it is done: nobody may look for a checkpoint before.
+        number = together().on_main(self._rename_folder)
+        if distributed.is_main_process():
+            self.set_aside_number = number
+
+    def _rename_folder(self) -> int | None:
+        folder = self.checkpointer.checkpoints_dir
+        if not self.checkpointer.holds_any():
+            return None
         number = next(it for it in range(1, 10**6) if not folder.with_name(f"{folder.name}.{it}").exists())
         aside = folder.with_name(f"{folder.name}.{number}")
         self.checkpointer.move_to(aside)
-        self.set_aside_number = number
         self.checkpointer.check_writable()
         logger.warning("resume is 'never': the checkpoints that were in %s are in %s now", folder, aside)
+        return number
 
     def load_for_evaluation(
         self,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +13,31 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from amp_recipes.checkpoint.folder import RANK_MARK, STATE_SUFFIX
 from amp_recipes.checkpoint.names import clean_names, clean_state, live_state
+from amp_recipes.checkpoint.shards import Stored, is_distributed, like, local_part
 from amp_recipes.checkpoint.state_format import PackedState, pack_state
-from amp_recipes.errors import CheckpointError
+from amp_recipes.errors import CheckpointError, ConfigError
+
+_RECOVERABLE_PATTERN = re.compile(r"\w[\w.+-]*")  # safe as a file name on every platform
+_MAX_NAME_BYTES = 255 - len(STATE_SUFFIX)
+
+
+def check_recoverable(name: str, obj: Any, taken: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a recoverable's name is no plain file name or taken, or if it has no state to save."""
+    if not isinstance(name, str) or not _RECOVERABLE_PATTERN.fullmatch(name):
+        raise ConfigError(f"Recoverable {name!r}: expected a file name of letters, digits, '_', '-', '+' and '.'.")
+    if len(name.encode()) > _MAX_NAME_BYTES:
+        raise ConfigError(f"Recoverable {name[:20]}…: its name is longer than {_MAX_NAME_BYTES} bytes.")
+    if name in taken:
+        taken_by = type(taken[name]).__name__
+        raise ConfigError(f"Recoverable {name!r} is already a {taken_by}; choose another name.")
+    verbs = [getattr(obj, "state_dict", None), getattr(obj, "load_state_dict", None)]
+    if isinstance(obj, type) or not all(map(callable, verbs)):
+        what = f"the class {obj.__name__}" if isinstance(obj, type) else f"a {type(obj).__name__}"
+        raise ConfigError(
+            f"Recoverable {name!r} is {what}; expected an object with state_dict() and load_state_dict()."
+        )
 
 
 def pack_recoverable(name: str, obj: Any) -> PackedState:
@@ -42,10 +65,10 @@ def trainable_names(obj: Any) -> frozenset[str]:
     return frozenset(clean_names(obj, names).values())
 
 
-def refuse_nonfinite(states: Mapping[str, PackedState], trainable: Mapping[str, frozenset[str]]) -> None:
-    """Raise CheckpointError if a parameter that training changes is NaN or infinite. One read per device."""
+def nonfinite_parameters(states: Mapping[str, PackedState], trainable: Mapping[str, frozenset[str]]) -> list[str]:
+    """The parameters that training changes and that hold NaN or infinities. One read per device."""
     tensors = {
-        f"{name}.{key}": tensor
+        f"{name.partition(RANK_MARK)[0]}.{key}": tensor
         for name, state in states.items()
         for key, tensor in state.tensors.items()
         if key in trainable[name] and tensor.numel() and (tensor.is_floating_point() or tensor.is_complex())
@@ -53,12 +76,17 @@ def refuse_nonfinite(states: Mapping[str, PackedState], trainable: Mapping[str, 
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         by_device.setdefault(tensor.device, {})[name] = _extremes(tensor)
-    bad = [
+    return [
         name
         for found in by_device.values()
         for name, finite in zip(found, torch.stack(list(found.values())).isfinite().all(1).tolist(), strict=True)
         if not finite
     ]
+
+
+def refuse_nonfinite(bad: Iterable[str]) -> None:
+    """Raise CheckpointError if there are any; bad: names of parameters."""
+    bad = list(dict.fromkeys(bad))
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise CheckpointError(
@@ -101,7 +129,7 @@ def _module_mismatches(name: str, live: Mapping[str, Any], saved: Mapping[str, A
     problems += [f"{name}.{key}: only in the checkpoint" for key in saved if key not in live]
     for key in live.keys() & saved.keys():
         here, there = live[key], saved[key]
-        if not (isinstance(here, Tensor) and isinstance(there, Tensor)) or is_lazy(here):
+        if not (isinstance(here, Tensor) and isinstance(there, Tensor | Stored)) or is_lazy(here):
             continue
         if here.shape != there.shape:
             problems.append(f"{name}.{key}: shape {tuple(here.shape)} here, {tuple(there.shape)} in the checkpoint")
@@ -111,14 +139,19 @@ def _module_mismatches(name: str, live: Mapping[str, Any], saved: Mapping[str, A
 # ---------------------------------------------------------------------- the load
 
 
-def load_all(recoverables: Mapping[str, Any], states: Mapping[str, Any], source: str) -> None:
-    """Give every object its state, or leave all as they are.
+def load_all(recoverables: Mapping[str, Any], states: Mapping[str, Any], source: str) -> Callable[[], str]:
+    """Give every object its state, or leave all as they are; returns what takes the load back, and says how that went.
 
     states: as their files have them; source: the checkpoint, for errors. Raises CheckpointError if an object does not
     take its state; those before it then have their former one again, as far as they take that.
     """
     same_precision = not any(_in_other_precision(recoverables[name], state) for name, state in states.items())
     before: dict[str, Any] = {}
+
+    def take_back() -> str:
+        lost = [it for it, old in before.items() if not _put_back(recoverables[it], old)]
+        return f"{', '.join(lost)} could not be put back: do not train on." if lost else "All is as it was before."
+
     for name, state in states.items():
         obj = recoverables[name]
         try:
@@ -129,11 +162,10 @@ def load_all(recoverables: Mapping[str, Any], states: Mapping[str, Any], source:
             if same_precision:
                 _undo_casts(obj, state)
         except Exception as error:
-            lost = [it for it, old in before.items() if not _put_back(recoverables[it], old)]
-            end = f"{', '.join(lost)} could not be put back: do not train on." if lost else "All is as it was before."
             raise CheckpointError(
-                f"{source}: {name!r} ({type(obj).__name__}) does not take its state: {error}. {end}"
+                f"{source}: {name!r} ({type(obj).__name__}) does not take its state: {error}. {take_back()}"
             ) from error
+    return take_back
 
 
 def _put_back(obj: Any, state: Any) -> bool:
@@ -185,6 +217,8 @@ def _not_cast(live: Any, saved: Any) -> Any:
 
 def _copied(state: Any) -> Any:
     """A copy that shares nothing with `state`; its tensors in host memory, where there is more room."""
+    if is_distributed(state):
+        return like(state, local_part(state).to("cpu", copy=True))
     if isinstance(state, Tensor):
         return state if is_lazy(state) else state.detach().to("cpu", copy=True)
     if type(state) in (dict, OrderedDict):

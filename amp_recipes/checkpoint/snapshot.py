@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -55,8 +56,8 @@ class Snapshot:
                 event.synchronize()
 
         copies = {
-            name: PackedState(
-                state.document, {key: self._buffers[_slot(name, key, live)] for key, live in state.tensors.items()}
+            name: replace(
+                state, tensors={key: self._buffers[_slot(name, key, live)] for key, live in state.tensors.items()}
             )
             for name, state in states.items()
         }

@@ -6,6 +6,8 @@ object whose first key starts with `$`:
 
     {"$tensor": name}, with "stride" if it is dense but not row by row, with "dtype" and "shape" if it lies in the file
         as bytes, because safetensors has no such dtype
+    {"$sharded": name}      a tensor whose parts lie in files of their own; `amp_recipes_shards` in `__metadata__` tells
+        its dtype and shape, and of each part the file, where it begins and its size
     {"$array": tensor}, {"$scalar": value, "dtype": name}           NumPy's
     {"$tuple": [..]}, {"$set": [..]}, {"$frozenset": [..]}, {"$deque": [..], "maxlen": n}, {"$Size": [..]}
     {"$dict": [[key, value], ..]}, {"$Counter": ..}, {"$OrderedDict": .., "_metadata": value},
@@ -17,13 +19,11 @@ object whose first key starts with `$`:
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import math
-import os
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,24 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from amp_recipes.checkpoint.hashed_file import HashedFile
+from amp_recipes.checkpoint.shards import (
+    Piece,
+    Stored,
+    fills,
+    here,
+    is_distributed,
+    is_first_holder,
+    is_pending,
+    is_replicated,
+    local_part,
+)
 from amp_recipes.errors import CheckpointError
-from amp_recipes.run_files import regular_only
 
 _METADATA_KEY = "amp_recipes"
+_SHARDS_KEY = "amp_recipes_shards"
 _MAX_DEPTH = 100  # far below Python's recursion limit, also where the save stands deep in other calls
 _MAX_HEADER_BYTES = 100_000_000  # what the safetensors library reads
-_CHUNK_BYTES = 4 << 20  # long enough that hashing and writing go on without the interpreter's lock
 _INT_BOUND = 1 << 63
 
 # The dtypes that every release of the library reads back into torch as what they are.
@@ -49,6 +60,7 @@ _DTYPE_NAMES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _NUMPY_NAMES = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)) | {
     "bool", "float16", "float32", "float64", "complex64", "complex128",
 }  # fmt: skip
@@ -65,10 +77,23 @@ class PackedState:
 
     document: Any  # what JSON holds
     tensors: dict[str, Tensor]  # name in the file -> detached and strided, on any device
+    # Name -> dtype and shape of a tensor that lies on several processes, and where its parts are (`add_pieces`).
+    sharded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Name -> this process's part of it, if it is the one to write it, and where that begins.
+    parts: dict[str, tuple[Tensor, list[int]]] = field(default_factory=dict)
 
     @property
     def tensor_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def add_pieces(self, file: str, pieces: Mapping[str, tuple[list[int], list[int]]]) -> None:
+        """Note that a file holds parts of sharded tensors; pieces: name -> where it begins, and its size."""
+        for name, (offsets, sizes) in pieces.items():
+            self.sharded[name]["pieces"].append([file, offsets, sizes])
+
+    def incomplete(self) -> list[str]:
+        """The sharded tensors of which not every element has a place in a file, or some have two."""
+        return [name for name, it in self.sharded.items() if not fills(it["shape"], _pieces(name, it))]
 
 
 def pack_state(state: Any, name: str) -> PackedState:
@@ -85,7 +110,7 @@ def pack_state(state: Any, name: str) -> PackedState:
             f"State of recoverable {name}: state_dict(){error.where} is {error.what}; a checkpoint holds dense "
             "tensors, NumPy arrays, numbers, text, bytes and dicts, lists, tuples and sets of them."
         ) from None
-    return PackedState(document, packer.tensors)
+    return PackedState(document, packer.tensors, packer.sharded, packer.parts)
 
 
 def plain_problem(value: Any) -> str | None:
@@ -114,6 +139,8 @@ class _Refused(Exception):
 class _Packer:
     def __init__(self, strict: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.sharded: dict[str, dict[str, Any]] = {}
+        self.parts: dict[str, tuple[Tensor, list[int]]] = {}
         self._strict = strict
         self._packed: dict[tuple, str] = {}
 
@@ -199,6 +226,8 @@ class _Packer:
     def _tensor(self, value: Tensor, path: tuple) -> Any:
         if is_lazy(value):
             raise _Refused(path, "a lazy parameter without a shape yet (run a batch before the first save)")
+        if is_distributed(value):
+            return self._distributed(value, path)
         tensor = value.detach()
         if type(value) not in (Tensor, nn.Parameter):
             if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -223,10 +252,35 @@ class _Packer:
             node.update(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
         return node
 
+    def _distributed(self, value: Any, path: tuple) -> Any:
+        if is_pending(value):
+            raise _Refused(path, f"a DTensor with a sum that has not been taken ({value.placements})")
+        local = local_part(value)
+        if is_replicated(value):
+            return self._tensor(local, path)
+        if value.dtype not in _DTYPE_NAMES or local.layout != torch.strided:
+            raise _Refused(path, f"a sharded tensor of {str(value.dtype).removeprefix('torch.')}")
+        offsets, sizes = here(value)
+        if local.numel():
+            place = (local.device, local.data_ptr(), tuple(value.shape), local.stride(), value.dtype)
+        elif value.numel():  # the memory tells which are tied, also where nothing of them is here
+            place = (local.untyped_storage()._cdata, local.storage_offset(), tuple(value.shape), value.dtype)
+        else:
+            place = (path,)
+        name = self._packed.get(place)
+        if name is None:
+            name = self._packed[place] = self._free_name(path)
+            self.sharded[name] = {"dtype": _DTYPE_NAMES[value.dtype], "shape": list(value.shape), "pieces": []}
+            if local.numel() and is_first_holder(value):
+                if sizes != list(local.shape):
+                    raise _Refused(path, f"a sharded tensor whose part is {list(local.shape)}, expected {sizes}")
+                self.parts[name] = (local, offsets)
+        return {"$sharded": name}
+
     def _free_name(self, path: tuple) -> str:
         plain = "/".join(map(str, path)).encode("utf-8", "backslashreplace").decode() or "value"
         name, count = plain, 1
-        while name in self.tensors or name == "__metadata__":
+        while name in self.tensors or name in self.sharded or name == "__metadata__":
             count += 1
             name = f"{plain}#{count}"
         return name
@@ -252,6 +306,8 @@ def _title(kind: type) -> str:
 def file_header(packed: PackedState) -> bytes:
     """All of the file that comes before the tensors' bytes. Raises CheckpointError if it would be over 100 MB."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", _METADATA_KEY: json.dumps(packed.document)}}
+    if packed.sharded:
+        header["__metadata__"][_SHARDS_KEY] = json.dumps(packed.sharded, separators=(",", ":"))
     offset = 0
     for name, tensor in _in_file_order(packed):
         size = tensor.numel() * tensor.element_size()
@@ -289,62 +345,23 @@ def write_state(path: Path, packed: PackedState, header: bytes | None = None) ->
         file.close()
 
 
-class HashedFile:
-    """A new file that knows its sha256 without being read again."""
-
-    def __init__(self, path: Path) -> None:
-        self._digest = hashlib.sha256()
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
-
-    def write(self, content: memoryview) -> None:
-        """Append bytes."""
-        for start in range(0, len(content), _CHUNK_BYTES):
-            chunk = content[start : start + _CHUNK_BYTES]
-            self._digest.update(chunk)
-            while len(chunk):  # a write may be a short one
-                chunk = chunk[os.write(self._descriptor, chunk) :]
-
-    def finish(self) -> str:
-        """Wait until the disk has it all; returns the sha256 in hexadecimal."""
-        os.fsync(self._descriptor)
-        self.close()
-        return self._digest.hexdigest()
-
-    def close(self) -> None:
-        """Give the descriptor back, once."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-_BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-
-
-def file_sha256(path: Path) -> str:
-    """The sha256 of a file as it now is on the disk. Raises OSError; ConfigError for what is no regular file."""
-    digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
-    view = memoryview(buffer)
-    with open(path, "rb", buffering=0, opener=regular_only) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-    return digest.hexdigest()
-
-
 # ---------------------------------------------------------------------- and back
 
 
 @torch.inference_mode(False)  # an optimizer could not train on with a state that was made inside it
-def read_state(path: Path) -> Any:
+def read_state(path: Path, later: bool = False) -> Any:
     """The state in a file, its tensors on the CPU in memory of their own.
 
+    later: a `Stored` stands for each tensor that lies in the file as it is, which has not been read yet then; and for
+    each that lies in files of its own (without `later` such a state is refused).
     Raises CheckpointError if the file is damaged or was not written by `write_state`. Runs no code from the file.
     """
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
-            document = json.loads((file.metadata() or {})[_METADATA_KEY])
-            # The library maps the file into memory: without a copy it would stay on the disk after its deletion.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        return _Reader(tensors).value(document)
+            metadata = file.metadata() or {}
+            document = json.loads(metadata[_METADATA_KEY])
+            sharded = json.loads(metadata.get(_SHARDS_KEY, "{}"))
+            return _Reader(path.name, file, sharded, later).value(document)
     except Exception as error:
         raise CheckpointError(
             f"{path}: the state cannot be read ({type(error).__name__}: {error}). The file is damaged, or no state."
@@ -352,9 +369,9 @@ def read_state(path: Path) -> Any:
 
 
 class _Reader:
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._stored = tensors
-        self._made: dict[str, Tensor] = {}
+    def __init__(self, file_name: str, file: Any, sharded: dict[str, Any], later: bool) -> None:
+        self._file_name, self._file, self._sharded, self._later = file_name, file, sharded, later
+        self._made: dict[str, Tensor | Stored] = {}
 
     def value(self, node: Any) -> Any:
         """What the JSON stands for."""
@@ -369,12 +386,39 @@ class _Reader:
             return _SEQUENCES[tag](self.value(node[tag]))
         return _READERS[tag](self, node)
 
-    def tensor(self, node: dict) -> Tensor:
+    def tensor(self, node: dict) -> Tensor | Stored:
         """The tensor that a node names; tied ones are one object."""
         key = json.dumps(node)
         if key not in self._made:
-            self._made[key] = _shaped(self._stored[node["$tensor"]], node)
+            as_it_is = self._later and len(node) == 1
+            self._made[key] = self._stored(node["$tensor"]) if as_it_is else _shaped(self._read(node["$tensor"]), node)
         return self._made[key]
+
+    def array(self, node: dict) -> np.ndarray:
+        """A NumPy array."""
+        tensor = self.tensor(node["$array"])
+        return (self._read(node["$array"]["$tensor"]) if isinstance(tensor, Stored) else tensor).numpy()
+
+    def sharded(self, node: dict) -> Stored:
+        """A tensor in files of its own; tied ones are one object."""
+        name = node["$sharded"]
+        if not self._later:
+            raise ValueError(f"{name} lies in other files")
+        key = json.dumps(node)
+        if key not in self._made:
+            it = self._sharded[name]
+            self._made[key] = Stored(torch.Size(it["shape"]), _DTYPES[it["dtype"]], _pieces(name, it))
+        return self._made[key]
+
+    def _read(self, name: str) -> Tensor:
+        # The library maps the file into memory: without a copy it would stay on the disk after its deletion.
+        return self._file.get_tensor(name).clone()
+
+    def _stored(self, name: str) -> Tensor | Stored:
+        part = self._file.get_slice(name)
+        shape = part.get_shape()
+        piece = Piece(self._file_name, name, [0] * len(shape), shape)
+        return Stored(torch.Size(shape), _DTYPES[part.get_dtype()], [piece])
 
     def pairs(self, pairs: list) -> list[tuple[Any, Any]]:
         """The entries of a dict that JSON could not hold as an object."""
@@ -404,6 +448,10 @@ def _shaped(stored: Tensor, node: dict) -> Tensor:
     return stored
 
 
+def _pieces(name: str, entry: Mapping[str, Any]) -> list[Piece]:
+    return [Piece(file, name, offsets, sizes) for file, offsets, sizes in entry["pieces"]]
+
+
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
@@ -423,7 +471,8 @@ def _scalar(reader: _Reader, node: dict) -> np.generic:
 
 _READERS: dict[str, Callable[[_Reader, dict], Any]] = {
     "$tensor": _Reader.tensor,
-    "$array": lambda reader, node: reader.tensor(node["$array"]).numpy(),
+    "$sharded": _Reader.sharded,
+    "$array": _Reader.array,
     "$scalar": _scalar,
     "$deque": lambda reader, node: deque(reader.value(node["$deque"]), node["maxlen"]),
     "$Size": lambda reader, node: torch.Size(node["$Size"]),

@@ -1,0 +1,196 @@
+"""How the states in a checkpoint are read: by one process whole, or by several, each what it holds of the tensors.
+
+Every file is compared with its sha256 before anything is read from it, once on each machine: of the processes of a
+machine that read from it, one takes the sum, and all hear if it is another. From a sharded checkpoint a process reads
+the files in which its own parts lie.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_recipes.checkpoint.folder import STATE_SUFFIX, Checkpoint, Damaged, verify
+from amp_recipes.checkpoint.names import clean_state
+from amp_recipes.checkpoint.shards import OpenFiles, Stored, dtensors_exist, here, is_distributed, like, replicated_like
+from amp_recipes.checkpoint.state_format import read_state
+from amp_recipes.checkpoint.together import Together
+from amp_recipes.errors import CheckpointError
+
+
+def read_documents(folder: Path, names: Iterable[str], crew: Together) -> dict[str, Any]:
+    """Recoverable -> its state, with a `Stored` for each tensor. Raises Damaged, on all processes."""
+    files = {name: f"{name}{STATE_SUFFIX}" for name in names}
+    mine = _to_verify(crew, files.values())
+
+    def read() -> dict[str, Any]:
+        verify(folder, mine)
+        try:
+            return {name: read_state(folder / file, later=True) for name, file in files.items()}
+        except CheckpointError as error:  # as its manifest says, and yet no state
+            raise Damaged(str(error)) from error
+
+    return crew.all_do(read)
+
+
+def fill(folder: Path, states: dict[str, Any], layouts: Mapping[str, Any], crew: Together) -> dict[str, Any]:
+    """`states` with what their files hold in place of each `Stored`. Raises Damaged, on all processes.
+
+    layouts: recoverable -> the like of its state, with a DTensor wherever one is wanted (of a tensor of another shape:
+    one that all processes hold whole). What has no like there is read whole.
+    """
+    wanted: dict[tuple[int, int], tuple[Stored, Any]] = {}
+
+    def note(tensor: Tensor | Stored, live: Any) -> Tensor | Stored:
+        if isinstance(tensor, Stored):
+            wanted[_key(tensor, live)] = (tensor, live)
+        return tensor
+
+    for name, state in states.items():
+        _walk(state, layouts.get(name), note)
+    boxes = {key: _box(tensor, live) for key, (tensor, live) in wanted.items()}
+    files = {file for key, (tensor, _) in wanted.items() for file in tensor.files(*boxes[key])}
+    seen = {f"{name}{STATE_SUFFIX}" for name in states}
+    mine = _to_verify(crew, files - seen)
+
+    def read() -> dict[str, Any]:
+        verify(folder, mine)
+        with OpenFiles(folder) as opened:
+            try:
+                parts = {key: tensor.read(opened, *boxes[key]) for key, (tensor, _) in wanted.items()}
+            except Exception as error:
+                raise Damaged(f"its tensors cannot be read ({type(error).__name__}: {error})") from error
+
+        def put(tensor: Tensor | Stored, live: Any) -> Any:
+            if isinstance(tensor, Stored):
+                return _wrapped(parts[_key(tensor, live)], tensor.shape, live)
+            offsets, sizes = _box(tensor, live)
+            box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+            return _wrapped(tensor[box].clone(), tensor.shape, live) if is_distributed(live) else tensor
+
+        return {name: _walk(state, layouts.get(name), put) for name, state in states.items()}
+
+    return crew.all_do(read)
+
+
+def refuse_missing(checkpoint: Checkpoint, wanted: Iterable[str], held: Iterable[str]) -> None:
+    """Raise CheckpointError if a checkpoint does not hold a recoverable that is wanted."""
+    missing = [name for name in wanted if name not in held]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path} has no state of {', '.join(missing)}; nothing was loaded: was it made with "
+            "other settings (precision, ema_decay)? Give another output folder to start afresh. "
+            f"It holds: {', '.join(sorted(held)) or 'nothing'}."
+        )
+
+
+def layout_of(obj: Any, state: Any) -> Any:
+    """The like of an object's state, for `fill`; state: as its file has it.
+
+    An object that has `layouts()` says itself: name -> a tensor that is shared among processes as that entry is to be.
+    """
+    if not dtensors_exist() or not _holds_tensors(state):
+        return None
+    if isinstance(obj, nn.Module):
+        return clean_state(obj, obj.state_dict())
+    if isinstance(obj, Optimizer):
+        return _optimizer_layout(obj)
+    own = getattr(obj, "layouts", None)
+    return own() if callable(own) else obj.state_dict()
+
+
+def _optimizer_layout(optimizer: Optimizer) -> dict[str, Any]:
+    live = optimizer.state_dict()
+    if not isinstance(live, Mapping) or not {"state", "param_groups"} <= live.keys():
+        return live
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in live["param_groups"] for index in group["params"]]
+    by_index = {
+        index: _ParameterState(live["state"].get(index, {}), parameter)
+        for index, parameter in zip(indices, parameters, strict=True)
+        if is_distributed(parameter)
+    }
+    return {**live, "state": {**live["state"], **by_index}}
+
+
+class _ParameterState(dict):
+    """What an optimizer keeps of a DTensor parameter: what it does not keep yet will lie as the parameter does."""
+
+    def __init__(self, live: Mapping[str, Any], parameter: Any) -> None:
+        super().__init__(live)
+        self._parameter = parameter
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The live value, or the parameter."""
+        return super().get(key, default if key == "step" else self._parameter)
+
+
+def _walk(state: Any, live: Any, at_tensor: Callable[[Any, Any], Any]) -> Any:
+    """`state` with its tensors replaced by what `at_tensor` returns for them and what stands there in `live`."""
+    if isinstance(state, Tensor | Stored):
+        return at_tensor(state, live)
+    if isinstance(state, dict) and not isinstance(state, Counter):
+        for key in state:
+            state[key] = _walk(state[key], _beneath(live, key), at_tensor)
+        return state
+    if isinstance(state, list):
+        state[:] = [_walk(item, _beneath(live, index), at_tensor) for index, item in enumerate(state)]
+        return state
+    if isinstance(state, tuple | set | frozenset) and type(state) in (tuple, set, frozenset):
+        return type(state)(_walk(item, _beneath(live, index), at_tensor) for index, item in enumerate(state))
+    if isinstance(state, deque):
+        return deque((_walk(item, _beneath(live, i), at_tensor) for i, item in enumerate(state)), state.maxlen)
+    return state
+
+
+def _beneath(live: Any, key: Any) -> Any:
+    if isinstance(live, Mapping):
+        return live.get(key)
+    if isinstance(live, list | tuple | deque):
+        return live[key] if isinstance(key, int) and key < len(live) else None
+    return live if is_distributed(live) else None
+
+
+def _holds_tensors(state: Any) -> bool:
+    found = []
+    _walk(state, None, lambda tensor, _: found.append(True) or tensor)
+    return bool(found)
+
+
+def _key(tensor: Stored, live: Any) -> tuple[int, int]:
+    # Tied tensors are read once, and are one object again, unless they are to be shared in different ways.
+    return id(tensor), hash((live.device_mesh, tuple(live.placements))) if is_distributed(live) else 0
+
+
+def _box(tensor: Tensor | Stored, live: Any) -> tuple[list[int], list[int]]:
+    """What of a tensor this process is to hold."""
+    if is_distributed(live) and live.shape == tensor.shape:
+        return here(live)
+    return [0] * len(tensor.shape), list(tensor.shape)
+
+
+def _wrapped(local: Tensor, shape: Any, live: Any) -> Any:
+    if not is_distributed(live) or not shape:
+        return local
+    return like(live, local) if live.shape == shape else replicated_like(live, local)
+
+
+def _to_verify(crew: Together, files: Iterable[str]) -> list[str]:
+    """Those files of which this process takes the sha256: each is given to one of those on its machine that read it."""
+    host = socket.gethostname()
+    of_ranks = crew.of_all((host, sorted(files)))
+    load: Counter[int] = Counter()
+    mine = []
+    for file in sorted({file for its_host, files in of_ranks if its_host == host for file in files}):
+        readers = [rank for rank, (its_host, files) in enumerate(of_ranks) if its_host == host and file in files]
+        chosen = min(readers, key=lambda rank: (load[rank], rank))
+        load[chosen] += 1
+        if chosen == crew.rank:
+            mine.append(file)
+    return mine

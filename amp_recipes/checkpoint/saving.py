@@ -1,0 +1,157 @@
+"""How several processes write one checkpoint: each its own files, and one commit after all of them.
+
+The main process writes what is not sharded. It gathers from all which parts of sharded tensors they hold and whether
+these are finite, makes the folder, has all write into it, gathers the sha256 of their files, and gives the folder its
+final name. So a process that dies, or a disk that is full, at any moment leaves no checkpoint that lacks a part.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from amp_recipes.checkpoint.folder import RANK_MARK, STATE_SUFFIX, Checkpoint, write_states
+from amp_recipes.checkpoint.loading import nonfinite_parameters
+from amp_recipes.checkpoint.state_format import PackedState
+from amp_recipes.checkpoint.together import Together, Unheard
+from amp_recipes.errors import AmpRecipesError, CheckpointError, ConfigError
+
+
+def own_files(states: Mapping[str, PackedState], crew: Together) -> dict[str, PackedState]:
+    """What this process is to write, by the file's name without its suffix."""
+    parts = {}
+    for name, state in states.items():
+        if state.parts:
+            offsets = {key: begins for key, (_, begins) in state.parts.items()}
+            tensors = {key: tensor for key, (tensor, _) in state.parts.items()}
+            parts[f"{name}{RANK_MARK}{crew.rank:05d}"] = PackedState({"offsets": offsets}, tensors)
+    return {**states, **parts} if crew.is_main else parts
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process tells of its files before they are written."""
+
+    pieces: dict[str, dict[str, tuple[list[int], list[int]]]]  # file's stem -> tensor -> where it begins, its size
+    needed_bytes: int
+    nonfinite: list[str]  # parameters
+
+
+def held_by(files: Mapping[str, PackedState], trainable: Mapping[str, frozenset[str]]) -> Held:
+    """What there is to tell of this process's files; trainable: recoverable -> its parameters that training changes."""
+    parts = {stem: state for stem, state in files.items() if RANK_MARK in stem}
+    of_files = {stem: trainable[stem.partition(RANK_MARK)[0]] for stem in files}
+    return Held(
+        {
+            stem: {key: (state.document["offsets"][key], list(it.shape)) for key, it in state.tensors.items()}
+            for stem, state in parts.items()
+        },
+        sum(state.tensor_bytes for state in parts.values()),
+        nonfinite_parameters(files, of_files),
+    )
+
+
+def note_pieces(files: Mapping[str, PackedState], of_ranks: list[Held]) -> bool:
+    """Put into the main process's states where the parts of their tensors will lie; whether there are any.
+
+    Raises CheckpointError if processes have different tensors, or not all parts are there.
+    """
+    for rank, held in enumerate(of_ranks):
+        for stem, pieces in held.pieces.items():
+            name = stem.partition(RANK_MARK)[0]
+            unknown = pieces.keys() - files[name].sharded.keys() if name in files else pieces.keys()
+            if unknown:
+                raise CheckpointError(f"rank {rank} shares {name}[{min(unknown)!r}], which rank 0 does not have.")
+            files[name].add_pieces(f"{stem}{STATE_SUFFIX}", pieces)
+    for name, state in files.items():
+        lacking = state.incomplete()
+        if lacking:
+            raise CheckpointError(f"the parts of {name}[{lacking[0]!r}] on all processes do not make up the tensor.")
+    return any(held.pieces for held in of_ranks)
+
+
+class OtherProcesses:
+    """The others as the main process sees them from the moment it has heard what they hold."""
+
+    def __init__(self, crew: Together, of_ranks: list[Held]) -> None:
+        self._crew = crew
+        self.needed_bytes = sum(held.needed_bytes for held in of_ranks[1:])
+        self._writing = False
+
+    def begin(self, temporary: Path) -> None:
+        """Have them write into the folder."""
+        self._crew.from_main(("write", temporary.name))
+        self._writing = True
+
+    def end(self) -> dict[str, str]:
+        """Wait until they have; file -> sha256. Raises CheckpointError, or OSError if it was their disk that failed."""
+        self._writing = False
+        sums: dict[str, str] = {}
+        for rank, (written, failed) in enumerate(self._crew.to_main(({}, None))):
+            if failed is not None:
+                code, text = failed
+                raise OSError(code, f"rank {rank}: {text}") if code else CheckpointError(f"rank {rank}: {text}")
+            sums.update(written)
+        return sums
+
+    def tell(self, saved: Checkpoint) -> None:
+        """It is done."""
+        self._crew.from_main(("done", saved.path.name, saved.number, saved.meta))
+
+    def tell_failure(self, error: Exception) -> None:
+        """It has failed, here or on another of them."""
+        if isinstance(error, Unheard):
+            return  # nor would they be heard now
+        if self._writing:
+            self._crew.to_main(({}, None))
+        kind = ConfigError if isinstance(error, ConfigError) else CheckpointError
+        text = str(error) if isinstance(error, AmpRecipesError) else f"rank 0: {type(error).__name__}: {error}"
+        self._crew.from_main(("failed", kind, text))
+
+
+def commit_as_main(
+    crew: Together, held: Held, commit: Callable[[list[Held], OtherProcesses], Checkpoint],
+    then: Callable[[Checkpoint], object] | None,
+) -> Checkpoint:  # fmt: skip
+    """Save as the main process; commit: writes this process's files, given the others. Its error is raised on all."""
+    of_ranks = crew.to_main(held)
+    others = OtherProcesses(crew, of_ranks)
+    try:
+        saved = commit(of_ranks, others)
+        if then is not None:
+            then(saved)
+    except Exception as error:
+        others.tell_failure(error)
+        raise
+    others.tell(saved)
+    return saved
+
+
+def commit_as_other(crew: Together, held: Held, files: Mapping[str, PackedState], folder: Path) -> Checkpoint:
+    """Save as any other process: write `files` when the main one says where. Raises its CheckpointError."""
+    crew.to_main(held)
+    while True:
+        order, *what = crew.from_main()
+        if order == "write":
+            crew.to_main(_written(files, folder / what[0]))
+        elif order == "failed":
+            kind, text = what
+            raise kind(text)
+        else:
+            name, number, meta = what
+            return Checkpoint(folder / name, number, meta)
+
+
+def _written(files: Mapping[str, PackedState], folder: Path) -> tuple[dict[str, str], Any]:
+    try:
+        return write_states(folder, files), None
+    except OSError as error:
+        hint = ""
+        if error.errno == errno.ENOENT and not folder.is_dir():
+            hint = f" {folder}: output_folder must lie on a file system that all machines share"
+        return {}, (error.errno or errno.EIO, f"{error.strerror or error}{hint}")
+    except Exception as error:
+        return {}, (None, f"{type(error).__name__}: {error}")

@@ -1,0 +1,152 @@
+"""What the processes of a run tell each other while they save and load one checkpoint together.
+
+They talk over a gloo group of their own, so that a save in the background cannot come between training's collectives;
+each process uses it from one thread at a time, since whoever saves or loads first waits for its own background.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from amp_recipes import distributed
+from amp_recipes.checkpoint.folder import Damaged
+from amp_recipes.errors import CheckpointError, ConfigError
+
+# The first of them is raised if processes meet different ones.
+_KINDS: tuple[type[Exception], ...] = (ConfigError, CheckpointError, Damaged)
+
+
+class Unheard(CheckpointError):
+    """Another process has ended, or did not come."""
+
+
+class Together:
+    """The processes that save and load together. Those that cannot be heard are a CheckpointError.
+
+    group: None, where there is one process: every method is then done at once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank = 0 if group is None else dist.get_rank()
+        self.count = 1 if group is None else dist.get_world_size()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what is not sharded, and decides."""
+        return self.rank == 0
+
+    def to_main(self, value: Any) -> list[Any]:
+        """On the main process what every process gave, by rank; nothing on the others."""
+        if self._group is None:
+            return [value]
+        found = [None] * self.count if self.is_main else None
+        self._speak(lambda: dist.gather_object(value, found, dst=0, group=self._group))
+        return found or []
+
+    def from_main(self, value: Any = None) -> Any:
+        """What the main process gave."""
+        if self._group is None:
+            return value
+        box = [value]
+        self._speak(lambda: dist.broadcast_object_list(box, src=0, group=self._group))
+        return box[0]
+
+    def of_all(self, value: Any) -> list[Any]:
+        """What every process gave, by rank."""
+        if self._group is None:
+            return [value]
+        found = [None] * self.count
+        self._speak(lambda: dist.all_gather_object(found, value, group=self._group))
+        return found
+
+    def meet(self, what: str) -> None:
+        """Go on when all processes have come to do the same. Raises CheckpointError on all if they do not."""
+        came = self.of_all(what)
+        if len(set(came)) > 1:
+            listed = ", ".join(f"rank {rank} to {it}" for rank, it in enumerate(came))
+            raise CheckpointError(f"All processes save and load together, but came for different things: {listed}.")
+
+    def all_do(self, job: Callable[[], Any]) -> Any:
+        """What `job` returned here. The error of any process is raised on all: before others a CheckpointError."""
+        if self._group is None:
+            return job()
+        done, error = None, None
+        try:
+            done = job()
+        except Exception as raised:
+            error = raised
+        met = self.of_all(None if error is None else _told(error))
+        bad = [(told[0], rank, told) for rank, told in enumerate(met) if told is not None]
+        if bad:
+            _, rank, told = min(bad)
+            raise error if rank == self.rank else _heard(told, "" if rank == 0 else f"rank {rank}: ")
+        return done
+
+    def on_main(self, job: Callable[[], Any]) -> Any:
+        """What `job` returned on the main process, which alone calls it; its error is raised on all."""
+        done, error = None, None
+        if self.is_main:
+            try:
+                done = job()
+            except Exception as raised:
+                error = raised
+        done, told = self.from_main((done, None if error is None else _told(error)))
+        if told is not None:
+            raise error or _heard(told)
+        return done
+
+    def _speak(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except RuntimeError as error:
+            raise _unheard(error) from error
+
+
+ALONE = Together()
+
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the processes' group -> ours beside it
+
+
+def together() -> Together:
+    """All processes of the run. Where there are several, all of them must come here; the first time makes the group."""
+    if not distributed.initialized():
+        return ALONE
+    world = dist.group.WORLD
+    if world not in _groups:
+        try:
+            _groups[world] = dist.new_group(backend="gloo", timeout=_timeout(world))
+        except RuntimeError as error:
+            raise _unheard(error) from error
+    return Together(_groups[world])
+
+
+def _timeout(group: Any) -> Any:
+    """How long the processes of a group wait for each other."""
+    # torch has no public way to ask, and new_group's default is torch's and not that of the processes' group.
+    backend = group._get_backend(group._device_types[0] if group._device_types else torch.device("cpu"))
+    return backend.options._timeout
+
+
+def _told(error: Exception) -> tuple[int, str]:
+    """An error as the other processes hear of it."""
+    index = next((index for index, kind in enumerate(_KINDS) if isinstance(error, kind)), None)
+    return (1, f"{type(error).__name__}: {error}") if index is None else (index, str(error))
+
+
+def _heard(told: tuple[int, str], before: str = "") -> Exception:
+    return _KINDS[told[0]](before + told[1])
+
+
+def _unheard(error: RuntimeError) -> Unheard:
+    return Unheard(
+        f"The other processes were not heard ({str(error).partition(chr(10))[0]}). Either one has ended, or not all "
+        "came: in several processes every rank must call what saves or loads a checkpoint (not under `if "
+        "is_main_process()`); rank 0 alone writes what is not sharded. They wait for each other for "
+        "distributed_timeout_minutes."
+    )

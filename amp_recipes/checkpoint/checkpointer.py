@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from amp_recipes.checkpoint.saving import (
     held_by,
     note_pieces,
     own_files,
+    without,
 )
 from amp_recipes.checkpoint.snapshot import Snapshot
 from amp_recipes.checkpoint.state_format import PackedState
@@ -197,14 +199,9 @@ class Checkpointer:
         return ALONE if self._alone else together()
 
     def _finish(
-        self,
-        crew: Together,
-        files: dict[str, PackedState],
-        trainable: dict[str, frozenset[str]],
-        meta_text: str,
-        then: Callable[[Checkpoint], object] | None,
-        arrived: Callable[[], None] | None = None,
-    ) -> Checkpoint:
+        self, crew: Together, files: dict[str, PackedState], trainable: dict[str, frozenset[str]], meta_text: str,
+        then: Callable[[Checkpoint], object] | None, arrived: Callable[[], None] | None = None,
+    ) -> Checkpoint:  # fmt: skip
         if arrived is not None:
             arrived()
         held = held_by(files, trainable)
@@ -235,15 +232,16 @@ class Checkpointer:
         self, files: dict[str, PackedState], meta_text: str, of_ranks: list[Held], others: OtherProcesses
     ) -> Checkpoint:
         self.check_writable()
-        content = json.loads(meta_text)
-        meta = content["meta"]
+        names, meta = itemgetter("recoverables", "meta")(json.loads(meta_text))
         try:
             remove_leftovers(self.checkpoints_dir)
             number = self._next_number()
             target = self.checkpoints_dir / folder_name(number)
             refuse_nonfinite(name for held in of_ranks for name in held.nonfinite)
-            shards = len(of_ranks) if note_pieces(files, of_ranks) else 0
-            names, ready = content["recoverables"], {}
+            others.unwanted = note_pieces(files, of_ranks)
+            files = without(files, others.unwanted)
+            shards = len(of_ranks) if any(held.pieces for held in of_ranks) else 0
+            ready = {}
             if self._rest_of is not None:
                 names, ready, shards = files_beside(self._rest_of.path, names)
             meta_text = meta_as_json(FORMAT_VERSION, names, meta, shards)

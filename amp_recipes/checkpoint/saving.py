@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,23 +54,42 @@ def held_by(files: Mapping[str, PackedState], trainable: Mapping[str, frozenset[
     )
 
 
-def note_pieces(files: Mapping[str, PackedState], of_ranks: list[Held]) -> bool:
-    """Put into the main process's states where the parts of their tensors will lie; whether there are any.
+def note_pieces(files: Mapping[str, PackedState], of_ranks: list[Held]) -> dict[str, list[str]]:
+    """Put into the main process's states where the parts of their tensors will lie.
 
-    Raises CheckpointError if processes have different tensors, or not all parts are there.
+    Returns, by the file's stem, the parts that are not to be written, since a lower rank writes the same: what fsdp
+    shards beside tensor parallelism lies on several ranks that do not know it. Raises CheckpointError if processes
+    have different tensors, or not all parts are there.
     """
+    unwanted: dict[str, list[str]] = {}
+    taken: set[tuple] = set()
     for rank, held in enumerate(of_ranks):
         for stem, pieces in held.pieces.items():
             name = stem.partition(RANK_MARK)[0]
             unknown = pieces.keys() - files[name].sharded.keys() if name in files else pieces.keys()
             if unknown:
                 raise CheckpointError(f"rank {rank} shares {name}[{min(unknown)!r}], which rank 0 does not have.")
-            files[name].add_pieces(f"{stem}{STATE_SUFFIX}", pieces)
+            places = {key: (name, key, *map(tuple, box)) for key, box in pieces.items()}
+            unwanted[stem] = [key for key, place in places.items() if place in taken]
+            taken.update(places.values())
+            files[name].add_pieces(
+                f"{stem}{STATE_SUFFIX}", {key: box for key, box in pieces.items() if key not in unwanted[stem]}
+            )
     for name, state in files.items():
         lacking = state.incomplete()
         if lacking:
             raise CheckpointError(f"the parts of {name}[{lacking[0]!r}] on all processes do not make up the tensor.")
-    return any(held.pieces for held in of_ranks)
+    return {stem: keys for stem, keys in unwanted.items() if keys}
+
+
+def without(files: Mapping[str, PackedState], unwanted: Mapping[str, list[str]]) -> dict[str, PackedState]:
+    """The files without those parts; a file that would be empty is left out."""
+    left = {}
+    for stem, state in files.items():
+        tensors = {key: tensor for key, tensor in state.tensors.items() if key not in unwanted.get(stem, ())}
+        if tensors or RANK_MARK not in stem:
+            left[stem] = replace(state, tensors=tensors)
+    return left
 
 
 class OtherProcesses:
@@ -79,11 +98,12 @@ class OtherProcesses:
     def __init__(self, crew: Together, of_ranks: list[Held]) -> None:
         self._crew = crew
         self.needed_bytes = sum(held.needed_bytes for held in of_ranks[1:])
+        self.unwanted: dict[str, list[str]] = {}  # parts that they are not to write, by the file's stem
         self._writing = False
 
     def begin(self, temporary: Path) -> None:
         """Have them write into the folder."""
-        self._crew.from_main(("write", temporary.name))
+        self._crew.from_main(("write", temporary.name, self.unwanted))
         self._writing = True
 
     def end(self) -> dict[str, str]:
@@ -136,7 +156,8 @@ def commit_as_other(crew: Together, held: Held, files: Mapping[str, PackedState]
     while True:
         order, *what = crew.from_main()
         if order == "write":
-            crew.to_main(_written(files, folder / what[0]))
+            name, unwanted = what
+            crew.to_main(_written(without(files, unwanted), folder / name))
         elif order == "failed":
             kind, text = what
             raise kind(text)

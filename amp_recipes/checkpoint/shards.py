@@ -45,7 +45,7 @@ def here(value: Any) -> tuple[list[int], list[int]]:
     module = sys.modules["torch.distributed.tensor._utils"]
     sizes, offsets = module.compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     if len(offsets) != len(value.shape) or 0 in sizes:  # a part that is empty, or no part of the mesh
-        return [0] * len(value.shape), [0] * len(value.shape)
+        return [0] * len(value.shape), list(local_part(value).shape)
     return list(offsets), list(sizes)
 
 

@@ -279,8 +279,8 @@ class ResumableRun(RunData):
                 if self._asked_to_end(max(distributed.gather(self._signal))):
                     self._interrupts.leave("training is over and saved")
         except BaseException:
-            with suppress(CheckpointError):  # the first exception is the one to raise; others may not have any
-                self._checkpoints.wait(alone=True)
+            with suppress(CheckpointError):  # the first exception is the one to raise
+                self._checkpoints.wait()
             # Whoever catches it and calls `fit` again goes on with this one.
             self._fits -= 1
             self._checkpoints.resume_again()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from amp_recipes.distributed import Poll, data_world_size, world_size
+from amp_recipes.distributed import Poll, data_world_size
 
 
 class Round:
@@ -21,6 +21,7 @@ class Round:
         self.weights = weights
         self._poll = Poll([len(weights), sum(weights), samples, signal, clock_due])
         self._rows: list[list[float]] | None = None
+        self._data_processes = data_world_size()
 
     @property
     def most_batches(self) -> int:
@@ -30,12 +31,12 @@ class Round:
     @property
     def batches(self) -> float:
         """Batches of all processes over the number of processes, whose gradients are averaged."""
-        return self._of_all(0) / data_world_size()
+        return self._of_all(0) / self._data_processes
 
     @property
     def weight(self) -> float:
         """What the batches of all processes count for, over the number of processes."""
-        return self._of_all(1) / data_world_size()
+        return self._of_all(1) / self._data_processes
 
     @property
     def samples(self) -> int:
@@ -59,4 +60,4 @@ class Round:
         return self._rows
 
     def _of_all(self, column: int) -> float:
-        return sum(row[column] for row in self._heard) * data_world_size() / world_size()
+        return sum(row[column] for row in self._heard) * self._data_processes / len(self._heard)

@@ -85,7 +85,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = torch.cat((cache[0], k), dim=2), torch.cat((cache[1], v), dim=2)
         gathered_BHTQ = F.scaled_dot_product_attention(q, k, v, is_causal=past == 0)
-        return self.out(gathered_BHTQ.transpose(1, 2).flatten(2)), (k, v)
+        # Without a graph: text is generated without gradients, and fsdp hangs hooks on the views that a block returns.
+        return self.out(gathered_BHTQ.transpose(1, 2).flatten(2)), (k.detach(), v.detach())
 
 
 class SwiGLU(nn.Module):

@@ -1,5 +1,6 @@
 """What a process knows of its neighbours: rank, who writes files, whether all agree, what of the model is its own."""
 
+from amp_recipes.distributed.checks import check
 from amp_recipes.distributed.collectives import Poll, agree, from_main_process, gather, mean, sums, wait_for_all
 from amp_recipes.distributed.ddp import averaging, evaluating
 from amp_recipes.distributed.failures import collective, show_ranks_in_errors, timeout_text
@@ -17,7 +18,7 @@ from amp_recipes.distributed.processes import (
     world_size,
 )
 from amp_recipes.distributed.rendezvous import launched
-from amp_recipes.distributed.sharing import check, is_sharded, leaves, no_sync, total, wrap
+from amp_recipes.distributed.sharing import is_sharded, leaves, no_sync, total, wrap
 
 __all__ = [
     "Poll",

@@ -83,7 +83,7 @@ def wrap(modules: nn.ModuleDict, device: torch.device, options: Any) -> None:
     _unwrap(modules)
     _check_ready(modules)
     if options.sync_batchnorm:
-        _synchronise_batchnorms(modules)
+        synchronise_batchnorms(modules)
     _start_alike(modules)
     replicas = {name: _Replica() for name in modules}
     hosts: set[str] = set()
@@ -364,7 +364,7 @@ def _check_finished(reducer: DistributedDataParallel, modules: nn.Module) -> Non
 # ---------------------------------------------------------------------- BatchNorm
 
 
-def _synchronise_batchnorms(modules: nn.ModuleDict) -> None:
+def synchronise_batchnorms(modules: nn.ModuleDict) -> None:
     """Make every BatchNorm a SyncBatchNorm, in place: fp32 pins, hooks and references to it stay.
 
     `SyncBatchNorm.convert_sync_batchnorm` makes new modules, and loses them. Raises ConfigError for a class derived

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby, takewhile
 from typing import Any
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from amp_recipes.distributed.blocks import chosen_blocks, has_parameters, repeated_blocks, with_forward
 from amp_recipes.distributed.meshes import REPLICATE, data_mesh, make_mesh
+from amp_recipes.distributed.tensor_parallel import divide, styles_of
 from amp_recipes.errors import ConfigError
 from amp_recipes.sharded_tensors import is_sharded as is_sharded_tensor
 
@@ -44,12 +45,14 @@ def shard(
     options: Any,
     compute_dtype: torch.dtype = torch.float32,
     fp32_modules: Collection[str] = (),
+    tensor_parallel_plan: Mapping[str, str] | None = None,
 ) -> None:
     """Shard the parameters of `modules` over the processes, in place; all begin with those of the first process.
 
     The modules may still be on the CPU, and larger than the device: they go there unit by unit. Frozen ones are
     sharded too, since a frozen model can be the largest of a run. Units are the modules that `options.shard_modules`
-    names (default: the repeated blocks), and each entry of `modules` with what is left of it.
+    names (default: the repeated blocks), and each entry of `modules` with what is left of it. Layers that
+    `tensor_parallel_plan` names are divided among `options.tensor_parallel` neighbours first.
     Raises ConfigError for patterns that match nothing, and for parameters that cannot be sharded.
     """
     roots = [root for root in _roots(modules) if not _gathers(root)]
@@ -59,29 +62,36 @@ def shard(
     units = set(_blocks(modules, options)) | set(roots)
     owners = _owners(modules, roots, units)
     low = _low_precision(modules, fp32_modules) if compute_dtype.itemsize < 4 else set()
+    divided = styles_of(modules, tensor_parallel_plan)
     mesh = make_mesh(device, options)
     _announce(modules, units, options, mesh, device)
     offloads = _offloads(options, device)
-    everything = set(modules.parameters())
     for root in roots:
         for unit in reversed([module for module in root.modules() if module in units]):
             if _gathers(unit):
                 continue
             # An only root's own parameters are needed again at once, by the backward: torch keeps them gathered.
             auto = unit is root and len(roots) == 1 and options.reshard_after_forward
-            own = [parameter for parameter, owner in owners.items() if owner is unit]
+            own = {parameter: parameter for parameter, owner in owners.items() if owner is unit}
             _to_device(own, device)
+            for module in _outside_of_others(unit, units):
+                if module in divided:
+                    own |= divide(module, divided[module], mesh)
             _shard_unit(
                 unit,
-                [(it, compute_dtype if it in low else None) for it in own],
+                [(now, compute_dtype if before in low else None) for before, now in own.items()],
                 data_mesh(mesh),
                 None if auto else options.reshard_after_forward,
                 offloads,
-                everything,
             )
         if options.find_unused_parameters:
             root.set_reduce_scatter_unused_params(True)
         root.register_forward_hook(_free_where_no_backward_follows)
+
+
+def check(modules: nn.ModuleDict) -> None:
+    """Raise ConfigError for parameters that cannot be sharded."""
+    _owners(modules, _roots(modules), set(_roots(modules)))
 
 
 def is_sharded(modules: nn.Module) -> bool:
@@ -104,13 +114,6 @@ def no_sync(modules: nn.Module) -> Iterator[None]:
     finally:
         for root in roots:
             root.set_requires_all_reduce(True)
-
-
-@torch.no_grad()
-def align_buffers(modules: nn.Module) -> None:
-    """Give every process the first one's buffers (BatchNorm statistics), as DDP has them."""
-    for buffer in modules.buffers():
-        _broadcast(buffer)
 
 
 def leaves(modules: nn.Module, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
@@ -207,7 +210,6 @@ def _shard_unit(
     mesh: DeviceMesh,
     reshard_after_forward: bool | None,
     offloads: bool,
-    everything: set[nn.Parameter],
 ) -> None:
     """Shard `parameters` (each with the dtype to gather it in, None: its own), to be gathered when `unit` is called.
 
@@ -230,7 +232,7 @@ def _shard_unit(
         reshard_after_forward=reshard_after_forward,
         mp_policy=policies[None],
         offload_policy=offload,
-        ignored_params=everything,
+        ignored_params=set(unit.parameters()),
     )
     kinds = lambda item: (str(item[1]), str(item[0].dtype))  # noqa: E731
     mesh_info = _fsdp_init._get_mesh_info(mesh)
@@ -248,6 +250,14 @@ def _shard_unit(
             policies[members[0][1]],
             offload,
         )
+
+
+def _outside_of_others(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    """`unit` and what is in it, but for other units and what is in those."""
+    yield unit
+    for child in unit.children():
+        if child not in units:
+            yield from _outside_of_others(child, units)
 
 
 @torch.no_grad()

@@ -12,17 +12,10 @@ from torch import nn
 
 from amp_recipes.distributed import ddp, fsdp
 from amp_recipes.distributed.processes import initialized
+from amp_recipes.distributed.recomputing import recompute
 
 is_sharded = fsdp.is_sharded
 leaves = fsdp.leaves
-
-
-def check(
-    options: Any, device: torch.device, modules: nn.ModuleDict, tensor_parallel_plan: Mapping[str, str] | None = None
-) -> None:
-    """Raise ConfigError for options that these processes cannot run with, before any work is done."""
-    if initialized() and options.strategy == "ddp":
-        ddp.check(options, device)
 
 
 def wrap(
@@ -38,10 +31,13 @@ def wrap(
     options: has the run options on processes as attributes; compute_dtype: what autocast computes in; fp32_modules:
     names of the modules that compute in fp32 whatever it is.
     """
+    recompute(modules, options.activation_checkpointing)
     if not initialized():
         return
     if options.strategy == "fsdp":
-        fsdp.shard(modules, device, options, compute_dtype, fp32_modules)
+        if options.sync_batchnorm:
+            ddp.synchronise_batchnorms(modules)
+        fsdp.shard(modules, device, options, compute_dtype, fp32_modules, tensor_parallel_plan)
     else:
         ddp.wrap(modules, device, options)
 

@@ -1,0 +1,85 @@
+"""Which run options on processes go together, said before any work is lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_recipes.distributed import ddp, fsdp
+from amp_recipes.distributed.blocks import chosen_blocks
+from amp_recipes.distributed.meshes import layout
+from amp_recipes.distributed.processes import initialized, world_size
+from amp_recipes.distributed.recomputing import chosen
+from amp_recipes.distributed.tensor_parallel import OPTION, styles_of
+from amp_recipes.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Option -> the value at which it asks for nothing. Those that only make a run faster are left unheeded with a warning,
+# so that one YAML serves both; the others would change what is trained, or whether it fits.
+_OF_FSDP = {"shard_replicas": 1, "cpu_offload": False, "tensor_parallel": 1}
+_ONLY_SPEED_OF_FSDP = {"shard_modules": [], "reshard_after_forward": True}
+_OF_DDP = {"gradient_compression": "off"}
+_ONLY_SPEED_OF_DDP = {"static_graph": False}
+
+
+def check(
+    options: Any,
+    device: torch.device,
+    modules: nn.ModuleDict,
+    tensor_parallel_plan: Mapping[str, str] | None = None,
+) -> None:
+    """Raise ConfigError with all that `options` and the plan cannot mean for `modules`; warn of what does nothing.
+
+    Patterns are looked at in one process too: a mistake is cheaper there than under torchrun.
+    """
+    problems = [
+        *_problem(chosen, modules, options.activation_checkpointing),
+        *_problem(chosen_blocks, "shard_modules", modules, options.shard_modules),
+        *_problem(styles_of, modules, tensor_parallel_plan),
+    ]
+    if options.tensor_parallel > 1 and not tensor_parallel_plan:
+        problems.append(
+            f"tensor_parallel is {options.tensor_parallel}, but the YAML has no {OPTION}: it says which layers the "
+            f"processes share, as in {OPTION}: {{'*.up': colwise, '*.down': rowwise}}."
+        )
+    if initialized():
+        problems += _problems_of_strategy(options, device, modules, tensor_parallel_plan)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _problems_of_strategy(
+    options: Any, device: torch.device, modules: nn.ModuleDict, plan: Mapping[str, str] | None
+) -> list[str]:
+    problems = _problem(ddp.check, options, device)
+    if plan and options.tensor_parallel == 1:
+        logger.warning("%s does nothing without --tensor_parallel (how many processes share each layer)", OPTION)
+    if options.strategy == "fsdp":
+        problems += _problem(layout, options, world_size()) + _problem(fsdp.check, modules)
+        refused, unheeded, other = _OF_DDP, _ONLY_SPEED_OF_DDP, "ddp"
+    else:
+        refused, unheeded, other = _OF_FSDP, _ONLY_SPEED_OF_FSDP, "fsdp"
+    for name, nothing in refused.items():
+        if getattr(options, name) != nothing:
+            problems.append(
+                f"{name} {getattr(options, name)} is for --strategy {other}, and this run's is {options.strategy}: "
+                f"take the other strategy, or leave {name} out."
+            )
+    for name, nothing in unheeded.items():
+        if getattr(options, name) != nothing:
+            logger.warning("%s is for --strategy %s; with %s it does nothing", name, other, options.strategy)
+    return problems
+
+
+def _problem(look: Callable[..., Any], *arguments: Any) -> list[str]:
+    """What `look` has to say against its arguments."""
+    try:
+        look(*arguments)
+    except ConfigError as error:
+        return [str(error)]
+    return []

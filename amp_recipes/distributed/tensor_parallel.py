@@ -1,0 +1,77 @@
+"""Which layers several processes compute together, each a part of it, on the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from amp_recipes.distributed.meshes import TENSOR
+from amp_recipes.errors import ConfigError
+from amp_recipes.module_names import matching
+
+OPTION = "tensor_parallel_plan"
+COLWISE, ROWWISE, GATHERED = "colwise", "rowwise", "colwise_gathered"
+STYLES = {
+    COLWISE: "each process has a part of the outputs, for a `rowwise` layer to take",
+    ROWWISE: "each process takes a part of the inputs, and all get the sum",
+    GATHERED: "as `colwise`, but all get all outputs (a model's last layer)",
+}
+
+
+def styles_of(modules: nn.ModuleDict, plan: Mapping[str, str] | None) -> dict[nn.Module, str]:
+    """The layers that `plan` (pattern of names -> style) divides; where several patterns match, the last one counts.
+
+    Raises ConfigError for unknown styles, patterns that match nothing, and layers that cannot be divided.
+    """
+    if not plan:
+        return {}
+    if not isinstance(plan, Mapping):
+        raise ConfigError(f"{OPTION} is a mapping from patterns of module names to {_accepted()}, not {plan!r}")
+    found: dict[nn.Module, str] = {}
+    problems = []
+    places: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in modules.named_parameters(remove_duplicate=False):
+        places.setdefault(parameter, []).append(name)
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            problems.append(f"{OPTION}: {pattern!r}: {style!r} is no style; expected {_accepted()}")
+            continue
+        for name, module in matching(OPTION, modules, [pattern]).items():
+            if not isinstance(module, (nn.Linear, nn.Embedding)):
+                kind = type(module).__name__
+                problems.append(
+                    f"{OPTION}: {pattern!r} matches {name} ({kind}); only Linear and Embedding can be divided"
+                )
+            shared = [place for it in module.parameters() for place in places[it] if len(places[it]) > 1]
+            if shared:
+                problems.append(f"{OPTION}: {name} shares a parameter ({' = '.join(shared)}), which cannot be divided")
+            found[module] = style
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return found
+
+
+def divide(module: nn.Module, style: str, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:
+    """Let the processes of the mesh's tensor dimension share `module`, whose weights are equal on all of them.
+
+    Returns what its parameters were replaced with.
+    """
+    # Imported here, as all of FSDP: see fsdp.py.
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    if style == ROWWISE:
+        # An embedding's rows are symbols, whose numbers every process has.
+        parallel = RowwiseParallel(input_layouts=Replicate()) if isinstance(module, nn.Embedding) else RowwiseParallel()
+    else:
+        parallel = ColwiseParallel(output_layouts=Replicate()) if style == GATHERED else ColwiseParallel()
+    before = dict(module.named_parameters())
+    parallelize_module(module, mesh[TENSOR], parallel, src_data_rank=None)
+    return {parameter: module.get_parameter(name) for name, parameter in before.items()}
+
+
+def _accepted() -> str:
+    *others, last = STYLES
+    return f"{', '.join(others)} or {last}"

@@ -1,0 +1,207 @@
+"""What a sharded model does that one process's model does, and what it says where it cannot."""
+
+import copy
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from processes import in_processes
+from sharded_runs import SYMBOLS, WIDTH, Net, batches_of, loss_of
+from torch import nn
+
+from amp_recipes import distributed, fwd_default_precision
+from amp_recipes.config.run_options import RunOptions
+from amp_recipes.distributed.meshes import layout
+from amp_recipes.errors import ConfigError
+from amp_recipes.precision.pins import decorated_modules, pin_fp32
+
+CPU = torch.device("cpu")
+
+
+def options_of(**options):
+    return RunOptions(**{"strategy": "fsdp", "device": "cpu", **options})
+
+
+# ---------------------------------------------------------------------- pins
+
+
+class Attention(nn.Module):
+    """Uses a pinned child's weights without calling it, as MultiheadAttention does, and has parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.gate = nn.Parameter(torch.full((WIDTH,), 1.0 + 2**-12))  # not a bf16 number
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(self.gate.dtype)
+        return x + self.attention(x, x, x, need_weights=False)[0] * self.gate
+
+
+class Decorated(nn.Linear):
+    @fwd_default_precision
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Pinned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(SYMBOLS, WIDTH)
+        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.decorated = Decorated(WIDTH, WIDTH)
+        self.group = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), nn.Sequential(nn.Linear(6, 6)))
+        self.head = nn.Linear(WIDTH, SYMBOLS)
+
+    def forward(self, symbols):
+        x = self.embedding(symbols)
+        for block in self.blocks:
+            x = block(x)
+        x = self.decorated(self.recurrent(x)[0])
+        return self.head(self.group(x))
+
+
+def pinned_run(rank, dtype, pins):
+    if dtype is torch.float16:
+        pins = [*pins, "model.recurrent"]  # a CPU has no LSTM in fp16
+    torch.manual_seed(0)
+    plain, sharded = (nn.ModuleDict({"model": model}) for model in (lambda it: (it, copy.deepcopy(it)))(Pinned()))
+    names = [*pin_fp32(sharded, pins).names, *decorated_modules(sharded)]
+    pin_fp32(plain, pins)
+    distributed.wrap(sharded, CPU, options_of(), dtype, names)
+    seen = {}
+
+    def note(module, inputs, output):
+        tensors = (*module._parameters.values(), output)
+        seen[names_of[module]] = {it.dtype for it in tensors if isinstance(it, torch.Tensor)}
+
+    names_of = {module: name for name, module in sharded.named_modules()}
+    for module in sharded.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(note)
+    losses = {}
+    for batch in batches_of(0, 2):  # the same batches on both ranks, so that the average is that of one
+        for modules in (plain, sharded):
+            with torch.autocast("cpu", dtype=dtype):
+                loss = loss_of(modules["model"](batch), batch)
+            (loss * 1024).backward()
+            losses.setdefault(modules is plain, []).append(loss.item())
+    assert losses[True] == losses[False]
+    for (name, here), there in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(here.grad.full_tensor(), there.grad, rtol=0, atol=0, msg=name)
+    assert {dtype for block in sharded["model"].blocks for dtype in block.seen} == {torch.float32}
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("pins", "fp32"),
+    [
+        ([], ["decorated"]),
+        (["model.group"], ["decorated", "group.0.0", "group.1.0"]),
+        (["model.head", "model.blocks.0.attention.out_proj"], ["decorated", "head"]),
+        (["model"], ["decorated", "group.0.0", "group.1.0", "head"]),
+    ],
+    ids=["decorated", "inside", "direct use", "all"],
+)
+def test_pins_hold_bit_for_bit(dtype, pins, fp32):
+    """Parameters, results and gradients: those of autocast with the same pins in one process."""
+    for seen in in_processes(pinned_run, 2, dtype, pins):
+        expected = {f"model.{name}": {torch.float32} for name in fp32}
+        low = {f"model.{name}": {dtype} for name in ("group.0.0", "group.1.0", "head") if name not in fp32}
+        assert seen == {**expected, **low}
+
+
+# ---------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("options", "plan", "message"),
+    [
+        ({"shard_modules": ["model.block.*"]}, None, "shard_modules: 'model.block.*' matches no module. Did you mean"),
+        ({"shard_replicas": 3}, None, r"shard_replicas \(3\) does not divide the 2 processes"),
+        ({"tensor_parallel": 2}, None, "tensor_parallel is 2, but the YAML has no tensor_parallel_plan"),
+        ({"tensor_parallel": 2}, {"*.up": "rows"}, "'rows' is no style; expected colwise, rowwise or colwise_gathered"),
+        ({"tensor_parallel": 2}, {"*.norm": "colwise"}, r"\(LayerNorm\); only Linear and Embedding can be divided"),
+        ({"strategy": "ddp", "cpu_offload": True}, None, "cpu_offload True is for --strategy fsdp"),
+        ({"gradient_compression": "bf16"}, None, "gradient_compression bf16 is for --strategy ddp"),
+        ({"sync_batchnorm": True}, None, "SyncBatchNorm runs on GPUs only"),
+        ({"activation_checkpointing": ["type:Blok"]}, None, "Did you mean type:Block"),
+    ],
+)
+def test_options_that_cannot_hold_are_refused_at_once(options, plan, message, monkeypatch):
+    monkeypatch.setattr("amp_recipes.distributed.checks.initialized", lambda: True)
+    monkeypatch.setattr("amp_recipes.distributed.checks.world_size", lambda: 2)
+    with pytest.raises(ConfigError, match=message):
+        distributed.check(options_of(**options), CPU, nn.ModuleDict({"model": Net()}), plan)
+
+
+def test_all_mistakes_are_told_together_and_in_one_process_too():
+    options = options_of(shard_modules=["x"], activation_checkpointing=["y"])
+    with pytest.raises(ConfigError) as error:
+        distributed.check(options, CPU, nn.ModuleDict({"model": Net()}), {"z": "colwise"})
+    assert [line.split(":")[0] for line in str(error.value).splitlines()] == [
+        "activation_checkpointing",
+        "shard_modules",
+        "tensor_parallel_plan",
+    ]
+
+
+def test_what_only_makes_faster_is_left_unheeded_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr("amp_recipes.distributed.checks.initialized", lambda: True)
+    with caplog.at_level(logging.WARNING):
+        options = options_of(strategy="ddp", shard_modules=["model.blocks.*"])
+        distributed.check(options, CPU, nn.ModuleDict({"model": Net()}))
+    assert "shard_modules is for --strategy fsdp; with ddp it does nothing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        (lambda: {"a": nn.Linear(2, 2), "b": nn.Sequential()}, None),
+        (lambda: {"a": (a := nn.Linear(2, 2)), "b": nn.Sequential(a)}, None),  # one module inside the other
+        (lambda: {"a": (a := Net()), "b": tied(a)}, "a.embedding.weight stands in more than one entry"),
+        (lambda: {"a": nn.ParameterList([torch.ones(2)])}, "a.0 stands in a module without a forward"),
+        (lambda: {"a": Scalar()}, "a.temperature is a single number without a dimension"),
+    ],
+)
+def test_parameters_that_no_module_gathers_are_refused(modules, message):
+    made = nn.ModuleDict(modules())
+    if message is None:
+        distributed.fsdp.check(made)
+        return
+    with pytest.raises(ConfigError, match=message):
+        distributed.fsdp.check(made)
+
+
+class Scalar(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.temperature
+
+
+def tied(model):
+    head = nn.Linear(WIDTH, SYMBOLS, bias=False)
+    head.weight = model.embedding.weight
+    return head
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, {"shard": 8}),
+        ({"shard_replicas": 2}, {"replicate": 2, "shard": 4}),
+        ({"tensor_parallel": 8}, {"shard": 1, "tensor": 8}),
+        ({"shard_replicas": 2, "tensor_parallel": 2}, {"replicate": 2, "shard": 2, "tensor": 2}),
+    ],
+)
+def test_layouts_of_eight_processes(options, sizes):
+    found = layout(SimpleNamespace(**{"shard_replicas": 1, "tensor_parallel": 1, **options}), 8)
+    assert found == sizes and math.prod(found.values()) == 8

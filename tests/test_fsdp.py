@@ -14,7 +14,7 @@ from torch import nn
 from amp_recipes import distributed, fwd_default_precision
 from amp_recipes.config.run_options import RunOptions
 from amp_recipes.distributed.meshes import layout
-from amp_recipes.errors import ConfigError
+from amp_recipes.errors import ConfigError, RecipeError
 from amp_recipes.precision.pins import decorated_modules, pin_fp32
 
 CPU = torch.device("cpu")
@@ -205,3 +205,52 @@ def tied(model):
 def test_layouts_of_eight_processes(options, sizes):
     found = layout(SimpleNamespace(**{"shard_replicas": 1, "tensor_parallel": 1, **options}), 8)
     assert found == sizes and math.prod(found.values()) == 8
+
+
+# ---------------------------------------------------------------------- precision that changes
+
+
+def autocast(dtype):
+    return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def changing_run(rank):
+    torch.manual_seed(0)
+    plain, sharded = (nn.ModuleDict({"model": model}) for model in (lambda it: (it, copy.deepcopy(it)))(Net()))
+    distributed.wrap(sharded, CPU, options_of(), torch.bfloat16)
+    optimizers = [torch.optim.SGD(modules.parameters(), 0.1) for modules in (plain, sharded)]
+    batch, other = batches_of(0, 2)
+    found = []
+    for modules, optimizer in zip((plain, sharded), optimizers, strict=True):
+        losses = []
+        for dtype in (torch.bfloat16, None, torch.float16, torch.bfloat16):
+            with autocast(dtype):
+                loss = loss_of(modules["model"](batch), batch)
+            for evaluated in (None, torch.float16):  # inside the step, while the graph waits for its backward
+                with torch.no_grad(), autocast(evaluated):
+                    losses.append(loss_of(modules["model"](other), other).item())
+            loss.backward()
+            with torch.no_grad(), autocast(None):
+                losses.append(loss_of(modules["model"](other), other).item())
+            optimizer.step()
+            with torch.no_grad(), autocast(None):  # the new weights, though the old ones had just been gathered
+                losses.append(loss_of(modules["model"](other), other).item())
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+    assert found[0] == found[1]
+    refused = ""
+    try:
+        for dtype in (torch.bfloat16, None):
+            with autocast(dtype):
+                sharded["model"](batch)
+    except RecipeError as error:
+        refused = str(error)
+    return found[0], refused
+
+
+def test_weights_are_gathered_as_the_context_of_the_call_asks():
+    """Training in bf16, evaluating in fp32 (also inside a step), widening: all as in one process, bit for bit."""
+    for losses, refused in in_processes(changing_run, 2):
+        assert len(set(losses)) > 10
+        assert "was called under autocast to torch.bfloat16 and then to no dtype before the backward" in refused

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from amp_recipes.distributed.blocks import chosen_blocks, has_parameters, repeated_blocks, with_forward
+from amp_recipes.distributed.gathered_dtype import GatheredDtype
 from amp_recipes.distributed.meshes import REPLICATE, data_mesh, make_mesh
 from amp_recipes.distributed.tensor_parallel import divide, styles_of
 from amp_recipes.errors import ConfigError
@@ -250,6 +251,9 @@ def _shard_unit(
             policies[members[0][1]],
             offload,
         )
+    low = [group for group in fully_shard.state(unit)._fsdp_param_groups if group.mp_policy.param_dtype is not None]
+    if low:
+        GatheredDtype(unit, low, low[0].mp_policy.param_dtype, _fsdp_init._get_device_from_mesh(mesh))
 
 
 def _outside_of_others(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:

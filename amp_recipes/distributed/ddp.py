@@ -34,21 +34,32 @@ class _Replica:
     def __init__(self) -> None:
         self.reducers: list[DistributedDataParallel] = []
         self.paused = False  # in evaluation
+        self.has_buffers = False
+        self.buffers_are_due = True
 
     def __reduce__(self) -> tuple[type[_Replica], tuple[()]]:
         return _Replica, ()
 
     def before_forward(self, module: nn.Module, inputs: Any) -> None:
-        # Without gradients there is nothing to average, and a rank may be alone here: it draws samples in a hook.
-        if torch.is_grad_enabled() and not self.paused:
-            for reducer in self.reducers:
-                reducer._pre_forward()
+        if not self._takes_part():
+            return
+        for reducer in self.reducers:
+            reducer._pre_forward()
+        if self.has_buffers and self.buffers_are_due:
+            _broadcast_buffers(module)
 
     def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        if torch.is_grad_enabled() and not self.paused:
-            for reducer in self.reducers:
-                output = reducer._post_forward(output)
+        if not self._takes_part():
+            return output
+        for reducer in self.reducers:
+            output = reducer._post_forward(output)
+        # As torch has it: after a forward whose gradients are averaged. So a window, however long, has one.
+        self.buffers_are_due = self.reducers[0].require_backward_grad_sync
         return output
+
+    def _takes_part(self) -> bool:
+        # Without gradients there is nothing to average, and a rank may be alone here: it draws samples in a hook.
+        return bool(self.reducers) and torch.is_grad_enabled() and not self.paused
 
 
 def check(options: Any, device: torch.device) -> None:
@@ -86,14 +97,13 @@ def wrap(modules: nn.ModuleDict, device: torch.device, options: Any) -> None:
         synchronise_batchnorms(modules)
     _start_alike(modules)
     replicas = {name: _Replica() for name in modules}
-    hosts: set[str] = set()
     for owners, parameters in by_owners.items():
-        reducer = _reducer(modules[owners[0]], parameters, owners[0] not in hosts, options)
-        hosts.add(owners[0])
+        reducer = _reducer(modules[owners[0]], parameters, options)
         for name in owners:
             replicas[name].reducers.append(reducer)
     for name, module in modules.items():
         if replicas[name].reducers and _replica_of(module) is None:
+            replicas[name].has_buffers = bool(_persistent_buffers(module))
             module.register_forward_pre_hook(replicas[name].before_forward, prepend=True)
             module.register_forward_hook(replicas[name].after_forward)
 
@@ -151,10 +161,7 @@ def evaluating(modules: nn.Module) -> Iterator[None]:
     if not initialized():
         yield
         return
-    buffers = _persistent_buffers(modules)
-    if buffers:
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-            dist._broadcast_coalesced(dist.group.WORLD, buffers, _BROADCAST_BYTES, 0)
+    _broadcast_buffers(modules)
     replicas = [replica for module in modules.modules() if (replica := _replica_of(module)) is not None]
     before = [replica.paused for replica in replicas]
     for replica in replicas:
@@ -273,12 +280,12 @@ def _told(tensor: tuple[str, tuple[int, ...], str, bool] | None) -> str:
     return f"{name} {list(shape)} ({dtype.removeprefix('torch.')}{'' if trainable else ', frozen'})"
 
 
-def _reducer(
-    module: nn.Module, parameters: Sequence[nn.Parameter], with_buffers: bool, options: Any
-) -> DistributedDataParallel:
+def _reducer(module: nn.Module, parameters: Sequence[nn.Parameter], options: Any) -> DistributedDataParallel:
     """What averages `parameters`, which are in `module`, and no others."""
     chosen = {id(parameter) for parameter in parameters}
     left_out = [name for name, it in module.named_parameters(remove_duplicate=False) if id(it) not in chosen]
+    # `_Replica` sends them: that modules share a parameter is no reason to send the buffers of one with the other.
+    left_out += [name for name, _ in module.named_buffers(remove_duplicate=False)]
     # torch names the module's own parameters with a dot before, in one place of two.
     module._ddp_params_and_buffers_to_ignore = [*left_out, *(f".{name}" for name in left_out)]
     try:
@@ -292,19 +299,25 @@ def _reducer(
     finally:
         del module._ddp_params_and_buffers_to_ignore
     reducer.averaged = list(parameters)
-    # Those that are not in the module's state are tables, or grow with what a rank has seen: the shapes may differ.
-    persistent = {id(buffer) for buffer in _persistent_buffers(module)} if with_buffers else set()
-    reducer.parameters_to_ignore |= {
-        name for name, buffer in module.named_buffers(remove_duplicate=False) if id(buffer) not in persistent
-    }
-    reducer._assign_modules_buffers()
     if options.gradient_compression != "off":
         reducer.register_comm_hook(None, _COMPRESSION[options.gradient_compression])
     return reducer
 
 
+def _broadcast_buffers(modules: nn.Module) -> None:
+    """Give all ranks rank 0's persistent buffers, as DistributedDataParallel does with all of them."""
+    buffers = _persistent_buffers(modules)
+    if buffers:
+        # Graphs that have saved one do not mind: at least in rank 0 nothing has changed.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+            dist._broadcast_coalesced(dist.group.WORLD, buffers, _BROADCAST_BYTES, 0)
+
+
 def _persistent_buffers(modules: nn.Module) -> list[torch.Tensor]:
-    """The buffers that checkpoints hold, each once."""
+    """The buffers that checkpoints hold, each once.
+
+    Others are tables, or grow with what a rank has seen: their shapes may differ.
+    """
     found: dict[int, torch.Tensor] = {}
     for module in modules.modules():
         for name, buffer in module.named_buffers(recurse=False):

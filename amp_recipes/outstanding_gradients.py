@@ -33,6 +33,10 @@ class OutstandingGradients:
             saved = state.get(name)
             parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)
 
+    def layouts(self) -> dict[str, Tensor]:
+        """The parameters by name: a gradient that comes back is shared among processes as its parameter is."""
+        return dict(self._parameters())
+
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         seen: set[int] = set()
         for name, parameter in self._modules.named_parameters():

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from amp_recipes.checkpoint import Checkpointer, best_checkpoint, find_newest, load_weights, make_newest, model_weights
 from amp_recipes.ema import WeightAverage
 from amp_recipes.errors import CheckpointError
+from amp_recipes.outstanding_gradients import OutstandingGradients
 from tests.processes import in_processes
 
 
@@ -168,3 +169,299 @@ def test_a_load_in_any_number_of_processes_and_strategy_is_equal_bit_for_bit(tmp
     assert read["modules"]["head.weight"] is read["modules"]["embedding.weight"]  # tied ones are one tensor again
     for other_count, other in loaded:
         assert in_processes(load, other_count, tmp_path, other) == [EQUAL] * other_count, (other_count, other)
+
+
+# -------------------------------------------------------------- what lies on the disk
+
+
+def test_the_files_hold_each_element_once_and_no_code(tmp_path):
+    in_processes(save, 4, tmp_path, "hsdp")
+    folder = tmp_path / "CKPT+000001"
+    files = sorted(it.name for it in folder.iterdir())
+    # 4 ranks hold 2 copies of the model, in 2 parts each: ranks 0 and 1 write theirs.
+    assert files == [
+        "MANIFEST.sha256", "ema.safetensors", "ema@00000.safetensors", "ema@00001.safetensors", "meta.json",
+        "modules.safetensors", "modules@00000.safetensors", "modules@00001.safetensors", "optimizer.safetensors",
+        "optimizer@00000.safetensors", "optimizer@00001.safetensors",
+    ]  # fmt: skip
+    assert json.loads((folder / "meta.json").read_text())["shards"] == 4
+    manifest = (folder / "MANIFEST.sha256").read_text()
+    assert all(name in manifest for name in files[1:])
+    sizes = sum((folder / name).stat().st_size - header(folder / name) for name in files if name.startswith("modules"))
+    assert sizes == sum(it.nbytes for it in {id(it): it for it in Net().state_dict(keep_vars=True).values()}.values())
+
+
+def header(path):
+    with open(path, "rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+# -------------------------------------------------------------- damage
+
+
+def load_older(rank, folder, other):
+    parts = made(0, "fsdp")
+    checkpointer = Checkpointer(folder, named(*parts))
+    old = checkpointer.save_checkpoint({"epoch": 1})
+    expected = states(*parts)
+    train(*parts)
+    newest = checkpointer.save_checkpoint({"epoch": 2})
+    dist.barrier()
+    path = newest.path / f"modules@{other:05d}.safetensors"
+    if rank == 0:
+        content = path.read_bytes()
+        path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    dist.barrier()
+    with pytest.warns(UserWarning, match=path.name):
+        found = checkpointer.recover_if_possible()
+    return found.number == old.number and same(states(*parts), expected)
+
+
+def test_a_damaged_part_that_one_rank_reads_has_all_take_the_older_checkpoint(tmp_path):
+    assert in_processes(load_older, 2, tmp_path, 1) == [True, True]
+
+
+def refused(rank, folder):
+    parts = made(0, "fsdp")
+    checkpointer = Checkpointer(folder, named(*parts))
+    local = parts[0].blocks[0].up.weight.to_local()
+    if rank == 1:
+        local.data[0, 0] = torch.inf
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer.save_checkpoint()
+    kept = os.listdir(folder)
+    other = Checkpointer(folder, {"modules": made(0, "fsdp")[0], "half": Half()})
+    with pytest.raises(CheckpointError) as refusal:
+        other.save_checkpoint()
+    return str(caught.value), kept, str(refusal.value)
+
+
+class Half:
+    """Holds a sharded tensor of a dtype that safetensors lacks."""
+
+    def state_dict(self):
+        mesh = init_device_mesh("cpu", (2,))
+        return {"z": distribute_tensor(torch.zeros(4, dtype=torch.complex64), mesh, [Shard(0)])}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_an_infinity_in_one_part_is_refused_by_all_and_so_is_a_dtype_that_files_lack(tmp_path):
+    for nonfinite, kept, dtype in in_processes(refused, 2, tmp_path):
+        assert "modules.blocks.0.up.weight" in nonfinite and kept == []
+        assert "['z'] is a sharded tensor of complex64" in dtype
+
+
+# -------------------------------------------------------------- forms and dtypes
+
+
+class Held:
+    """Any state; `layouts` shares what a load gives as its entries are."""
+
+    def __init__(self, state):
+        self.state = self.loaded = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+def forms(mesh):
+    tensors = {
+        "bf16": torch.arange(10).bfloat16().reshape(5, 2),
+        "fp8": torch.arange(6.0).reshape(6, 1).to(torch.float8_e4m3fn),
+        "bool": torch.tensor([True, False, True]),
+        "int64": torch.arange(12).reshape(3, 2, 2) << 40,
+        "fp64": torch.linspace(0, 1, 7, dtype=torch.float64),
+        "one_row": torch.ones(1, 3),
+        "empty": torch.zeros(0, 3),
+    }
+    shared = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in tensors.items() if name != "fp8"}
+    shared["columns"] = distribute_tensor(torch.arange(15.0).reshape(3, 5), mesh, [Shard(1)])
+    shared["everywhere"] = distribute_tensor(torch.arange(4.0), mesh, [Replicate()])
+    shared["scalar"] = distribute_tensor(torch.tensor(2.5), mesh, [Replicate()])
+    local = tensors["fp8"].chunk(2)[dist.get_rank()]
+    shared["fp8"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    return {"nested": [shared, (shared["bf16"], 3)]}
+
+
+def save_forms(rank, folder):
+    state = forms(init_device_mesh("cpu", (2,)))
+    held = Held(state)
+    checkpointer = Checkpointer(folder, {"held": held})
+    checkpointer.save_checkpoint()
+    checkpointer.recover_if_possible()
+    loaded, first = held.loaded["nested"][0], state["nested"][0]
+    equal = {
+        name: torch.equal(loaded[name].to_local().view(torch.uint8), it.to_local().view(torch.uint8))
+        for name, it in first.items()
+        if it.ndim
+    }
+    kinds = {name: loaded[name].placements == it.placements for name, it in first.items() if it.ndim}
+    return equal, kinds, held.loaded["nested"][1][0] is loaded["bf16"]
+
+
+def test_every_dtype_and_form_comes_back(tmp_path):
+    for equal, kinds, tied in in_processes(save_forms, 2, tmp_path):
+        assert all(equal.values()) and all(kinds.values()) and tied, (equal, kinds)
+    found = Checkpointer(tmp_path).read(Checkpointer(tmp_path).find_checkpoint())["held"]["nested"][0]
+    assert torch.equal(found["columns"], torch.arange(15.0).reshape(3, 5))
+    assert torch.equal(found["int64"], torch.arange(12).reshape(3, 2, 2) << 40)
+    assert found["empty"].shape == (0, 3) and found["scalar"] == 2.5
+    assert torch.equal(found["fp8"].float(), torch.arange(6.0).reshape(6, 1))
+
+
+# -------------------------------------------------------------- beginning with the weights of a run
+
+
+def begin_with(rank, folder, strategy):
+    net = made(3, strategy)[0]
+    checkpoint = best_checkpoint(folder)
+    expected = torch.load(folder / "expected.pt")
+    averaged = {**expected["modules"], **expected["ema"], "head.weight": expected["ema"]["embedding.weight"]}
+    equal = []
+    for weights in (model_weights(checkpoint), model_weights(checkpoint, net)):
+        net.load_state_dict(made(3, strategy)[0].state_dict())
+        load_weights(net, weights, "it")
+        equal.append(same(whole(dict(net.state_dict())), averaged))
+    return equal
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_begins_with_the_averaged_weights_of_another(tmp_path, strategy):
+    in_processes(save, 2, tmp_path, strategy)
+    for other in ("ddp", "fsdp"):
+        assert in_processes(begin_with, 2, tmp_path, other) == [[True, True]] * 2
+
+
+# -------------------------------------------------------------- going back
+
+
+def go_back(rank, folder):
+    parts = made(0, "fsdp")
+    place = Held({"update": 1})
+    checkpointer = Checkpointer(folder, {**named(*parts), "brain": place})
+    checkpointer.save_checkpoint({"epoch": 1})
+    expected = states(*parts)
+    train(*parts)
+    place.state = {"update": 2}
+    checkpointer.save_checkpoint({"epoch": 2})
+    dist.barrier()
+    if rank == 0:
+        checkpoint, found = find_newest(checkpointer, "brain", lambda it, brain: brain["update"] == 1)
+        found["brain"]["recovery"] = True
+        make_newest(checkpointer, checkpoint, found)
+    dist.barrier()
+    found = checkpointer.recover_if_possible()
+    return found.number, same(states(*parts), expected), place.loaded, sorted(os.listdir(folder))
+
+
+def test_the_main_process_alone_makes_an_earlier_sharded_checkpoint_the_newest(tmp_path):
+    left = ["CKPT+000001", "CKPT+000003"]
+    assert in_processes(go_back, 2, tmp_path) == [(3, True, {"update": 1, "recovery": True}, left)] * 2
+
+
+# -------------------------------------------------------------- gradients between a backward and its step
+
+
+def gradients(rank, folder, strategy):
+    net, optimizer, _averages = made(0, strategy)
+    outstanding = OutstandingGradients(net, lambda: {"optimizer": optimizer}, str)
+    net(torch.ones(2, 6)).backward()
+    expected = whole(outstanding.state_dict())
+    checkpointer = Checkpointer(folder, {"modules": net, "gradients": outstanding})
+    checkpointer.save_checkpoint()
+    optimizer.zero_grad()
+    checkpointer.recover_if_possible()
+    kinds = {type(it.grad) is type(it.detach()) for it in net.parameters() if it.grad is not None}
+    return same(whole(outstanding.state_dict()), expected), kinds, len(expected)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_that_wait_for_their_step_come_back_as_they_were_shared(tmp_path, strategy):
+    assert in_processes(gradients, 2, tmp_path, strategy) == [(True, {True}, 15)] * 2
+
+
+# -------------------------------------------------------------- a load that fails
+
+
+class Refuses(Held):
+    def load_state_dict(self, state):
+        if state == "saved":
+            raise ValueError("not this")
+
+
+def taken_back(rank, folder):
+    parts = made(0, "fsdp")
+    Checkpointer(folder, {**named(*parts), "last": Held("saved")}).save_checkpoint()
+    train(*parts)
+    expected = states(*parts)
+    with pytest.raises(CheckpointError, match=r"not this\. All is as it was before"):
+        Checkpointer(folder, {**named(*parts), "last": Refuses("live")}).recover_if_possible()
+    equal = same(states(*parts), expected)
+    net = made(0, "fsdp")[0]
+    torch.manual_seed(0)
+    with pytest.raises(CheckpointError, match=r"few\.weight: shape"):
+        net.few.weight = nn.Parameter(torch.zeros(2, 6))
+        Checkpointer(folder, {"modules": net}).recover_if_possible()
+    return equal
+
+
+def test_a_load_that_one_object_refuses_is_taken_back(tmp_path):
+    assert in_processes(taken_back, 2, tmp_path) == [True, True]
+
+
+# -------------------------------------------------------------- a rank that is killed inside a save (row 22)
+
+
+def save_and_die(rank, folder, point, background):
+    """Rank 1 is killed at its `point`-th call to the disk in the second save; returns how many it makes."""
+    parts = made(0, "fsdp")
+    checkpointer = Checkpointer(folder, named(*parts))
+    checkpointer.save_checkpoint({"epoch": 1})
+    train(*parts, steps=1)
+    calls = []
+    if rank == 1:
+        for name in ("open", "write", "fsync", "close"):
+            setattr(os, name, dying(getattr(os, name), calls, point))
+    try:
+        if point == 0 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if background:
+            checkpointer.start_saving({"epoch": 2})
+        else:
+            checkpointer.save_checkpoint({"epoch": 2})
+        checkpointer.wait()
+    except CheckpointError as error:
+        Path(folder, "told").write_text(str(error))
+    return len(calls)
+
+
+def dying(function, calls, point):
+    def call(*args, **kwargs):
+        calls.append(function)
+        if len(calls) == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def test_a_rank_killed_inside_a_save_leaves_the_old_checkpoint_and_no_torn_one(tmp_path):
+    (tmp_path / "whole").mkdir()
+    _, calls = in_processes(save_and_die, 2, tmp_path / "whole", 10**9, False)
+    assert calls >= 9  # three files
+    for point in [0, 1, 2, calls // 2, calls - 1, calls]:
+        folder = tmp_path / str(point)
+        folder.mkdir()
+        began = time.monotonic()
+        with pytest.raises(AssertionError, match="rank 1: ended without an answer"):
+            in_processes(save_and_die, 2, folder, point, point % 2 == 0)
+        assert time.monotonic() - began < 30  # no wait for the one that is gone
+        assert "were not heard" in (folder / "told").read_text()
+        checkpointer = Checkpointer(folder)
+        assert [it.meta["epoch"] for it in checkpointer.list_checkpoints()] == [1]
+        assert checkpointer.read(checkpointer.find_checkpoint()).keys() == {"modules", "optimizer", "ema"}

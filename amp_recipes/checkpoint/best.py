@@ -11,6 +11,8 @@ from amp_recipes.checkpoint.checkpointer import Checkpointer
 from amp_recipes.checkpoint.folder import STATE_SUFFIX, Checkpoint
 from amp_recipes.checkpoint.keeper import BEST_BY
 from amp_recipes.checkpoint.loading import load_all, mismatches
+from amp_recipes.checkpoint.names import clean_state
+from amp_recipes.checkpoint.reading import shared_as
 from amp_recipes.errors import CheckpointError
 
 
@@ -40,15 +42,17 @@ def best_checkpoint(run: str | Path) -> Checkpoint:
     return best or checkpoints[0]
 
 
-def model_weights(checkpoint: Checkpoint) -> dict[str, Any]:
+def model_weights(checkpoint: Checkpoint, like: nn.Module | None = None) -> dict[str, Any]:
     """The tensors of the model by name: averaged ones (`ema_decay`) where the run kept an average, as it evaluates.
 
-    Raises CheckpointError if files of it are damaged, or it holds no modules.
+    like: modules that are to take them; of what lies in parts on several processes there, only the part of this one
+    is read. Raises CheckpointError if files of it are damaged, or it holds no modules.
     """
     names = [name for name in ("modules", "ema") if (checkpoint.path / f"{name}{STATE_SUFFIX}").is_file()]
     if "modules" not in names:
         raise CheckpointError(f"{checkpoint.path} holds no state of 'modules': a recipe's own checkpointer made it.")
-    states = Checkpointer(checkpoint.path.parent).read(checkpoint, names)
+    layout = None if like is None else clean_state(like, like.state_dict())
+    states = Checkpointer(checkpoint.path.parent).read(checkpoint, names, dict.fromkeys(names, layout))
     weights, averaged = states["modules"], states.get("ema", {})
     # A tied weight has one name in the average and several in the model, all for one tensor.
     by_tensor = {id(weights[name]): average for name, average in averaged.items() if name in weights}
@@ -64,4 +68,4 @@ def load_weights(modules: nn.Module, weights: dict[str, Any], source: str) -> No
     if problems:
         listed = "\n  ".join(problems)
         raise CheckpointError(f"{source} is of another model; nothing was loaded.\n  {listed}")
-    load_all({"modules": modules}, {"modules": weights}, source)
+    load_all({"modules": modules}, {"modules": shared_as(modules, weights)}, source)

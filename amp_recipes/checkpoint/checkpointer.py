@@ -431,18 +431,21 @@ class Checkpointer:
             text += f" Damaged; `--resume never` sets them aside and starts afresh:{listed}"
         raise CheckpointError(text)
 
-    def read(self, checkpoint: Checkpoint, names: Iterable[str] | None = None) -> dict[str, Any]:
+    def read(
+        self, checkpoint: Checkpoint, names: Iterable[str] | None = None, layouts: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The states in a checkpoint, without giving them to anything; names: of the recoverables (default: all).
 
-        Tensors are on the CPU; a module's have their names without wrappers. Raises CheckpointError if a file is
-        damaged or a state is missing.
+        Tensors are whole and on the CPU; a module's have their names without wrappers. layouts: the likes of states in
+        which DTensors stand where only this process's part is wanted. Raises CheckpointError if a file is damaged or a
+        state is missing.
         """
         self.wait()
         try:
             contents = read_contents(checkpoint.path)
             _refuse_other_formats(checkpoint.path, contents)
             states = self._read_states(checkpoint, contents.names if names is None else list(names), ALONE)
-            return fill(checkpoint.path, states, {}, ALONE)
+            return fill(checkpoint.path, states, layouts or {}, ALONE)
         except Damaged as error:
             raise CheckpointError(f"Checkpoint {checkpoint.path} is damaged: {error}.") from error
 

@@ -8,7 +8,7 @@ the files in which its own parts lie.
 from __future__ import annotations
 
 import socket
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from amp_recipes.checkpoint.folder import STATE_SUFFIX, Checkpoint, Damaged, ver
 from amp_recipes.checkpoint.names import clean_state
 from amp_recipes.checkpoint.shards import OpenFiles, Stored, dtensors_exist, here, is_distributed, like, replicated_like
 from amp_recipes.checkpoint.state_format import read_state
-from amp_recipes.checkpoint.together import Together
+from amp_recipes.checkpoint.together import ALONE, Together
 from amp_recipes.errors import CheckpointError
 
 
@@ -60,19 +60,24 @@ def fill(folder: Path, states: dict[str, Any], layouts: Mapping[str, Any], crew:
     mine = _to_verify(crew, files - seen)
 
     def read() -> dict[str, Any]:
-        verify(folder, mine)
+        if mine:
+            verify(folder, mine)
         with OpenFiles(folder) as opened:
             try:
-                parts = {key: tensor.read(opened, *boxes[key]) for key, (tensor, _) in wanted.items()}
+                made = {
+                    key: _wrapped(tensor.read(opened, *boxes[key]), tensor.shape, live)
+                    for key, (tensor, live) in wanted.items()
+                }
             except Exception as error:
                 raise Damaged(f"its tensors cannot be read ({type(error).__name__}: {error})") from error
 
         def put(tensor: Tensor | Stored, live: Any) -> Any:
             if isinstance(tensor, Stored):
-                return _wrapped(parts[_key(tensor, live)], tensor.shape, live)
-            offsets, sizes = _box(tensor, live)
-            box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-            return _wrapped(tensor[box].clone(), tensor.shape, live) if is_distributed(live) else tensor
+                return made[_key(tensor, live)]
+            if not is_distributed(live) or is_distributed(tensor):
+                return tensor
+            box = tuple(slice(at, at + size) for at, size in zip(*_box(tensor, live), strict=True))
+            return _wrapped(tensor[box].clone(), tensor.shape, live)
 
         return {name: _walk(state, layouts.get(name), put) for name, state in states.items()}
 
@@ -88,6 +93,12 @@ def refuse_missing(checkpoint: Checkpoint, wanted: Iterable[str], held: Iterable
             "other settings (precision, ema_decay)? Give another output folder to start afresh. "
             f"It holds: {', '.join(sorted(held)) or 'nothing'}."
         )
+
+
+def shared_as(obj: Any, state: Any) -> Any:
+    """A copy of a state whose tensors are whole, shared among the processes as those of `obj` are."""
+    copy = OrderedDict(state) if isinstance(state, OrderedDict) else dict(state)
+    return fill(Path(), {"": copy}, {"": layout_of(obj, state)}, ALONE)[""]
 
 
 def layout_of(obj: Any, state: Any) -> Any:

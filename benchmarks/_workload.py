@@ -63,6 +63,11 @@ class Case:
         return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
 
+def small_batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of one batch for the tiny MLP."""
+    return torch.randn(BATCH, FEATURES, generator=generator), torch.randint(0, CLASSES, (BATCH,), generator=generator)
+
+
 class TimedBatches(DataLoader):
     """A loader that holds its batches, and times the steps that are taken between them.
 
@@ -72,15 +77,16 @@ class TimedBatches(DataLoader):
     It is a DataLoader because some contenders take nothing else; it does none of a DataLoader's work.
     """
 
-    def __init__(self, steps: int, device: torch.device, around: int = 3) -> None:
-        generator = torch.Generator().manual_seed(0)
-        batches = [
-            (
-                torch.randn(BATCH, FEATURES, generator=generator),
-                torch.randint(0, CLASSES, (BATCH,), generator=generator),
-            )
-            for _ in range(around + steps + around)
-        ]
+    def __init__(
+        self,
+        steps: int,
+        device: torch.device,
+        around: int = 3,
+        seed: int = 0,
+        make_batch: Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]] = small_batch,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        batches = [make_batch(generator) for _ in range(around + steps + around)]
         if device.type == "cuda":
             batches = [(inputs.pin_memory(), targets.pin_memory()) for inputs, targets in batches]
         super().__init__(batches, batch_size=None)

@@ -1,0 +1,154 @@
+"""Counts at small scale what the formulas of `_scaling_model` say: bytes sent, bytes held, bytes kept by a forward.
+
+Every function runs in each process of a gloo group, and returns what its own process counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from _collective_bytes import CollectiveBytes, written_bytes
+from _scaling_model import BF16, Run, Shape
+from _small_llama import SmallLlama
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+PLAN = {
+    **{f"attention.{name}": ColwiseParallel for name in ("query", "key", "value")},
+    **{f"feed_forward.{name}": ColwiseParallel for name in ("gate", "up")},
+    "attention.out": RowwiseParallel,
+    "feed_forward.down": RowwiseParallel,
+}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one process counted in one step; the bytes by kind of collective."""
+
+    given: dict[str, int]  # to collectives: the larger side of each
+    calls: dict[str, int]
+    written: int  # to sockets
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def by_torch(shape: Shape, run: Run) -> nn.Module:
+    """The small network, shared among the processes as a script by hand would with torch's own functions."""
+    torch.manual_seed(0)
+    model = SmallLlama(shape)
+    shard = run.strategy == "fsdp"
+    sizes = (run.shard_replicas, run.ranks // (run.shard_replicas * run.tensor_parallel), run.tensor_parallel)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+    for index, block in enumerate(model.blocks):
+        if run.tensor_parallel > 1:
+            parallelize_module(block, mesh["tensor"], {name: style() for name, style in PLAN.items()})
+        if run.checkpointing:
+            model.blocks[index] = checkpoint_wrapper(block)
+    if shard:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if run.compute == BF16 else MixedPrecisionPolicy()
+        data = mesh["replicate", "shard"] if run.shard_replicas > 1 else mesh["shard"]
+        for module in (*model.blocks, model):
+            # The root is left as fully_shard does by itself: it stays gathered until its backward.
+            again = None if module is model else run.reshard_after_forward
+            fully_shard(module, mesh=data, mp_policy=policy, reshard_after_forward=again)
+        return model
+    if run.ranks == run.tensor_parallel:
+        return model
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if run.gradient_bytes == BF16:
+        # By a name of our own: DDP refuses torch's without NCCL, though gloo sums bf16 as well.
+        model.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
+    return model
+
+
+def loss_of(model: nn.Module, numbers_BT: torch.Tensor, run: Run) -> torch.Tensor:
+    """The loss of one micro-batch; a token stands for itself, which is as good to count with as any target."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=run.compute == BF16):
+        return nn.functional.cross_entropy(model(numbers_BT).flatten(0, 1), numbers_BT.flatten())
+
+
+def micro_batch_context(model: nn.Module, run: Run, last: bool) -> AbstractContextManager:
+    """What keeps a micro-batch that is not the window's last from sending gradients."""
+    if run.strategy == "fsdp":
+        model.set_requires_gradient_sync(last or run.reduce_each)
+    elif isinstance(model, DistributedDataParallel) and not last:
+        return model.no_sync()
+    return contextlib.nullcontext()
+
+
+def batches_of(shape: Shape, run: Run) -> list[torch.Tensor]:
+    """The window's micro-batches of token numbers."""
+    size = (run.micro_batches, run.batch, run.length)
+    return list(torch.randint(0, shape.tokens, size, generator=torch.Generator().manual_seed(1)))
+
+
+def count_step(rank: int, shape: Shape, run: Run, share: Callable[[Shape, Run], nn.Module] = by_torch) -> Counted:
+    """What one step of a window of micro-batches sends, and what the process holds after it."""
+    model = share(shape, run)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = batches_of(shape, run)
+
+    def step() -> None:
+        for number, batch in enumerate(batches, start=1):
+            with micro_batch_context(model, run, last=number == len(batches)):
+                loss_of(model, batch, run).backward()
+        optimizer.step()
+
+    for _ in range(2):  # DDP orders its buckets anew after the first, and tells the others
+        step()
+        optimizer.zero_grad()
+    dist.barrier()
+    before = written_bytes()
+    with CollectiveBytes() as counted:
+        step()
+    written = written_bytes() - before
+    parameters = list(model.parameters())
+    state = [value for of_one in optimizer.state.values() for value in of_one.values()]
+    return Counted(
+        given={kind: counted.of(kind) for kind in {call.kind for call in counted.calls}},
+        calls=dict(Counter(call.kind for call in counted.calls)),
+        written=written,
+        parameters=sum(map(own_bytes, parameters)),
+        gradients=sum(own_bytes(parameter.grad) for parameter in parameters),
+        optimizer=sum(own_bytes(value) for value in state if value.ndim > 0),  # the step counts are left out
+    )
+
+
+def count_steps(rank: int, shape: Shape, runs: list[Run]) -> list[Counted]:
+    """`count_step` of each run, one after the other."""
+    return [count_step(rank, shape, run) for run in runs]
+
+
+def own_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of it that lie in this process."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+
+
+def count_kept(rank: int, shape: Shape, run: Run, share: Callable[[Shape, Run], nn.Module] = by_torch) -> int:
+    """Bytes that a forward has allocated and not given back, by the allocator's own account; the loss among them."""
+    model = share(shape, run)
+    (batch,) = batches_of(shape, run)
+    forward = partial(loss_of, model, batch, run)
+    forward().backward()  # what is allocated once is allocated now
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        loss = forward()
+    events = profiled.profiler.kineto_results.events()
+    del loss
+    return sum(event.nbytes() for event in events if event.name() == "[memory]")

@@ -148,7 +148,7 @@ def cast_weights(shape: Shape, run: Run) -> int:
 
 
 def loss_peak(shape: Shape, run: Run) -> int:
-    """Bytes about the logits, beside the log-softmax, where the loss turns around: they, the gradient, and that cast."""
+    """Bytes about the logits, beside the log-softmax, where the loss turns around: they, their gradient, its cast."""
     return (2 * run.compute + FP32) * shape.tokens * run.tokens
 
 

@@ -74,6 +74,7 @@ class TimedBatches(DataLoader):
     Each iteration yields `around` batches, then `steps` more, then `around` again. `seconds` is the time from the
     request of the first batch in the middle to that of the first behind it, so that neither what `fit` of a contender
     does before and after its loop counts, nor how far ahead it fetches batches.
+    `processor_seconds` is what this process's threads have computed in that time.
     It is a DataLoader because some contenders take nothing else; it does none of a DataLoader's work.
     """
 
@@ -92,6 +93,7 @@ class TimedBatches(DataLoader):
         super().__init__(batches, batch_size=None)
         self.steps = steps
         self.seconds = math.nan
+        self.processor_seconds = math.nan
         self._device = device
         self._around = around
 
@@ -102,9 +104,10 @@ class TimedBatches(DataLoader):
         self.seconds = math.nan
         before, behind = self._around, self._around + self.steps
         yield from self.dataset[:before]
-        began = self._now()
+        began, processor_began = self._now(), time.process_time()
         yield from self.dataset[before:behind]
         self.seconds = self._now() - began
+        self.processor_seconds = time.process_time() - processor_began
         yield from self.dataset[behind:]
 
     def _now(self) -> float:

@@ -279,7 +279,8 @@ def in_words(result: Measured) -> str:
     if all(ratio == 1.0 for ratio in result.ratios):
         return f"1.00 ({result.microseconds / 1000:.1f} ms)"
     low, median, high = quartiles(result.ratios)
-    return f"{median:.3f} ({low:.3f} to {high:.3f})" + ("" if result.same_weights else " *")
+    computed = statistics.median(result.processor_ratios)
+    return f"{median:.3f} ({low:.3f} to {high:.3f}), {computed:.3f}" + ("" if result.same_weights else " *")
 
 
 def report(results: dict[Case, dict[str, Measured]], words: dict[str, float], sent: list[Sent], command: str) -> str:
@@ -300,7 +301,8 @@ def report(results: dict[Case, dict[str, Measured]], words: dict[str, float], se
         f"- Machine: {cpu_model()}, {count(os.cpu_count(), 'core')}; two gloo processes of one thread each",
         f"- Software: torch {torch.__version__}, Python {platform.python_version()}",
         f"- {count(rounds, 'round')}; cells: the median over rounds of the ratio to the loop by hand in the same "
-        "round, and its quartiles. A time is that of one micro-batch",
+        "round, and its quartiles; behind the comma, that of the time that the process computes, which does not count "
+        "what it waits for the other one. A time is that of one micro-batch",
         f"- Network: {LARGE}; small steps: {SMALL}. Fused AdamW, gradients clipped at norm {MAX_GRAD_NORM:g}",
         f"- Target: at most {TARGET:.2f} where a step takes some tens of milliseconds; the worst of those: {worst:.3f}",
         "",

@@ -118,6 +118,7 @@ class Measured:
     ratios: list[float]  # per round, to the hand-written loop of that round
     microseconds: float  # per step, median over rounds
     same_weights: bool  # after the first round, bit for bit those of the hand-written loop
+    processor_ratios: list[float]  # as `ratios`, of the time that this process computed
 
 
 def measure(contenders: dict[str, Contender], batches: TimedBatches, rounds: int) -> dict[str, Measured]:
@@ -127,6 +128,7 @@ def measure(contenders: dict[str, Contender], batches: TimedBatches, rounds: int
     weights = {name: [p.detach().clone() for p in c.model.parameters()] for name, c in contenders.items()}
     first = next(iter(contenders))
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    computed: dict[str, list[float]] = {name: [] for name in contenders}
     gc.collect()
     gc.freeze()  # what one framework has imported must not slow the collections of the others
     for _ in range(rounds):
@@ -135,15 +137,22 @@ def measure(contenders: dict[str, Contender], batches: TimedBatches, rounds: int
             contender.fit(batches)
             assert math.isfinite(batches.seconds), f"{name} stopped before the timed steps were over"
             seconds[name].append(batches.seconds)
+            computed[name].append(batches.processor_seconds)
     gc.unfreeze()
     return {
         name: Measured(
-            ratios=[own / by_hand for own, by_hand in zip(seconds[name], seconds[first], strict=True)],
+            ratios=ratios(seconds[name], seconds[first]),
             microseconds=statistics.median(seconds[name]) / batches.steps * 1e6,
             same_weights=all(map(torch.equal, weights[name], weights[first])),
+            processor_ratios=ratios(computed[name], computed[first]),
         )
         for name in contenders
     }
+
+
+def ratios(own: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Each of the numbers over the one in the same place."""
+    return [number / other for number, other in zip(own, others, strict=True)]
 
 
 def enter(makers: dict[str, Callable[[Case], Contender]], case: Case) -> tuple[dict[str, Contender], dict[str, str]]:

@@ -1,6 +1,7 @@
 """Counts at small scale what the formulas of `_scaling_model` say: bytes sent, bytes held, bytes kept by a forward.
 
-Every function runs in each process of a gloo group, and returns what its own process counted.
+Of loops by hand with torch's own functions, and of a Brain. Every function that counts runs in each process of a gloo
+group, and returns what its own process counted.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
+
+from amp_recipes import Brain, Stage
 
 PLAN = {
     **{f"attention.{name}": ColwiseParallel for name in ("query", "key", "value")},
@@ -128,6 +132,96 @@ def count_step(rank: int, shape: Shape, run: Run, share: Callable[[Shape, Run], 
         gradients=sum(own_bytes(parameter.grad) for parameter in parameters),
         optimizer=sum(own_bytes(value) for value in state if value.ndim > 0),  # the step counts are left out
     )
+
+
+GUARD_BYTES = 200  # what ranks tell each other is smaller; parameters and gradients, and activations, are larger
+
+
+class LanguageModel(Brain):
+    """The small network as a Brain trains it, on pairs of token numbers and the next ones."""
+
+    def compute_forward(self, batch, stage: Stage):
+        """The logits of a batch."""
+        inputs, _ = batch
+        return self.modules.model(inputs)
+
+    def compute_objectives(self, predictions, batch, stage: Stage):
+        """The loss of the logits."""
+        _, targets = batch
+        return nn.functional.cross_entropy(predictions.flatten(0, 1), targets.flatten())
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Fused AdamW."""
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+def make_brain(shape: Shape, run: Run, **options: Any) -> LanguageModel:
+    """A Brain with its default options, but for those that `run` says: every guard on, nothing written."""
+    torch.manual_seed(0)
+    return LanguageModel(
+        modules={"model": SmallLlama(shape)},
+        opt_class=make_optimizer,
+        run_opts={
+            "device": "cpu",
+            "precision": "bf16" if run.compute == BF16 else "fp32",
+            "strategy": run.strategy,
+            "grad_accumulation_factor": run.micro_batches,
+            "gradient_compression": "bf16" if run.gradient_bytes == BF16 else "off",
+            "reshard_after_forward": run.reshard_after_forward,
+            "shard_replicas": run.shard_replicas,
+            "activation_checkpointing": ["blocks"] if run.checkpointing else [],
+            **options,
+        },
+    )
+
+
+def by_brain(shape: Shape, run: Run) -> nn.Module:
+    """The small network, shared among the processes by a Brain."""
+    brain = make_brain(shape, run)
+    brain.on_fit_start()
+    return brain.modules.model
+
+
+@dataclass(frozen=True)
+class CountedFit:
+    """What one process of a Brain counted: bytes of a step by kind of collective, and what it holds after it."""
+
+    given: dict[str, int]  # without what the ranks tell each other
+    guards: int
+    parameters: int
+    optimizer: int
+
+
+def count_fit(rank: int, shape: Shape, run: Run) -> CountedFit:
+    """What one window of a Brain sends: the difference between fits of 3 and 6 of them, over 3."""
+    fits = []
+    for windows in (3, 6):
+        brain = make_brain(shape, run)
+        batches = [(numbers, numbers) for numbers in batches_of(shape, run)] * windows
+        with CollectiveBytes() as counted:
+            brain.fit([1], batches, progressbar=False)
+        fits.append(Counter((call.kind, call.bytes) for call in counted.calls))
+    given: dict[str, int] = {}
+    guards = 0
+    for kind, size in fits[1]:
+        total = size * (fits[1][kind, size] - fits[0][kind, size]) // 3
+        if size <= GUARD_BYTES:
+            guards += total
+        elif total:
+            given[kind] = given.get(kind, 0) + total
+    state = [value for of_one in brain.optimizer.state.values() for value in of_one.values()]
+    return CountedFit(
+        given=given,
+        guards=guards,
+        parameters=sum(map(own_bytes, brain.modules.parameters())),
+        optimizer=sum(own_bytes(value) for value in state if value.ndim > 0),
+    )
+
+
+def count_fits(rank: int, shape: Shape, runs: list[Run]) -> list[CountedFit]:
+    """`count_fit` of each run, one after the other."""
+    return [count_fit(rank, shape, run) for run in runs]
 
 
 def count_steps(rank: int, shape: Shape, runs: list[Run]) -> list[Counted]:

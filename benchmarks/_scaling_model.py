@@ -62,9 +62,10 @@ class Run:
     """One way to train a shape.
 
     batch: sequences in a micro-batch of one data rank (tensor parallel peers are one data rank); length: tokens in a
-    sequence; compute: bytes of a number in the products (2 at bf16); residual: bytes of a number between the layers:
-    autocast leaves it at 4, FSDP's policy casts what goes into a layer to the compute dtype; reduce_each: whether
-    FSDP reduces gradients at each micro-batch, or once a window.
+    sequence; compute: bytes of a number in the products (2 at bf16); residual: bytes of a number outside of them:
+    between the layers, in norms and in the embedding, as FSDP gathers their weights. It is 4 with a Brain, whose
+    autocast casts what the products need alone; torch's plain policy (param_dtype) makes it the compute dtype.
+    reduce_each: whether FSDP reduces gradients at each micro-batch, or once a window, as Brain does not.
     """
 
     strategy: str  # ddp or fsdp
@@ -165,7 +166,32 @@ def gathered(shape: Shape, run: Run) -> int:
     gradients = (run.compute + FP32) * max(block, shape.rest)
     if not run.reduce_each and run.micro_batches > 1:
         gradients += FP32 * (shape.layers * block + shape.rest)
-    return run.compute * (shape.rest + blocks * block) + gradients
+    return gathered_bytes(rest_groups(shape, run)) + blocks * gathered_bytes(block_groups(shape, run)) + gradients
+
+
+def block_groups(shape: Shape, run: Run) -> dict[int, int]:
+    """What FSDP gathers for one layer: bytes of a number -> so many numbers; each in a message of its own."""
+    return groups(run, shape.block_matrices // run.tensor_parallel, 2 * shape.hidden)
+
+
+def rest_groups(shape: Shape, run: Run) -> dict[int, int]:
+    """The same of the root: the head, and embedding and norm."""
+    head = shape.tokens * shape.hidden
+    return groups(run, head, shape.rest - head)
+
+
+def groups(run: Run, matrices: int, others: int) -> dict[int, int]:
+    """Numbers that autocast would cast, and others, by the bytes that each is gathered in."""
+    return (
+        {run.compute: matrices, run.residual: others}
+        if run.residual != run.compute
+        else {run.compute: matrices + others}
+    )
+
+
+def gathered_bytes(of_unit: dict[int, int]) -> int:
+    """Bytes of all groups of a unit."""
+    return sum(size * numbers for size, numbers in of_unit.items())
 
 
 @dataclass(frozen=True)
@@ -244,26 +270,26 @@ def ddp_collectives(shape: Shape, run: Run) -> Iterator[Collective]:
 
 
 def fsdp_collectives(shape: Shape, run: Run) -> Iterator[Collective]:
-    """Parameters in the compute dtype before each forward and backward; gradients in fp32 behind the backward.
+    """Parameters before each forward and backward, in two messages where there are two dtypes; gradients in fp32.
 
-    The root group is not freed between forward and backward, so that it is gathered once.
+    The root is not freed between forward and backward, so that it is gathered once. Replicas wait with their
+    all-reduce for the window's last micro-batch.
     """
     near = max(1, min(run.shards, run.ranks_of_node // run.tensor_parallel))
-    block = shape.block_matrices // run.tensor_parallel + 2 * shape.hidden
     gathers = (2 if run.reshard_after_forward else 1) * run.micro_batches
     reductions = run.micro_batches if run.reduce_each else 1
-    for what, size, count, times in (
-        ("layers", block, shape.layers, gathers),
-        ("rest", shape.rest, 1, run.micro_batches),
-    ):
-        yield Collective(f"{what}: parameters", "all-gather", run.compute * size, count * times, run.shards, near)
-        yield Collective(f"{what}: gradients", "reduce-scatter", FP32 * size, count * reductions, run.shards, near)
-        # A replica's rank averages its shard with the ranks that hold the same one: one in each replica.
-        far = max(1, run.ranks_of_node // (run.shards * run.tensor_parallel))
-        shard = FP32 * size / run.shards
-        yield Collective(
-            f"{what}: shards", "all-reduce", shard, count * reductions, run.shard_replicas, min(far, run.shard_replicas)
-        )
+    # A replica's rank averages its shard with the ranks that hold the same one: one in each replica.
+    far = min(max(1, run.ranks_of_node // (run.shards * run.tensor_parallel)), run.shard_replicas)
+    units = (
+        ("layers", block_groups(shape, run), shape.layers, gathers),
+        ("rest", rest_groups(shape, run), 1, run.micro_batches),
+    )
+    for what, of_unit, count, times in units:
+        for size, numbers in of_unit.items():
+            gradients, sent = FP32 * numbers, count * reductions
+            yield Collective(f"{what}: parameters", "all-gather", size * numbers, count * times, run.shards, near)
+            yield Collective(f"{what}: gradients", "reduce-scatter", gradients, sent, run.shards, near)
+            yield Collective(f"{what}: shards", "all-reduce", gradients / run.shards, count, run.shard_replicas, far)
 
 
 def tensor_parallel_collectives(shape: Shape, run: Run) -> Iterator[Collective]:
@@ -284,11 +310,28 @@ def tensor_parallel_collectives(shape: Shape, run: Run) -> Iterator[Collective]:
 
 
 @dataclass(frozen=True)
+class Protocol:
+    """One of NCCL's ways to send: seconds to start and per hop, and the part of the bandwidth that is left."""
+
+    start: float
+    near_hop: float
+    far_hop: float
+    bandwidth: float
+
+
+# NCCL's own figures for a ring over NVLink and a network: src/graph/tuning.cc, baseLat, hwLat and the factors of busBw.
+PROTOCOLS = (
+    Protocol(8.4e-6, 3.4e-6, 9.6e-6, 1.0),  # Simple
+    Protocol(10.0e-6, 1.9e-6, 4.0e-6, 0.92),  # LL128
+    Protocol(3.6e-6, 1.8 * 0.47e-6, 2.7e-6, 0.25),  # LL
+)
+
+
+@dataclass(frozen=True)
 class Machine:
     """Assumptions on the hardware; the defaults are a node of eight H100 with NVLink 4 and eight 400 Gb/s ports.
 
-    bandwidths: bytes a second of one GPU in one direction; reached: the part of them that a collective gets;
-    hops and start: NCCL's own figures for a ring (src/graph/tuning.cc, hwLat and baseLat of the Simple protocol).
+    nvlink, network: bytes a second of one GPU in one direction; reached: the part of them that collectives get.
     """
 
     flops: float = 989e12  # dense bf16
@@ -298,25 +341,26 @@ class Machine:
     nvlink: float = 450e9
     network: float = 50e9
     reached: float = 0.8
-    start_seconds: float = 8.4e-6
-    near_hop_seconds: float = 3.4e-6
-    far_hop_seconds: float = 9.6e-6
+    protocols: tuple[Protocol, ...] = PROTOCOLS
 
 
 def seconds(collective: Collective, machine: Machine) -> float:
     """Time of the collectives on their own: bytes at the slowest link, and the hops around the ring.
 
-    A ring that runs through all GPUs of a node enters and leaves by all of their ports. An all-reduce may take a tree
-    instead, whose hops grow with the logarithm of the nodes.
+    By the quickest protocol. A ring that runs through all GPUs of a node enters and leaves by all of their ports. An
+    all-reduce may take a tree instead, whose hops grow with the logarithm of the nodes.
     """
     near = collective.ranks_of_node
     nodes = collective.ranks / near
-    bandwidth = machine.nvlink if nodes <= 1 else min(machine.nvlink, near * machine.network)
-    rounds = 2 if collective.kind == "all-reduce" else 1
-    ring = (collective.ranks - nodes) * machine.near_hop_seconds + (nodes - 1) * machine.far_hop_seconds
-    tree = (near - 1) * machine.near_hop_seconds + math.log2(max(1, nodes)) * machine.far_hop_seconds
-    hops = rounds * (min(ring, tree) if collective.kind == "all-reduce" else ring)
-    return collective.sent / (bandwidth * machine.reached) + collective.count * (machine.start_seconds + hops)
+    bandwidth = machine.reached * (machine.nvlink if nodes <= 1 else min(machine.nvlink, near * machine.network))
+
+    def by(protocol: Protocol) -> float:
+        ring = (collective.ranks - nodes) * protocol.near_hop + (nodes - 1) * protocol.far_hop
+        tree = (near - 1) * protocol.near_hop + math.log2(max(1, nodes)) * protocol.far_hop
+        hops = 2 * min(ring, tree) if collective.kind == "all-reduce" else ring
+        return collective.sent / (bandwidth * protocol.bandwidth) + collective.count * (protocol.start + hops)
+
+    return min(map(by, machine.protocols))
 
 
 def compute_seconds(shape: Shape, run: Run, machine: Machine) -> float:
@@ -337,7 +381,7 @@ def compute_seconds(shape: Shape, run: Run, machine: Machine) -> float:
 def table_runs(batch: int = 2, length: int = 4096, counts: Sequence[int] = (1, 2, 4, 8, 16, 64, 256, 1024)) -> list:
     """Name and run of each row. All take batch * length tokens per GPU and step, tensor parallel peers together."""
     rows = [("ddp", Run("ddp", ranks, batch, length)) for ranks in counts]
-    sharded = Run("fsdp", 1, batch, length, residual=BF16)
+    sharded = Run("fsdp", 1, batch, length)
     rows += [("fsdp", replace(sharded, ranks=ranks)) for ranks in counts if ranks > 1]
     rows += [
         ("fsdp, replicas of 8", replace(sharded, ranks=ranks, shard_replicas=ranks // 8))

@@ -19,23 +19,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _collective_bytes import CollectiveBytes
-from _scaling_counts import by_torch, count_step, micro_batch_context
+from _scaling_counts import by_torch, count_fit, count_step, make_brain, make_optimizer, micro_batch_context
 from _scaling_model import BF16, FP32, Run, Shape, collectives
-from _small_llama import SmallLlama
 from _workload import MAX_GRAD_NORM, Contender, TimedBatches
 from overhead import AGAIN, BRAIN, BY_HAND, Measured, count, cpu_model, measure, positive, quartiles
 from torch import nn
-
-from amp_recipes import Brain, Stage
 
 RESULT = Path(__file__).parent / "results" / "distributed.md"
 TARGET = 1.03
@@ -100,11 +95,6 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def make_optimizer(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    """Fused AdamW."""
-    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-
-
 def by_hand(case: Case, between: Callable[[], None] = lambda: None) -> Contender:
     """What a careful user writes with torch's own DDP or fully_shard; `between` is called before each update."""
     model = by_torch(case.shape, case.run)
@@ -130,41 +120,9 @@ def by_hand(case: Case, between: Callable[[], None] = lambda: None) -> Contender
     return Contender(model, fit)
 
 
-class LanguageModel(Brain):
-    """The same training as a Brain."""
-
-    def compute_forward(self, batch, stage: Stage):
-        """The logits of a batch."""
-        inputs, _ = batch
-        return self.modules.model(inputs)
-
-    def compute_objectives(self, predictions, batch, stage: Stage):
-        """The loss of the logits."""
-        _, targets = batch
-        return loss_of(predictions, targets)
-
-
-def make_brain(shape: Shape, run: Run) -> LanguageModel:
-    """A Brain with its default options: every guard on, nothing written."""
-    torch.manual_seed(0)
-    return LanguageModel(
-        modules={"model": SmallLlama(shape)},
-        opt_class=make_optimizer,
-        run_opts={
-            "device": "cpu",
-            "precision": "bf16" if run.compute == BF16 else "fp32",
-            "strategy": run.strategy,
-            "grad_accumulation_factor": run.micro_batches,
-            "max_grad_norm": MAX_GRAD_NORM,
-            "gradient_compression": "bf16" if run.gradient_bytes == BF16 else "off",
-            "reshard_after_forward": run.reshard_after_forward,
-        },
-    )
-
-
 def by_brain(case: Case) -> Contender:
     """The case as a Brain trains it."""
-    brain = make_brain(case.shape, case.run)
+    brain = make_brain(case.shape, case.run, max_grad_norm=MAX_GRAD_NORM)
     return Contender(brain.modules, lambda batches: brain.fit([1], batches, progressbar=False))
 
 
@@ -228,29 +186,8 @@ def count_sent(name: str, run: Run) -> Sent:
     """The bytes of one step on the small shape."""
     theory = sum(each.bytes * each.count for each in collectives(SMALL, run))
     counted = sum(count_step(dist.get_rank(), SMALL, run).given.values())
-    few, many = (brain_calls(run, windows) for windows in (3, 6))
-    own = [(sum(sizes(many)) - sum(sizes(few))) // 3 for sizes in (partial(large_calls), partial(small_calls))]
-    return Sent(name, round(theory), counted, *own)
-
-
-def brain_calls(run: Run, windows: int) -> CollectiveBytes:
-    """All collectives of a fit of so many windows."""
-    case = Case("", SMALL, run, windows)
-    contender = by_brain(case)
-    with CollectiveBytes() as counted:
-        contender.fit(case.batches())
-    return counted
-
-
-GUARD_BYTES = 512  # what ranks tell each other is smaller, parameters and gradients are larger
-
-
-def large_calls(counted: CollectiveBytes) -> list[int]:
-    return [call.bytes for call in counted.calls if call.bytes > GUARD_BYTES]
-
-
-def small_calls(counted: CollectiveBytes) -> list[int]:
-    return [call.bytes for call in counted.calls if call.bytes <= GUARD_BYTES]
+    fit = count_fit(dist.get_rank(), SMALL, run)
+    return Sent(name, round(theory), counted, sum(fit.given.values()), fit.guards)
 
 
 def sent_runs(strategies: Sequence[str], quick: bool) -> dict[str, Run]:

@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parent.parent
 BENCHMARKS = REPOSITORY / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # no package: its files import each other by name
 
-from _scaling_counts import count_kept, count_steps  # noqa: E402
+from _scaling_counts import by_brain, count_fits, count_kept, count_steps  # noqa: E402
 from _scaling_model import (  # noqa: E402
     BEGIN,
     BF16,
@@ -22,14 +22,18 @@ from _scaling_model import (  # noqa: E402
     FP32,
     LLAMA_7B,
     Machine,
+    Protocol,
     Run,
     Shape,
+    block_groups,
     cast_weights,
     collectives,
+    gathered_bytes,
     held,
     kept_activations,
     memory,
     put,
+    rest_groups,
     seconds,
     table,
 )
@@ -73,16 +77,21 @@ def counted_steps():
     return found
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_sends_and_holds_what_the_formulas_say(counted_steps, name):
-    run = STEPS[name]
+def given_bytes(run: Run) -> dict[str, float]:
+    """What a step gives to each kind of collective, by the formulas."""
     given: dict[str, float] = {}
     for each in collectives(SMALL, run):
         given[each.kind] = given.get(each.kind, 0) + each.bytes * each.count
+    return given
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_sends_and_holds_what_the_formulas_say(counted_steps, name):
+    run = STEPS[name]
     own = memory(SMALL, run)
     assert len(counted_steps[name]) == run.ranks
     for counted in counted_steps[name]:
-        assert counted.given == given
+        assert counted.given == given_bytes(run)
         held_bytes = (counted.parameters, counted.gradients, counted.optimizer)
         assert held_bytes == (own.parameters, own.gradients, own.optimizer)
 
@@ -119,6 +128,48 @@ def test_a_sharded_forward_keeps_activations_and_what_stays_gathered(reshard):
         assert kept in (expected, expected + BF16 * SMALL.block)
 
 
+BRAIN_SHARDED = replace(BF16_SHARDED, residual=FP32)
+FITS = {
+    "ddp": FP32_RUN,
+    "ddp, bf16, a window of 3": replace(BF16_RUN, micro_batches=3),
+    "ddp, gradients in bf16": replace(FP32_RUN, gradient_bytes=BF16),
+    "fsdp": FP32_SHARDED,
+    "fsdp, bf16, a window of 3": replace(BRAIN_SHARDED, micro_batches=3),
+    "fsdp, bf16, kept after the forward": replace(BRAIN_SHARDED, reshard_after_forward=False),
+    "fsdp, bf16, 2 replicas of 2, a window of 3": replace(BRAIN_SHARDED, ranks=4, shard_replicas=2, micro_batches=3),
+}
+
+
+@pytest.fixture(scope="module")
+def counted_fits():
+    """What each rank of a Brain counted."""
+    found = {}
+    for ranks in {run.ranks for run in FITS.values()}:
+        names = [name for name, run in FITS.items() if run.ranks == ranks]
+        of_ranks = in_processes(count_fits, ranks, SMALL, [FITS[name] for name in names])
+        found |= dict(zip(names, zip(*of_ranks, strict=True), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_brain_sends_and_holds_what_the_formulas_say(counted_fits, name):
+    run = FITS[name]
+    own = memory(SMALL, run)
+    for counted in counted_fits[name]:
+        assert counted.given == given_bytes(run)
+        assert (counted.parameters, counted.optimizer) == (own.parameters, own.optimizer)
+        assert 0 < counted.guards < 500
+
+
+@pytest.mark.parametrize("run", [replace(BF16_RUN, ranks=1), BRAIN_SHARDED], ids=["alone", "fsdp"])
+def test_the_forward_of_a_brain_keeps_what_the_formulas_say(run):
+    kept = kept_activations(SMALL, run, fused_norm=False) + cast_weights(SMALL, run) + 2 * FP32
+    gathered = gathered_bytes(rest_groups(SMALL, run)) if run.strategy == "fsdp" else 0
+    for counted in in_processes(count_kept, run.ranks, SMALL, run, by_brain):
+        # One or both of a layer's messages may still be in gloo's hands.
+        assert 0 <= counted - kept - gathered <= gathered_bytes(block_groups(SMALL, run))
+
+
 def test_the_shape_counts_the_parameters_of_the_network():
     assert sum(p.numel() for p in SmallLlama(SMALL).parameters()) == SMALL.parameters
     with torch.device("meta"):
@@ -133,7 +184,7 @@ def test_known_figures_come_out():
     assert held(LLAMA_7B, replace(FP32_RUN, ranks=64)) == LLAMA_7B.parameters
     (gradients,) = collectives(LLAMA_7B, replace(FP32_RUN, ranks=8))
     assert gradients.sent == pytest.approx(2 * 7 / 8 * 4 * LLAMA_7B.parameters)
-    at_once = Machine(reached=1.0, start_seconds=0, near_hop_seconds=0, far_hop_seconds=0)
+    at_once = Machine(reached=1.0, protocols=(Protocol(0, 0, 0, 1),))
     assert seconds(gradients, at_once) == pytest.approx(gradients.sent / 450e9)
     across = replace(gradients, ranks=16)  # two nodes: eight ports of 50 GB/s are slower than NVLink
     assert seconds(across, at_once) == pytest.approx(across.sent / 400e9)

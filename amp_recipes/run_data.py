@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from amp_recipes import distributed
@@ -108,6 +111,7 @@ class RunData(RunReport):
             yield from windows
             return
         sharded, last = distributed.is_sharded(self.modules), None
+        windows = self._compared_with_others(windows)
         try:
             for batches in chain(windows, repeat([])):
                 self._round = Round(*self._weigh(batches), self._signal, self._clock_due())
@@ -122,6 +126,21 @@ class RunData(RunReport):
                 yield batches
         finally:
             self._round = None
+
+    def _compared_with_others(self, windows: Iterable[list[Any]]) -> Iterator[list[Any]]:
+        """The windows; warns if the first is the same in all processes, since then each reads all of the data."""
+        source = iter(windows)
+        first = next(source, [])
+        if not self._compared:
+            self._compared = True
+            digests = distributed.gather(_digest(first))
+            if distributed.data_world_size() > 1 and len(set(digests)) == 1 and digests[0] is not None:
+                logger.warning(
+                    "all %d processes begin with the same batch: each seems to read all of the data, and not a part of "
+                    "its own. Give a torch Dataset, or divide by torch.distributed.get_rank() what you iterate.",
+                    len(digests),
+                )
+        return chain([first] if first else [], source)
 
     def _to_evaluate(self, batches: Iterable[Any], stage: Stage) -> Iterator[tuple[Any, bool]]:
         """The batches, each with whether it counts; ends early if a signal asks.
@@ -186,3 +205,15 @@ class RunData(RunReport):
         if signal:
             self._interrupts.requested = signal
         return signal != 0
+
+
+def _digest(batches: Any) -> str | None:
+    """The same for batches whose tensors are equal; None where there are none, or none that can be read."""
+    tensors = [leaf for leaf in tree_leaves(batches) if isinstance(leaf, torch.Tensor)]
+    digest = hashlib.blake2b()
+    try:
+        for tensor in tensors:
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    except (RuntimeError, NotImplementedError):  # sparse, quantized, on no device
+        return None
+    return digest.hexdigest() if tensors else None

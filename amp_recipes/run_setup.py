@@ -150,6 +150,7 @@ class RunSetup(Hooks):
         self._optimizer_step = self._skipped_steps = 0
         self._average = self._train_average = LossAverage()
         self._window_size, self._window_weight, self._batch_weight = 1, 1.0, 1.0
+        self._compared = False  # the first batch was compared with those of other processes
         self._counts = True  # the batch at hand counts; another only keeps up with other processes
         self._round: Round | None = None  # of several processes: what they have in the window under way
         self._ledger = Ledger(self.device, self._on_update, self._on_window)

@@ -1,5 +1,6 @@
 """Several processes in step: uneven ends, weights over all, an end that all agree on, and each one's own state."""
 
+import logging
 import math
 import os
 import signal
@@ -318,3 +319,45 @@ def some(rank, folder, updates):
     with suppress(KeyboardInterrupt):
         brain.fit(EpochCounter(1), Numbered(40), None, False, {"batch_size": 2, "shuffle": True})
     return [n for _, _, n in SEEN], ends[0] if ends else None
+
+
+# ---------------------------------------------------------------------- data that is not divided
+
+
+def undivided(rank, kind):
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("amp_recipes").addHandler(handler)
+    data = Numbered(8)
+    given = {
+        "dataset": lambda: data,
+        "stream": lambda: Stream(data),
+        "list": lambda: list(torch.utils.data.DataLoader(data, batch_size=2)),
+        "loader": lambda: torch.utils.data.DataLoader(data, batch_size=2, shuffle=True),
+        "divided loader": lambda: torch.utils.data.DataLoader(
+            data, batch_size=2, sampler=torch.utils.data.DistributedSampler(data)
+        ),
+    }[kind]()
+    kwargs = {"batch_size": 2} if kind in ("dataset", "stream") else {}
+    make().fit(range(1), given, None, False, kwargs)
+    return [text for text in told if "read" in text]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return (self.data[index] for index in range(len(self.data)))
+
+
+@pytest.mark.parametrize("kind", ["dataset", "stream", "list", "loader", "divided loader"])
+def test_data_that_every_process_would_read_whole_is_told(kind):
+    told, _ = in_processes(undivided, 2, kind)  # the first process speaks for all
+    if kind in ("stream", "list"):
+        assert len(told) == 1 and told[0].startswith("all 2 processes begin with the same batch")
+    elif kind == "loader":
+        assert told and told[0].startswith("Training set is a DataLoader that knows nothing of processes")
+    else:
+        assert told == []

@@ -59,3 +59,29 @@ def test_tied_weights_and_groups_that_hold_copies(options):
     for weights, steps, _, _ in found:
         assert steps == BATCHES // 3
         assert furthest(weights, expected) < 1e-6
+
+
+PLAN = {"*.up": "colwise", "*.down": "rowwise", "*.head": "colwise_gathered"}
+
+
+def run_divided(rank, options, data_rank):
+    brain = train_sharded(rank, options, BATCHES, sgd, {"tensor_parallel_plan": PLAN}, data_rank=data_rank[rank])
+    divided = brain.modules.model.blocks[0].up.weight
+    assert "tensor" in divided.device_mesh.mesh_dim_names
+    return {name: it.numpy() for name, it in whole(brain.modules).items()}, brain.optimizer_step, brain.skipped_steps
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "data_rank"),
+    [(2, {}, [0, 0]), (4, {}, [0, 0, 1, 1]), (4, {"shard_replicas": 2}, [0, 0, 1, 1])],
+    ids=["tensor", "shards and tensor", "replicas and tensor"],
+)
+def test_layers_that_several_processes_share(ranks, options, data_rank):
+    """Neighbours compute each layer together on the same data; the norm counts each number once."""
+    options = {"tensor_parallel": 2, "grad_accumulation_factor": 2, "max_grad_norm": 0.1, **options}
+    found = in_processes(run_divided, ranks, options, data_rank)
+    expected, norms = by_hand(ranks // 2, BATCHES, 2, 0.1, optimizer=sgd)
+    assert min(norms) > 0.1
+    for weights, *steps in found:
+        assert steps == [BATCHES // 2, 0]
+        assert furthest(weights, expected) < 1e-6

@@ -25,6 +25,52 @@ _BROADCAST_BYTES = 250 * 1024 * 1024  # as DistributedDataParallel has it
 _SYNC_BATCHNORM_DEVICES = ("cuda", "hpu", "xpu")
 
 
+class _Reducer(DistributedDataParallel):
+    """What averages `parameters`, which are in `module`, and no others; it is never called itself."""
+
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], options: Any) -> None:
+        chosen = {id(parameter) for parameter in parameters}
+        left_out = [name for name, it in module.named_parameters(remove_duplicate=False) if id(it) not in chosen]
+        # `_Replica` sends them: that modules share a parameter is no reason to send the buffers of one with the other.
+        left_out += [name for name, _ in module.named_buffers(remove_duplicate=False)]
+        # torch names the module's own parameters with a dot before, in one place of two.
+        module._ddp_params_and_buffers_to_ignore = [*left_out, *(f".{name}" for name in left_out)]
+        try:
+            super().__init__(
+                module,
+                init_sync=False,  # done, for all modules together
+                gradient_as_bucket_view=True,
+                # A static graph finds them too.
+                find_unused_parameters=options.find_unused_parameters and not options.static_graph,
+                static_graph=options.static_graph,
+            )
+        finally:
+            del module._ddp_params_and_buffers_to_ignore
+        self.averaged = list(parameters)
+        self.expects_gradients = False  # since a forward; what a backward does of itself is not seen from here
+        if options.gradient_compression != "off":
+            self.register_comm_hook(None, _COMPRESSION[options.gradient_compression])
+
+    def after_forward(self, output: Any) -> Any:
+        """The output, to be returned; a backward averages gradients from now on, if it is to."""
+        self.expects_gradients = self.require_backward_grad_sync
+        return self._post_forward(output)
+
+    def expect_gradients(self) -> None:
+        """Average in the next backward, also where no forward came before."""
+        # The other two look for what is unused in the outputs of a forward.
+        if not (self.find_unused_parameters or self.static_graph):
+            self.reducer._rebuild_buckets()  # where it is due: not once it expects gradients
+            self.reducer.prepare_for_backward([])
+            self.expects_gradients = True
+
+    def expect_none(self) -> None:
+        """Leave gradients as they are: those of a critic that a generator's loss only goes through."""
+        if self.expects_gradients:
+            self.reducer._reset_state()
+            self.expects_gradients = False
+
+
 class _Replica:
     """What one module does, before and after its forward, so that gradients are averaged over the processes.
 
@@ -32,7 +78,7 @@ class _Replica:
     """
 
     def __init__(self) -> None:
-        self.reducers: list[DistributedDataParallel] = []
+        self.reducers: list[_Reducer] = []
         self.paused = False  # in evaluation
         self.has_buffers = False
         self.buffers_are_due = True
@@ -52,7 +98,7 @@ class _Replica:
         if not self._takes_part():
             return output
         for reducer in self.reducers:
-            output = reducer._post_forward(output)
+            output = reducer.after_forward(output)
         # As torch has it: after a forward whose gradients are averaged. So a window, however long, has one.
         self.buffers_are_due = self.reducers[0].require_backward_grad_sync
         return output
@@ -98,7 +144,7 @@ def wrap(modules: nn.ModuleDict, device: torch.device, options: Any) -> None:
     _start_alike(modules)
     replicas = {name: _Replica() for name in modules}
     for owners, parameters in by_owners.items():
-        reducer = _reducer(modules[owners[0]], parameters, options)
+        reducer = _Reducer(modules[owners[0]], parameters, options)
         for name in owners:
             replicas[name].reducers.append(reducer)
     for name, module in modules.items():
@@ -115,6 +161,7 @@ def no_sync(modules: nn.Module, use: bool = True) -> Iterator[None]:
     before = [reducer.require_backward_grad_sync for reducer in reducers]
     for reducer in reducers:
         reducer.require_backward_grad_sync = False
+        reducer.expect_none()
     try:
         yield
     finally:
@@ -134,22 +181,23 @@ def averaging(modules: nn.Module, parameters: Iterable[nn.Parameter] | None = No
     reducers = [it for it in _reducers(modules) if it.require_backward_grad_sync] if initialized() else []
     chosen = None if parameters is None else {id(parameter) for parameter in parameters}
     by_hand: list[nn.Parameter] = []
-    whole: list[DistributedDataParallel] = []
+    whole: list[_Reducer] = []
     for reducer in reducers:
         wanted = [it for it in reducer.averaged if chosen is None or id(it) in chosen]
         if len(wanted) == len(reducer.averaged):
             whole.append(reducer)
-            # The other two look for what is unused in the outputs of a forward.
-            if not (reducer.find_unused_parameters or reducer.static_graph):
-                reducer.reducer._rebuild_buckets()  # where it is due: not once it expects gradients
-                reducer.reducer.prepare_for_backward([])
-        elif wanted:
-            reducer.reducer._reset_state()  # else it would wait for the others
+            reducer.expect_gradients()
+        else:
+            reducer.expect_none()  # it would wait for the others
             by_hand += wanted
     yield
     _average(by_hand)
     for reducer in whole:
-        _check_finished(reducer, modules)
+        if all(parameter.grad is None for parameter in reducer.averaged):
+            reducer.expect_none()  # the loss does not depend on the module
+        else:
+            _check_finished(reducer, modules)
+        reducer.expects_gradients = False
 
 
 @contextmanager
@@ -204,7 +252,7 @@ def _replica_of(module: nn.Module) -> _Replica | None:
     return None
 
 
-def _reducers(modules: nn.Module) -> list[DistributedDataParallel]:
+def _reducers(modules: nn.Module) -> list[_Reducer]:
     """Each that hangs on a module, once."""
     replicas = [replica for module in modules.modules() if (replica := _replica_of(module)) is not None]
     return list(dict.fromkeys(reducer for replica in replicas for reducer in replica.reducers))
@@ -280,30 +328,6 @@ def _told(tensor: tuple[str, tuple[int, ...], str, bool] | None) -> str:
     return f"{name} {list(shape)} ({dtype.removeprefix('torch.')}{'' if trainable else ', frozen'})"
 
 
-def _reducer(module: nn.Module, parameters: Sequence[nn.Parameter], options: Any) -> DistributedDataParallel:
-    """What averages `parameters`, which are in `module`, and no others."""
-    chosen = {id(parameter) for parameter in parameters}
-    left_out = [name for name, it in module.named_parameters(remove_duplicate=False) if id(it) not in chosen]
-    # `_Replica` sends them: that modules share a parameter is no reason to send the buffers of one with the other.
-    left_out += [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    # torch names the module's own parameters with a dot before, in one place of two.
-    module._ddp_params_and_buffers_to_ignore = [*left_out, *(f".{name}" for name in left_out)]
-    try:
-        reducer = DistributedDataParallel(
-            module,
-            init_sync=False,  # done, for all modules together
-            gradient_as_bucket_view=True,
-            find_unused_parameters=options.find_unused_parameters and not options.static_graph,  # which finds them too
-            static_graph=options.static_graph,
-        )
-    finally:
-        del module._ddp_params_and_buffers_to_ignore
-    reducer.averaged = list(parameters)
-    if options.gradient_compression != "off":
-        reducer.register_comm_hook(None, _COMPRESSION[options.gradient_compression])
-    return reducer
-
-
 def _broadcast_buffers(modules: nn.Module) -> None:
     """Give all ranks rank 0's persistent buffers, as DistributedDataParallel does with all of them."""
     buffers = _persistent_buffers(modules)
@@ -356,7 +380,7 @@ def _average(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad.copy_(part.view_as(parameter))
 
 
-def _check_finished(reducer: DistributedDataParallel, modules: nn.Module) -> None:
+def _check_finished(reducer: _Reducer, modules: nn.Module) -> None:
     """Raise RecipeError if a backward reached some of the parameters only: no rank has averages then."""
     try:
         reducer.reducer._check_reducer_finalized()

@@ -27,16 +27,18 @@ class AdversarialBrain(Brain):
     def fit_batch(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Step the critic on this batch and, after critic_steps of them, the generator; return the critic's loss."""
         images_BCHW = batch["image"]
-        loss = self.critic_loss(images_BCHW)
-        self.backward(loss, "critic")
+        with self.no_sync(not self.should_step):  # several processes average once, at the window's end
+            loss = self.critic_loss(images_BCHW)
+            self.backward(loss, "critic")
         self.lengths += (len(images_BCHW),)
         if self.should_step:  # the last batch of an accumulation window
             self.optimizers_step("critic")
             self.critic_updates += 1
             if self.critic_updates % self.hparams.critic_steps == 0:
                 # As many samples as the critic saw images, in parts of the same lengths: accumulation holds for both.
-                for length in self.lengths:
-                    self.backward(self.generator_loss(length), "generator")
+                for left, length in enumerate(self.lengths, start=1 - len(self.lengths)):
+                    with self.no_sync(left < 0):
+                        self.backward(self.generator_loss(length), "generator")
                 self.optimizers_step("generator")
             self.lengths = ()
         return loss.detach()

@@ -241,8 +241,35 @@ def test_uneven_data_count_by_their_weight(precision, accumulate, weighted):
     check(Case(UNEVEN, precision=precision, accumulate=accumulate, weighted=weighted))
 
 
-def test_a_rank_may_have_no_batch_at_all():
-    check(Case(((3,), ()), clip=0.0))
+class Stream:
+    """Batches of unknown number, perhaps none."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def evaluate(rank: int, case: Case) -> float:
+    modules = make_modules()
+    brain = Regression(modules, OPTIMIZERS["sgd"], run_opts=case.options())
+    brain.stage_losses = {}
+    held_out = case.batches(0) if rank == 0 else []
+    brain.fit(range(2), case.batches(rank), Stream(held_out), progressbar=False)
+    return brain.stage_losses["VALID"]
+
+
+def test_a_rank_may_have_nothing_to_evaluate():
+    case = Case()
+    trained = train_by_hand(case)
+    modules = make_modules().eval()
+    put(modules, [torch.tensor(it) for it in trained["buffers"]])
+    with torch.no_grad():
+        for parameter, value in zip(modules.parameters(), trained["parameters"], strict=True):
+            parameter.copy_(torch.tensor(value))
+        expected = mean([(loss_by_hand(modules, it, case).item(), len(it[0])) for it in case.batches(0)])
+    assert in_processes(evaluate, 2, case) == pytest.approx([expected] * 2, rel=1e-6)
 
 
 def test_weights_that_differ_by_rank_count_over_all_ranks():

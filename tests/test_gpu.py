@@ -1,10 +1,14 @@
 """What only a GPU can show: no wait inside a step, and the same guarantees where work is queued."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from processes import in_processes
 from torch import nn
 
 from amp_recipes import Brain, fwd_default_precision
+from amp_recipes.distributed import ddp
 
 pytestmark = [
     pytest.mark.gpu,
@@ -190,3 +194,39 @@ def test_watching_for_spikes_does_not_make_the_host_wait(tmp_path):
     brain.on_fit_batch_end = lambda *_: torch.cuda.set_sync_debug_mode("default") if brain.step == STEPS else None
     brain.fit(range(1), make_batches(), progressbar=False)
     assert brain.summary.spikes == 0
+
+
+def normalised_inputs(rank: int) -> torch.Tensor:
+    return torch.randn(6, 3, generator=torch.Generator().manual_seed(rank)) * (rank + 1) + rank
+
+
+def make_normalised() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return nn.ModuleDict({"model": model}).cuda()
+
+
+def normalise_together(rank: int) -> dict:
+    """Two processes on one GPU: gloo gathers the statistics."""
+    modules = make_normalised()
+    options = SimpleNamespace(
+        find_unused_parameters=False,
+        static_graph=False,
+        gradient_compression="off",
+        sync_batchnorm=True,
+        grad_accumulation_factor=1,
+    )
+    ddp.wrap(modules, torch.device("cuda"), options)
+    modules["model"](normalised_inputs(rank).cuda()).square().mean().backward()
+    gradients = {name: it.grad.tolist() for name, it in modules.named_parameters()}
+    return {"gradients": gradients, "buffers": {name: it.tolist() for name, it in modules.named_buffers()}}
+
+
+def test_synchronised_batchnorm_in_two_processes_sees_the_batches_of_both():
+    modules = make_normalised()
+    modules["model"](torch.cat([normalised_inputs(rank) for rank in range(2)]).cuda()).square().mean().backward()
+    for found in in_processes(normalise_together, 2):
+        for name, parameter in modules.named_parameters():
+            torch.testing.assert_close(torch.tensor(found["gradients"][name]), parameter.grad.cpu(), msg=name)
+        for name, buffer in modules.named_buffers():
+            torch.testing.assert_close(torch.tensor(found["buffers"][name], dtype=buffer.dtype), buffer.cpu(), msg=name)

@@ -210,7 +210,7 @@ def evaluating(modules: nn.Module) -> Iterator[None]:
         yield
         return
     _broadcast_buffers(modules)
-    replicas = [replica for module in modules.modules() if (replica := _replica_of(module)) is not None]
+    replicas = _replicas(modules)
     before = [replica.paused for replica in replicas]
     for replica in replicas:
         replica.paused = True
@@ -252,10 +252,14 @@ def _replica_of(module: nn.Module) -> _Replica | None:
     return None
 
 
+def _replicas(modules: nn.Module) -> list[_Replica]:
+    """Those of a Brain's modules, which hang on its entries and not deeper: this is asked in every step."""
+    return [replica for module in modules.children() if (replica := _replica_of(module)) is not None]
+
+
 def _reducers(modules: nn.Module) -> list[_Reducer]:
-    """Each that hangs on a module, once."""
-    replicas = [replica for module in modules.modules() if (replica := _replica_of(module)) is not None]
-    return list(dict.fromkeys(reducer for replica in replicas for reducer in replica.reducers))
+    """Each that averages some of the modules' gradients, once."""
+    return list(dict.fromkeys(reducer for replica in _replicas(modules) for reducer in replica.reducers))
 
 
 def _is_wrapped(modules: nn.ModuleDict, by_owners: dict[tuple[str, ...], list[nn.Parameter]]) -> bool:
@@ -271,7 +275,7 @@ def _unwrap(modules: nn.ModuleDict) -> None:
     """Let go of hooks from an earlier wrap."""
     for reducer in _reducers(modules):
         reducer.reducer._remove_autograd_hooks()
-    for module in modules.modules():
+    for module in modules.children():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Replica)]:
                 del hooks[key]

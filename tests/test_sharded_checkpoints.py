@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,8 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from amp_recipes.checkpoint import Checkpointer, best_checkpoint, find_newest, load_weights, make_newest, model_weights
+from amp_recipes.checkpoint.checkpointer import FORMAT_VERSION
+from amp_recipes.checkpoint.folder import meta_as_json, write_folder
+from amp_recipes.checkpoint.state_format import PackedState
 from amp_recipes.ema import WeightAverage
 from amp_recipes.errors import CheckpointError
+from amp_recipes.export import export_run
 from amp_recipes.outstanding_gradients import OutstandingGradients
 from tests.processes import in_processes
 
@@ -253,6 +259,28 @@ def test_an_infinity_in_one_part_is_refused_by_all_and_so_is_a_dtype_that_files_
         assert "['z'] is a sharded tensor of complex64" in dtype
 
 
+@pytest.mark.parametrize(
+    ("pieces", "why"),
+    [
+        ([["../a.safetensors", [0, 0], [2, 2]]], "no file of a checkpoint"),
+        ([["a@00000.safetensors", [0, 0], [1, 2]]], "expected [1, 2]"),
+        ([], "hold 0 of 4 elements"),
+        ([["a@00000.safetensors", [0, 0], [2, 2]]] * 2, "hold 8 of 4 elements"),
+        ([["b.safetensors", [0, 0], [2, 2]]], "does not name b.safetensors"),
+    ],
+)
+def test_an_index_of_parts_that_was_made_up_is_damage(tmp_path, pieces, why):
+    entry = {"dtype": "F32", "shape": [2, 2], "pieces": pieces}
+    states = {
+        "a": PackedState({"x": {"$sharded": "x"}}, {}, {"x": entry}),
+        "a@00000": PackedState({"offsets": {"x": [0, 0]}}, {"x": torch.ones(2, 2)}),
+    }
+    write_folder(tmp_path / "CKPT+000001", states, meta_as_json(FORMAT_VERSION, ["a"], {}, shards=1))
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(why)):
+        checkpointer.read(checkpointer.find_checkpoint())
+
+
 # -------------------------------------------------------------- forms and dtypes
 
 
@@ -335,6 +363,28 @@ def test_a_run_begins_with_the_averaged_weights_of_another(tmp_path, strategy):
     in_processes(save, 2, tmp_path, strategy)
     for other in ("ddp", "fsdp"):
         assert in_processes(begin_with, 2, tmp_path, other) == [[True, True]] * 2
+
+
+# -------------------------------------------------------------- as one file
+
+
+def save_again(rank, folder, to):
+    parts = made(5, "ddp")
+    Checkpointer(folder, named(*parts)).recover_if_possible()
+    Checkpointer(to, named(*parts)).save_checkpoint({"epoch": 1})
+
+
+def test_a_sharded_checkpoint_is_exported_as_one_of_a_single_process(tmp_path):
+    for name in ("sharded", "single"):
+        (tmp_path / name).mkdir()
+    in_processes(save, 2, tmp_path / "sharded", "fsdp")
+    in_processes(save_again, 1, tmp_path / "sharded", tmp_path / "single")
+    export_run(tmp_path / "sharded", tmp_path / "first")
+    export_run(tmp_path / "single", tmp_path / "second")
+    files = [tmp_path / name / "model.safetensors" for name in ("first", "second")]
+    assert [it.read_bytes()[header(it) :] for it in files[:1]] == [it.read_bytes()[header(it) :] for it in files[1:]]
+    found, other = map(load_file, files)
+    assert found.keys() == other.keys() == Net().state_dict().keys() and all(map(same, found.values(), other.values()))
 
 
 # -------------------------------------------------------------- going back

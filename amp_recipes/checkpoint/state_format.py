@@ -21,6 +21,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ _DTYPE_NAMES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+_FILE_PATTERN = re.compile(r"\w[\w.+@-]*")
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _NUMPY_NAMES = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)) | {
     "bool", "float16", "float32", "float64", "complex64", "complex128",
@@ -449,7 +451,11 @@ def _shaped(stored: Tensor, node: dict) -> Tensor:
 
 
 def _pieces(name: str, entry: Mapping[str, Any]) -> list[Piece]:
-    return [Piece(file, name, offsets, sizes) for file, offsets, sizes in entry["pieces"]]
+    pieces = [Piece(file, name, offsets, sizes) for file, offsets, sizes in entry["pieces"]]
+    for piece in pieces:  # whoever made the file, nothing is read outside of the folder
+        if not _FILE_PATTERN.fullmatch(piece.file):
+            raise ValueError(f"{piece.file!r} is no file of a checkpoint")
+    return pieces
 
 
 def _dtype(name: str) -> torch.dtype:

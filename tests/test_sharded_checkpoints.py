@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from amp_recipes.checkpoint import Checkpointer, best_checkpoint, find_newest, load_weights, make_newest, model_weights
+from amp_recipes.checkpoint import folder as checkpoint_folder
 from amp_recipes.checkpoint.checkpointer import FORMAT_VERSION
 from amp_recipes.checkpoint.folder import meta_as_json, write_folder
+from amp_recipes.checkpoint.shards import OpenFiles
 from amp_recipes.checkpoint.state_format import PackedState
 from amp_recipes.ema import WeightAverage
 from amp_recipes.errors import CheckpointError
@@ -200,6 +202,38 @@ def test_the_files_hold_each_element_once_and_no_code(tmp_path):
 def header(path):
     with open(path, "rb") as file:
         return 8 + int.from_bytes(file.read(8), "little")
+
+
+def watched_load(rank, folder, strategy):
+    """Names of the files of which this rank takes the sha256, and how many bytes of tensors it reads."""
+    hashed, read = [], []
+    real_sum, real_part = checkpoint_folder.file_sha256, OpenFiles.part
+    checkpoint_folder.file_sha256 = lambda path: hashed.append(path.name) or real_sum(path)
+
+    def part(self, piece, shared):
+        found = real_part(self, piece, shared)
+        read.append((piece.file, found.nbytes))
+        return found
+
+    OpenFiles.part = part
+    parts = made(1, strategy)
+    Checkpointer(folder, named(*parts)).recover_if_possible()
+    return sorted(set(hashed) - {"meta.json"}), {file for file, _ in read}, sum(count for _, count in read)
+
+
+def test_each_rank_reads_its_own_part_and_each_file_is_verified_once(tmp_path):
+    in_processes(save, 2, tmp_path, "fsdp")
+    files = sorted(it.name for it in (tmp_path / "CKPT+000001").glob("*.safetensors"))
+    everything = sum(in_processes(watched_load, 1, tmp_path, "ddp")[0][2:])
+    found = in_processes(watched_load, 2, tmp_path, "fsdp")
+    assert sorted([*found[0][0], *found[1][0]]) == files
+    for rank, (_, read, count) in enumerate(found):
+        assert {it.partition("@")[2] for it in read} == {"", f"{rank:05d}.safetensors"}
+        assert count < 0.65 * everything  # what is not sharded is read by both
+    (tmp_path / "single").mkdir()
+    in_processes(save, 1, tmp_path / "single", "ddp")
+    for _, _, count in in_processes(watched_load, 2, tmp_path / "single", "fsdp"):
+        assert count < 0.65 * everything
 
 
 # -------------------------------------------------------------- damage

@@ -249,7 +249,8 @@ class CheckpointKeeper:
             return None
         self.wait()
         key = max_key or min_key
-        if key and self._only_inside(key):
+        # The main process looks for all: they must not decide differently.
+        if key and together().on_main(lambda: self._only_inside(key)):
             return None
         if weights_only and not self.owned:
             known = self.checkpointer.recoverables

@@ -144,7 +144,6 @@ def start(
                 rank=int(os.environ["RANK"]),
                 world_size=int(os.environ["WORLD_SIZE"]),
                 timeout=timedelta(minutes=timeout_minutes),
-                device_id=device if device.type == "cuda" and "nccl" in (backend or "nccl") else None,
             )
         sys.excepthook = excepthook  # torch's own would put the rank before each line a second time
         logger.info("%s", _description(device))
@@ -187,6 +186,8 @@ def _meet() -> dist.Store:
 def _speak_of_errors_only() -> None:
     """What rank 0 says too is not said again by the others."""
     logging.getLogger("amp_recipes").setLevel(logging.ERROR)
+    if logging.lastResort is not None:  # what prints a recipe's warnings where no logging is set up
+        logging.lastResort.setLevel(logging.ERROR)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 
@@ -209,6 +210,7 @@ def _end(pid: int) -> None:
         os._exit(code)
     watch = failures.current_watch()
     watch.say_done()
+    _host_groups.clear()
     gc.collect()
     # gloo's threads let go of the last tensors now, while they can: those need the interpreter.
     time.sleep(0.02)

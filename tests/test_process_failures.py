@@ -216,6 +216,22 @@ def test_a_users_mistake_is_one_line_with_its_rank(hook, capsys):
     assert capsys.readouterr().err == "[rank 1] train.py: batch_size: expected int\n"
 
 
+def test_the_same_mistake_on_all_ranks_is_shown_by_the_main_one(hook, capsys, tmp_path, monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(failures, "_REPORT_WITHIN_SECONDS", 0.2)
+    printed = []
+    for rank, text in ((0, "batch_size: expected int"), (1, "batch_size: expected int"), (1, "no file here")):
+        monkeypatch.setenv("RANK", str(rank))
+        hook(ConfigError(text))
+        printed.append(capsys.readouterr().err)
+    assert printed == ["[rank 0] train.py: batch_size: expected int\n", "", "[rank 1] train.py: no file here\n"]
+    left = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert left["extraInfo"]["py_callstack"] == "train.py: no file here\n"
+
+
 def test_torchs_own_error_keeps_its_traceback_and_gets_our_words(hook, capsys, tmp_path):
     hook(RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation"))
     printed = capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import logging
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -340,13 +342,41 @@ def _fail(before: Callable[..., Any], kind: type[BaseException], error: BaseExce
         stack = f"{kind.__name__}: {message}"
         _print(_rank(), f"{Path(sys.argv[0]).name}: {stack}")
     else:
-        stack = "".join(traceback.format_exception(kind, error, trace))
         with contextlib.redirect_stderr(io.StringIO()) as printed:
             before(kind, error, trace)
-        _print(_rank(), printed.getvalue())
+        stack = printed.getvalue()
+        if "Traceback (most recent" in stack or not _rank_0_says(stack):
+            _print(_rank(), stack)
     _write_error_file(f"{kind.__name__}: {message}", stack, consequence)
     if _watch is not None:
         _watch.tell(Report(_rank(), kind.__name__, message, consequence))
+
+
+def _rank_0_says(mistake: str) -> bool:
+    """Whether rank 0 shows the same mistake of the user's, one in a YAML say: it need not stand there eight times."""
+    key = f"says/{hashlib.sha256(mistake.encode()).hexdigest()}"
+    try:
+        store = _watch._store if _watch is not None else _launchers_store()
+        if store is None:
+            return False
+        if _rank() == 0:
+            store.set(key, "")
+            return False
+        deadline = time.monotonic() + _REPORT_WITHIN_SECONDS
+        while not (said := store.check([key])) and time.monotonic() < deadline:
+            time.sleep(0.05)  # its own wait would print that it waited in vain
+        return said
+    except (RuntimeError, ValueError):
+        return False
+
+
+def _launchers_store() -> dist.Store | None:
+    """torchrun's store, for a word before the processes have met; None without one."""
+    if hosted_by_rank_0():
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    within = timedelta(seconds=_TELL_WITHIN_SECONDS)
+    return dist.PrefixStore("amp_recipes", dist.TCPStore(host, port, timeout=within, wait_for_workers=False))
 
 
 def _write_error_file(message: str, stack: str, consequence: bool) -> None:

@@ -236,30 +236,31 @@ def fingerprint(brain: Recipe) -> dict[str, str]:
         "metrics": (brain.summary.last, brain.summary.best),
         "the recipe's own": (brain.index_sum, brain.luck),
     }
-    return {name: _digest(part) for name, part in parts.items()}
+    return {name: digest(part) for name, part in parts.items()}
 
 
-def _digest(value: Any) -> str:
-    digest = hashlib.sha256()
+def digest(value: Any) -> str:
+    """The sha256 of tensors, arrays and plain values, at any depth."""
+    found = hashlib.sha256()
 
     def add(value: Any) -> None:
         if isinstance(value, Tensor):
             value = value.detach().cpu().numpy()
         if isinstance(value, np.ndarray):
-            digest.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+            found.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
-                digest.update(str(key).encode())
+                found.update(str(key).encode())
                 add(value[key])
         elif isinstance(value, (list, tuple)):
-            digest.update(f"{len(value)} items".encode())
+            found.update(f"{len(value)} items".encode())
             for item in value:
                 add(item)
         else:
-            digest.update(f"{type(value).__name__} {value!r}".encode())
+            found.update(f"{type(value).__name__} {value!r}".encode())
 
     add(value)
-    return digest.hexdigest()
+    return found.hexdigest()
 
 
 # ---------------------------------------------------------------------- processes

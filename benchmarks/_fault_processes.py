@@ -1,0 +1,427 @@
+"""Rows of the fault matrix in which one of several processes fails: 20 to 22, 24, 44, and 15 under torchrun."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from _fault_runs import Amounts, Tally, checkpoints_in, new_folder
+from _fault_torchrun import SHUTDOWN_SECONDS, Launch
+from _fault_worker import Fault, Plan
+
+END_SECONDS = 10.0  # in which all processes end when one has failed
+TIMEOUT_SECONDS = 3.0  # the process group's, in the rows where somebody waits in vain
+SAVES = {"ckpt_interval_steps": 3}
+STRATEGIES = ("ddp", "fsdp")
+_PHASES = ("read", "forward", "backward", "optimizer step", "between steps", "validation", "write")
+_KILL_WITHIN_SECONDS = 0.01  # after a phase began: a step takes about as long
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The run of several processes that nothing befell."""
+
+    trained: dict[tuple[int, int, int], Any]  # (rank, epoch, step) -> samples and loss
+    validated: dict[tuple[int, int, int], Any]
+    ends: dict[int, dict[str, Any]]
+    visits: dict[int, dict[str, int]]  # rank -> phase -> how often it came there
+    stages: list[dict[str, Any]]
+
+
+def undisturbed(plan: Plan, parent: Path, world: int = 2) -> Whole:
+    """Do the run to its end. Raises RuntimeError if it fails."""
+    with new_folder(parent) as place:
+        this = replace(plan, folder=str(place / "run"))
+        launch = Launch(this, place, world).end()
+        launch.bury()
+        ends = launch.of("end")
+        if launch.agent.code != 0 or len(ends) != world:
+            raise RuntimeError(f"the undisturbed run failed: {launch.how}")
+        return Whole(
+            by_place(launch, "train"),
+            by_place(launch, "valid"),
+            {rank: end for rank, end, _ in ends},
+            {rank: visits for rank, _, visits in ends},
+            stages_of(this),
+        )
+
+
+def by_place(launch: Launch, kind: str) -> dict[tuple[int, int, int], Any]:
+    """(rank, epoch, step) -> the rest of the events of a kind."""
+    return {(rank, epoch, step): rest for rank, epoch, step, *rest in launch.of(kind)}
+
+
+def stages_of(plan: Plan) -> list[dict[str, Any]]:
+    """The stage records in metrics.jsonl, without the times."""
+    lines = (Path(plan.folder) / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    names = ("stage", "epoch", "loss", "metrics")
+    return [{name: it.get(name) for name in names} for it in records if it.get("kind") == "stage"]
+
+
+# ---------------------------------------------------------------------- judging
+
+
+def differences(whole: Whole, plan: Plan, launches: Sequence[Launch]) -> list[str]:
+    """What in the starts of a run, together, is not as in the undisturbed one; the last of them came to the end."""
+    found = []
+    for kind, expected in (("train", whole.trained), ("valid", whole.validated)):
+        seen: set[tuple[int, int, int]] = set()
+        for launch in launches:
+            for rank, epoch, step, *rest in launch.of(kind):
+                place = rank, epoch, step
+                seen.add(place)
+                if expected.get(place) != rest:
+                    found.append(f"{kind} (rank, epoch, step) {place}: {rest} instead of {expected.get(place)}")
+        missing = sorted(set(expected) - seen)
+        if missing:
+            found.append(f"{kind}: {len(missing)} batches were never done, first (rank, epoch, step) {missing[0]}")
+    ends = {rank: end for rank, end, _ in launches[-1].of("end")}
+    for rank, expected in whole.ends.items():
+        wrong = [name for name, it in expected.items() if ends.get(rank, {}).get(name) != it]
+        if wrong:
+            found.append(f"rank {rank} at the end: {', '.join(wrong)} differ")
+    stages = stages_of(plan)
+    if stages != whole.stages:
+        found.append(f"stage records {stages} instead of {whole.stages}")
+    return found if len(found) < 4 else [*found[:3], f"and {len(found) - 3} more"]
+
+
+def judge_failure(tally: Tally, launch: Launch, what: str, within: float = END_SECONDS, life: int = 0) -> None:
+    """One rank has failed: did all end in time, and none of them as if all were well?"""
+    ended = [at for (its_life, _), at in launch.ended.items() if its_life == life]
+    seconds = max(ended) - launch.fault_time
+    codes = launch.codes(life)
+    in_time = seconds <= within
+    nonzero = bool(codes) and all(codes.values())
+    tally.add("all ended in time", int(in_time))
+    tally.add("exit codes not 0", int(nonzero))
+    tally.expect(in_time, what, f"the last process ended {seconds:.1f} s after the fault, of {within:g}")
+    tally.expect(nonzero, what, launch.how)
+
+
+def judge_folder(tally: Tally, plan: Plan, launch: Launch, what: str) -> None:
+    """Are all checkpoints whole, and is what was finished there?"""
+    good, torn = checkpoints_in(Path(plan.folder) / "save")
+    # A commit is reported just before it is made, so the last one may not have come to be.
+    finished = [name for _, name in launch.of("commit")][:-1]
+    lost = bool(finished) and not any(name >= finished[-1] for name in good)
+    tally.add("torn", len(torn))
+    tally.add("finished saves lost", int(lost))
+    tally.expect(not torn, f"{what}: torn", torn)
+    tally.expect(not lost, f"{what}: finished save lost", f"{finished[-1:]} of {sorted(good)}")
+
+
+def judge_end(tally: Tally, whole: Whole, plan: Plan, launches: Sequence[Launch], what: str) -> None:
+    """The last start was to come to the end: did it, and is everything as in the undisturbed run?"""
+    last = launches[-1]
+    crashed = last.agent.code != 0 or len(last.of("end")) < len(whole.ends)
+    tally.add("crashes on resume", int(crashed))
+    if not tally.expect(not crashed, f"{what}: resume crashed", f"{last.how}"):
+        return
+    wrong = differences(whole, plan, launches)
+    tally.add("bitwise equal", int(not wrong))
+    tally.expect(not wrong, f"{what}: not as undisturbed", "; ".join(wrong))
+
+
+def finish(tally: Tally, whole: Whole, plan: Plan, launches: list[Launch], place: Path, what: str) -> None:
+    """Start the same command again, with nothing in its way, and judge where it comes to."""
+    launches.append(Launch(replace(plan, faults=[]), place, len(whole.ends)).end())
+    judge_end(tally, whole, plan, launches, what)
+
+
+def _random_fault(chance: Random, whole: Whole, action: str, phases: Sequence[str] = _PHASES) -> Fault:
+    """Somewhere in the run, on one rank."""
+    rank = chance.choice(sorted(whole.visits))
+    phase = chance.choice([it for it in phases if whole.visits[rank].get(it)])
+    return Fault(phase, chance.randint(1, whole.visits[rank][phase]), action, [rank])
+
+
+def _told(plan: Plan, fault: Fault) -> str:
+    ranks = "all ranks" if fault.ranks is None else f"rank {fault.ranks[0]}"
+    return f"{plan.options['strategy']}, {ranks}, {fault.action} at {fault.phase} {fault.nth}"
+
+
+# ---------------------------------------------------------------------- row 20: a rank fails
+
+
+def killed(amounts: Amounts, folder: Path, strategy: str, restarts: int) -> Tally:
+    """Row 20: SIGKILL of one rank at a random moment; started again by hand, or by torchrun (restarts=1)."""
+    tally, chance = Tally(), amounts.generator(("killed rank", strategy, restarts))
+    plan = Plan("", "", options={"strategy": strategy, **SAVES})
+    whole = undisturbed(plan, folder)
+    for _ in range(amounts.few(20)):
+        fault = _random_fault(chance, whole, "kill")
+        fault.value = chance.uniform(0, _KILL_WITHIN_SECONDS)
+        with new_folder(folder) as place:
+            this = replace(plan, folder=str(place / "run"), faults=[fault])
+            launches = [Launch(this, place, restarts=restarts).end()]
+            tally.runs += 1
+            what = f"{_told(this, fault)} and {1000 * fault.value:.1f} ms"
+            if launches[0].agent.code == 0 and launches[0].lives == 1:
+                tally.add("over before the kill")
+                judge_end(tally, whole, this, launches, what)
+            else:
+                judge_failure(tally, launches[0], what)
+                judge_folder(tally, this, launches[0], what)
+                if restarts:
+                    judge_end(tally, whole, this, launches, what)
+                else:
+                    finish(tally, whole, this, launches, place, what)
+            for launch in launches:
+                launch.bury()
+    return tally
+
+
+def other_deaths(amounts: Amounts, folder: Path, strategy: str) -> Tally:
+    """Row 20: both ranks, torchrun itself, a rank in the resume's load; a rank that raises."""
+    tally, chance = Tally(), amounts.generator(("other deaths", strategy))
+    plan = Plan("", "", options={"strategy": strategy, **SAVES})
+    whole = undisturbed(plan, folder)
+    for number in range(amounts.few(20)):
+        with new_folder(folder) as place:
+            this = replace(plan, folder=str(place / "run"))
+            action = ("kill_agent", "kill_all", "fail", "load")[number % 4]
+            if action == "load":
+                _killed_in_load(tally, chance, whole, this, place)
+                continue
+            fault = _random_fault(chance, whole, action, ("read", "forward", "between steps", "validation"))
+            this.faults = [fault]
+            launches = [Launch(this, place).end()]
+            what = _told(this, fault)
+            tally.runs += 1
+            if action == "kill_agent":  # nobody is left who knows the exit codes
+                last = max(launches[0].ended.values()) - launches[0].fault_time
+                tally.add("all ended in time", int(last <= END_SECONDS))
+                tally.expect(last <= END_SECONDS, what, f"the last process ended after {last:.1f} s")
+            else:
+                judge_failure(tally, launches[0], what)
+            if action == "fail":
+                told = f"rank {fault.ranks[0]}" in launches[0].said and "a bad sample" in launches[0].said
+                tally.add("error told with its rank", int(told))
+                tally.expect(told, what, f"the error was not told with its rank\n{launches[0].how}")
+            judge_folder(tally, this, launches[0], what)
+            finish(tally, whole, this, launches, place, what)
+            for launch in launches:
+                launch.bury()
+    return tally
+
+
+def _killed_in_load(tally: Tally, chance: Random, whole: Whole, plan: Plan, place: Path) -> None:
+    stop = replace(plan, faults=[Fault("between steps", chance.randint(5, 20), "kill_all", [0])])
+    launches = [Launch(stop, place).end()]
+    fault = Fault("load", chance.randint(1, 12), "kill", [chance.randint(0, 1)])
+    launches.append(Launch(replace(plan, faults=[fault]), place).end())
+    tally.runs += 1
+    what = _told(plan, fault)
+    if launches[1].fault_time is not None:
+        judge_failure(tally, launches[1], what)
+        judge_folder(tally, plan, launches[0], what)
+        finish(tally, whole, plan, launches, place, what)
+    for launch in launches:
+        launch.bury()
+
+
+# ---------------------------------------------------------------------- row 21: somebody waits in vain
+
+# What a rank does (`Faults`), and which ranks do it.
+IN_VAIN = {"freeze": [1], "sleep": [1], "extra": [1], "reduce_other_shape": None, "leave": [1]}
+
+
+def in_vain(amounts: Amounts, folder: Path, action: str) -> Tally:
+    """Row 21: a rank that does not come, or comes with something else."""
+    tally, chance = Tally(), amounts.generator(("in vain", action))
+    within = TIMEOUT_SECONDS + SHUTDOWN_SECONDS + END_SECONDS
+    tally.note = f"Timeout {TIMEOUT_SECONDS:g} s; torchrun's --shutdown-timeout={SHUTDOWN_SECONDS} (by itself 30)."
+    minutes = TIMEOUT_SECONDS / 60
+    plans = [Plan("", "", options={"strategy": it, "distributed_timeout_minutes": minutes, **SAVES}) for it in STRATEGIES]
+    wholes = [undisturbed(plan, folder) for plan in plans]
+    for number in range(amounts.few(20)):
+        plan, whole = plans[number % 2], wholes[number % 2]
+        fault = Fault("forward", chance.randint(1, whole.visits[1]["forward"]), action, IN_VAIN[action])
+        with new_folder(folder) as place:
+            this = replace(plan, folder=str(place / "run"), faults=[fault])
+            launches = [Launch(this, place).end()]
+            tally.runs += 1
+            what = _told(this, fault)
+            first = launches[0]
+            seconds = max(first.ended.values()) - first.fault_time
+            codes = first.codes(0)
+            tally.add("all ended in time", int(seconds <= within))
+            tally.expect(seconds <= within, what, f"the last process ended {seconds:.1f} s after the fault, of {within:g}")
+            failed = first.agent.code != 0 and bool(codes.get(0))
+            tally.add("the others failed", int(failed))
+            tally.expect(failed, what, first.how)
+            if action in ("freeze", "sleep"):
+                named = "distributed_timeout_minutes" in first.said
+                tally.add("option named", int(named))
+                tally.expect(named, what, f"the option is not named:\n{first.how}")
+            judge_folder(tally, this, first, what)
+            finish(tally, whole, this, launches, place, what)
+            for launch in launches:
+                launch.bury()
+    return tally
+
+
+# ---------------------------------------------------------------------- row 22: killed in a sharded save
+
+
+def killed_in_sharded_save(amounts: Amounts, folder: Path, background: bool) -> Tally:
+    """Row 22: SIGKILL of a rank just before, or just after, something is done in the folder of checkpoints."""
+    tally, chance = Tally(), amounts.generator(("sharded save", background))
+    plan = Plan("", "", options={"strategy": "fsdp", "ckpt_interval_steps": 2, "ckpt_background": background})
+    whole = undisturbed(plan, folder)
+    for _ in range(amounts.few(20)):
+        fault = _random_fault(chance, whole, "kill", ["write"])
+        fault.value = chance.choice([0.0, chance.uniform(0, 0.002)])
+        with new_folder(folder) as place:
+            this = replace(plan, folder=str(place / "run"), faults=[fault])
+            launches = [Launch(this, place).end()]
+            tally.runs += 1
+            what = _told(this, fault)
+            if launches[0].agent.code != 0:
+                judge_failure(tally, launches[0], what)
+            judge_folder(tally, this, launches[0], what)
+            finish(tally, whole, this, launches, place, what)
+            for launch in launches:
+                launch.bury()
+    return tally
+
+
+def disk_full_on_a_rank(amounts: Amounts, folder: Path, strategy: str) -> Tally:
+    """Row 22: no space left on one rank's disk: all ranks end alike, and the checkpoint before is intact."""
+    tally, chance = Tally(), amounts.generator(("disk full on a rank", strategy))
+    plans = [
+        Plan("", "", options={"strategy": strategy, "ckpt_interval_steps": 2, "ckpt_background": background})
+        for background in (True, False)
+    ]
+    wholes = [undisturbed(plan, folder) for plan in plans]
+    for number in range(amounts.few(20)):
+        plan, whole = plans[number % 2], wholes[number % 2]
+        ranks = [rank for rank, visits in whole.visits.items() if visits.get("write")]
+        rank = chance.choice(ranks)
+        fault = Fault("write", chance.randint(1, whole.visits[rank]["write"]), "disk_full", [rank])
+        with new_folder(folder) as place:
+            this = replace(plan, folder=str(place / "run"), faults=[fault])
+            launches = [Launch(this, place).end()]
+            tally.runs += 1
+            what = f"{_told(this, fault)}, background {this.options['ckpt_background']}"
+            first = launches[0]
+            codes = first.codes(0)
+            alike = len(set(codes.values())) == 1
+            tally.add("all ended alike", int(alike))
+            tally.expect(alike, what, first.how)
+            if any(codes.values()):
+                seconds = max(first.ended.values()) - first.fault_time
+                tally.expect("CheckpointError" in first.said, what, first.how)
+                tally.add("CheckpointError", int("CheckpointError" in first.said))
+                tally.expect(seconds < 30, what, f"ended {seconds:.1f} s after the fault")
+            judge_folder(tally, this, first, what)
+            finish(tally, whole, this, launches, place, what)
+            for launch in launches:
+                launch.bury()
+    return tally
+
+
+# ---------------------------------------------------------------------- row 24: Inf on one rank
+
+
+def inf_on_one_rank(amounts: Amounts, folder: Path, strategy: str) -> Tally:
+    """Row 24: the gradients of one rank are infinite in one step: all ranks skip it."""
+    tally, chance = Tally(), amounts.generator(("inf", strategy))
+    for number in range(amounts.few(20) + amounts.quick):
+        precision = ("fp32", "bf16", "fp16")[number % 3]
+        options = {"strategy": strategy, "precision": precision, "init_scale": 1024.0}
+        fault = Fault("forward", chance.randint(1, 12), "inf", [chance.randint(0, 1)])
+        with new_folder(folder) as place:
+            plan = Plan(str(place / "run"), "", epochs=1, options=options, faults=[fault])
+            launch = Launch(plan, place).end()
+            tally.runs += 1
+            what = f"{precision}: {_told(plan, fault)}"
+            ends = {rank: end for rank, end, _ in launch.of("end")}
+            if tally.expect(len(ends) == 2, what, f"{launch.how}"):
+                skipped = [end["skipped"] for end in ends.values()]
+                bad = sum(end["bad parameters"] for end in ends.values())
+                equal = ends[0]["weights"] == ends[1]["weights"]
+                tally.add("all skipped", int(skipped == [1, 1]))
+                tally.add("ranks equal", int(equal))
+                tally.add("bad parameters", bad)
+                tally.expect(skipped == [1, 1], what, f"skipped {skipped}")
+                tally.expect(equal, what, "the weights of the ranks differ")
+                tally.expect(bad == 0, what, f"{bad} bad parameters")
+            launch.bury()
+    return tally
+
+
+# ---------------------------------------------------------------------- row 44: other numbers of processes
+
+
+def other_worlds(amounts: Amounts, folder: Path, strategy: str) -> Tally:
+    """Row 44: an epoch begun by some processes, gone on with by others."""
+    tally, chance = Tally(), amounts.generator(("worlds", strategy))
+    for number in range(amounts.few(20)):
+        worlds = ((2, 1, 2), (2, 4, 1))[number % 2]
+        samples = chance.choice([48, 52, 45, 47])
+        steps = -(-samples // 4)
+        stops = chance.randint(1, steps - 2), chance.randint(1, steps)
+        how = ("terminate", "terminate", "kill_all")[number % 3]
+        with new_folder(folder) as place:
+            options = {"strategy": strategy, "ckpt_interval_steps": 1, "ckpt_background": False}
+            plan = Plan(str(place / "run"), "", samples=samples, options=options)
+            launches, seen = [], Counter[tuple[int, int]]()
+            what = f"{strategy}, {samples} samples, {worlds} processes, {how} after {stops} steps"
+            for world, stop in zip(worlds, (*stops, None), strict=True):
+                # One step more than was saved, so that the kill comes when the save is over.
+                faults = [Fault("forward", stop + 1, how, [0])] if stop else []
+                launches.append(Launch(replace(plan, faults=faults), place, world).end())
+            tally.runs += 1
+            for launch in launches:
+                for _, epoch, _, samples_of_batch, _ in launch.of("train"):
+                    seen.update((epoch, sample) for sample in samples_of_batch)
+            last = launches[-1]
+            crashed = last.agent.code != 0 or len(last.of("end")) != worlds[-1]
+            tally.add("crashes", int(crashed))
+            tally.expect(not crashed, what, f"{last.how}")
+            missing, repeated = 2 * samples - len(seen), sum(seen.values()) - len(seen)
+            tally.add("missing", missing)
+            tally.add("repeated", repeated)
+            tally.expect(crashed or missing == repeated == 0, what, f"{missing} missing, {repeated} repeated")
+            judge_folder(tally, plan, last, what)
+            for launch in launches:
+                launch.bury()
+    return tally
+
+
+# ---------------------------------------------------------------------- row 15: SIGTERM
+
+
+def terminated(amounts: Amounts, folder: Path, strategy: str) -> Tally:
+    """Row 15: SIGTERM to torchrun, to one worker, to all at once."""
+    tally, chance = Tally(), amounts.generator(("terminated", strategy))
+    plan = Plan("", "", options={"strategy": strategy, **SAVES})
+    whole = undisturbed(plan, folder)
+    for number in range(amounts.few(20) + amounts.quick):
+        fault = _random_fault(chance, whole, "terminate")
+        fault.target = ("agent", "self", "all")[number % 3]
+        with new_folder(folder) as place:
+            this = replace(plan, folder=str(place / "run"), faults=[fault])
+            launches = [Launch(this, place).end()]
+            tally.runs += 1
+            what = f"{_told(this, fault)}, SIGTERM to {fault.target}"
+            codes = launches[0].codes(0)
+            right = set(codes.values()) == {143}
+            tally.add("workers' exit code 143", int(right))
+            tally.expect(right, what, launches[0].how)
+            judge_folder(tally, this, launches[0], what)
+            finish(tally, whole, this, launches, place, what)
+            done = sum(len(launch.of("train")) for launch in launches)
+            tally.add("batches done twice", done - len(whole.trained))
+            tally.expect(done == len(whole.trained), what, f"{done - len(whole.trained)} batches were done twice")
+            for launch in launches:
+                launch.bury()
+    return tally

@@ -15,7 +15,7 @@ from _fault_torchrun import SHUTDOWN_SECONDS, Launch
 from _fault_worker import Fault, Plan
 
 END_SECONDS = 10.0  # in which all processes end when one has failed
-TIMEOUT_SECONDS = 3.0  # the process group's, in the rows where somebody waits in vain
+TIMEOUT_SECONDS = 4.0  # the process group's, in the rows where somebody waits in vain
 SAVES = {"ckpt_interval_steps": 3}
 STRATEGIES = ("ddp", "fsdp")
 _PHASES = ("read", "forward", "backward", "optimizer step", "between steps", "validation", "write")
@@ -57,11 +57,15 @@ def by_place(launch: Launch, kind: str) -> dict[tuple[int, int, int], Any]:
 
 
 def stages_of(plan: Plan) -> list[dict[str, Any]]:
-    """The stage records in metrics.jsonl, without the times."""
+    """The stage records in metrics.jsonl, without the times; a stage that was ended once more has another one."""
     lines = (Path(plan.folder) / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
     names = ("stage", "epoch", "loss", "metrics")
-    return [{name: it.get(name) for name in names} for it in records if it.get("kind") == "stage"]
+    found: list[dict[str, Any]] = []
+    for record in map(json.loads, lines):
+        stage = {name: record.get(name) for name in names}
+        if record.get("kind") == "stage" and stage not in found:
+            found.append(stage)
+    return found
 
 
 # ---------------------------------------------------------------------- judging
@@ -163,6 +167,7 @@ def killed(amounts: Amounts, folder: Path, strategy: str, restarts: int) -> Tall
             launches = [Launch(this, place, restarts=restarts).end()]
             tally.runs += 1
             what = f"{_told(this, fault)} and {1000 * fault.value:.1f} ms"
+            tally.add("over before the kill", 0)
             if launches[0].agent.code == 0 and launches[0].lives == 1:
                 tally.add("over before the kill")
                 judge_end(tally, whole, this, launches, what)
@@ -227,6 +232,26 @@ def _killed_in_load(tally: Tally, chance: Random, whole: Whole, plan: Plan, plac
         launch.bury()
 
 
+def as_typed(amounts: Amounts, folder: Path, strategy: str) -> Tally:
+    """Row 20: once more, with workers that torchrun itself starts, as a user types it."""
+    tally, chance = Tally(), amounts.generator(("as typed", strategy))
+    plan = Plan("", "", options={"strategy": strategy, **SAVES})
+    whole = undisturbed(plan, folder)
+    for _ in range(amounts.few(5)):
+        fault = _random_fault(chance, whole, "kill")
+        with new_folder(folder) as place:
+            this = replace(plan, folder=str(place / "run"), faults=[fault])
+            launches = [Launch(this, place, restarts=1, plain=True).end()]
+            tally.runs += 1
+            what = f"python -m torch.distributed.run, {_told(this, fault)}"
+            seconds = max(at for (life, _), at in launches[0].ended.items() if life == 0) - launches[0].fault_time
+            tally.add("all ended in time", int(seconds <= END_SECONDS))
+            tally.expect(seconds <= END_SECONDS, what, f"the last process ended {seconds:.1f} s after the fault")
+            judge_end(tally, whole, this, launches, what)
+            launches[0].bury()
+    return tally
+
+
 # ---------------------------------------------------------------------- row 21: somebody waits in vain
 
 # What a rank does (`Faults`), and which ranks do it.
@@ -234,38 +259,47 @@ IN_VAIN = {"freeze": [1], "sleep": [1], "extra": [1], "reduce_other_shape": None
 
 
 def in_vain(amounts: Amounts, folder: Path, action: str) -> Tally:
-    """Row 21: a rank that does not come, or comes with something else."""
+    """Row 21: a rank that does not come, or comes with something else; four runs at a time, which mostly wait."""
     tally, chance = Tally(), amounts.generator(("in vain", action))
-    within = TIMEOUT_SECONDS + SHUTDOWN_SECONDS + END_SECONDS
     tally.note = f"Timeout {TIMEOUT_SECONDS:g} s; torchrun's --shutdown-timeout={SHUTDOWN_SECONDS} (by itself 30)."
-    minutes = TIMEOUT_SECONDS / 60
-    plans = [Plan("", "", options={"strategy": it, "distributed_timeout_minutes": minutes, **SAVES}) for it in STRATEGIES]
+    plans = [Plan("", "", options={"strategy": it, **SAVES}) for it in STRATEGIES]
     wholes = [undisturbed(plan, folder) for plan in plans]
-    for number in range(amounts.few(20)):
-        plan, whole = plans[number % 2], wholes[number % 2]
-        fault = Fault("forward", chance.randint(1, whole.visits[1]["forward"]), action, IN_VAIN[action])
+    turns = list(range(amounts.few(20)))
+    for four in (turns[at : at + 4] for at in range(0, len(turns), 4)):
         with new_folder(folder) as place:
-            this = replace(plan, folder=str(place / "run"), faults=[fault])
-            launches = [Launch(this, place).end()]
-            tally.runs += 1
-            what = _told(this, fault)
-            first = launches[0]
-            seconds = max(first.ended.values()) - first.fault_time
-            codes = first.codes(0)
-            tally.add("all ended in time", int(seconds <= within))
-            tally.expect(seconds <= within, what, f"the last process ended {seconds:.1f} s after the fault, of {within:g}")
-            failed = first.agent.code != 0 and bool(codes.get(0))
-            tally.add("the others failed", int(failed))
-            tally.expect(failed, what, first.how)
-            if action in ("freeze", "sleep"):
-                named = "distributed_timeout_minutes" in first.said
-                tally.add("option named", int(named))
-                tally.expect(named, what, f"the option is not named:\n{first.how}")
-            judge_folder(tally, this, first, what)
-            finish(tally, whole, this, launches, place, what)
-            for launch in launches:
-                launch.bury()
+            started = []
+            for turn in four:
+                plan, whole = plans[turn % 2], wholes[turn % 2]
+                fault = Fault("forward", chance.randint(1, whole.visits[1]["forward"]), action, IN_VAIN[action])
+                options = {**plan.options, "distributed_timeout_minutes": TIMEOUT_SECONDS / 60}
+                this = replace(plan, folder=str(place / f"run{turn}"), faults=[fault])
+                started.append((whole, this, Launch(replace(this, options=options), place)))
+            for whole, this, launch in started:
+                _judge_in_vain(tally, whole, this, launch.end(), place, action)
     return tally
+
+
+def _judge_in_vain(tally: Tally, whole: Whole, plan: Plan, launch: Launch, place: Path, action: str) -> None:
+    tally.runs += 1
+    what = _told(plan, plan.faults[0])
+    if tally.expect(launch.fault_time is not None, what, f"it ended before the fault: {launch.how}"):
+        within = TIMEOUT_SECONDS + SHUTDOWN_SECONDS + END_SECONDS
+        seconds = max(launch.ended.values()) - launch.fault_time
+        tally.add("all ended in time", int(seconds <= within))
+        tally.expect(seconds <= within, what, f"the last ended {seconds:.1f} s after the fault, of {within:g}")
+        # One that left early may well have ended with 0; those that waited for it must not.
+        failed = launch.agent.code != 0 and bool(launch.codes(0).get(0))
+        tally.add("those that waited failed", int(failed))
+        tally.expect(failed, what, launch.how)
+        if action in ("freeze", "sleep"):
+            named = "distributed_timeout_minutes" in launch.said
+            tally.add("option named", int(named))
+            tally.expect(named, what, f"the option is not named: {launch.how}")
+    launches = [launch]
+    judge_folder(tally, plan, launch, what)
+    finish(tally, whole, plan, launches, place, what)
+    for it in launches:
+        it.bury()
 
 
 # ---------------------------------------------------------------------- row 22: killed in a sharded save

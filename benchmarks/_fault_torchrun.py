@@ -61,6 +61,7 @@ class Launch:
         ]  # fmt: skip
         start = partial(_exec, arguments) if plain else partial(_agent, arguments, str(self._file))
         self.agent = Child(start, 2 * LIMIT_SECONDS)
+        _alive.append(self)
 
     def until(self, wanted: Callable[[list[Any]], bool]) -> bool:
         """Wait for an event that is `wanted`; False if all was over before."""
@@ -99,6 +100,8 @@ class Launch:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
+        if self in _alive:
+            _alive.remove(self)
 
     def of(self, kind: str, life: int | None = None) -> list[list[Any]]:
         """The events of a kind: [rank, values...]."""
@@ -132,9 +135,6 @@ class Launch:
         hung = f"it hung for {LIMIT_SECONDS} s; " if self.hung else ""
         return f"{hung}torchrun's exit code {self.agent.code}, workers' {codes}; they said:\n{_ends(self.said)}"
 
-    def _started(self) -> dict[tuple[int, int], int]:
-        return {(it[2], it[1]): it[4] for it in self.events if it[0] == "start"}
-
     def _look(self) -> bool:
         """Take in what has happened; whether all is over."""
         agent_over = self.agent.poll()
@@ -142,7 +142,7 @@ class Launch:
         for key, descriptor in list(self._open.items()):
             if select.select([descriptor], [], [], 0)[0]:
                 os.close(self._open.pop(key))
-                self.ended[key] = time.monotonic()
+                self.ended.setdefault(key, time.monotonic())  # torchrun's word for it came earlier, if there is one
         return agent_over and not self._open
 
     def _read_events(self) -> None:
@@ -154,13 +154,24 @@ class Launch:
         for line in whole.splitlines():
             event = json.loads(line)
             self.events.append(event)
-            if event[0] == "start":
+            if event[0] == "exit":
+                self.ended[event[2], event[1]] = event[3]
+            if event[0] in ("fork", "start") and event[4] not in self._pids:
                 key = event[2], event[1]
                 self._pids.add(event[4])
                 try:
                     self._open[key] = os.pidfd_open(event[4])
                 except ProcessLookupError:
-                    self.ended[key] = time.monotonic()
+                    self.ended.setdefault(key, time.monotonic())
+
+
+_alive: list[Launch] = []
+
+
+def bury_all_launches() -> None:
+    """End every torchrun, and every worker, that this process has started and not yet ended."""
+    for launch in list(_alive):
+        launch.bury()
 
 
 def _signal_group(pid: int, number: int) -> None:
@@ -204,6 +215,7 @@ class ForkedInterpreter:
             os.dup2(output, 1)
             os.dup2(output, 2)
             _be_interpreter(args[args.index("-u") + 1 :], env)
+        self._note("fork", self.pid)
 
     def poll(self) -> int | None:
         """The exit code, if it has ended."""
@@ -211,9 +223,11 @@ class ForkedInterpreter:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
-                event = ["exit", *self._place, time.monotonic(), self.returncode]
-                os.write(self._record, (json.dumps(event) + "\n").encode())
+                self._note("exit", self.returncode)
         return self.returncode
+
+    def _note(self, kind: str, value: int) -> None:
+        os.write(self._record, (json.dumps([kind, *self._place, time.monotonic(), value]) + "\n").encode())
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end. Raises subprocess.TimeoutExpired."""

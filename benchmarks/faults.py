@@ -34,6 +34,7 @@ import _fault_kills as kills
 import _fault_processes as processes
 import torch
 from _fault_runs import Amounts, Child, Tally, bury_all
+from _fault_torchrun import bury_all_launches
 from overhead import count, cpu_model, positive
 
 RESULT = Path(__file__).parent / "results" / "faults.md"
@@ -84,7 +85,8 @@ def rows() -> list[Row]:
         Row(19, "bad sample", "names index and file, resumes", [data.bad_sample]),
         Row(20, "a rank killed; all of them, torchrun; a rank raises", "all exit in 10 s; a restart is bitwise equal",
             [partial(processes.killed, strategy=it, restarts=n) for it in strategies for n in (0, 1)]
-            + [partial(processes.other_deaths, strategy=it) for it in strategies]),
+            + [partial(processes.other_deaths, strategy=it) for it in strategies]
+            + [partial(processes.as_typed, strategy=it) for it in strategies]),
         Row(21, "a rank frozen or gone, a mismatched collective", "all exit at our own timeout, which is named",
             [partial(processes.in_vain, action=it) for it in processes.IN_VAIN]),
         Row(22, "a rank killed in a sharded save, or its disk full", "0 torn; the older one is intact",
@@ -144,6 +146,7 @@ def _do(part: Part, amounts: Amounts, folder: Path) -> dict:
     try:
         return vars(part(amounts, folder))
     finally:
+        bury_all_launches()
         bury_all()
 
 

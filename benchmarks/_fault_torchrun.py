@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handlers
-import torch.distributed.fsdp  # what workers import, once here instead of in each
+import torch.distributed.fsdp  # noqa: F401 - what workers import, once here instead of in each
 import torch.distributed.run as torchrun
 from _fault_runs import Child
 from _fault_worker import Plan

@@ -1,4 +1,4 @@
-"""One of several processes that train together, and what befalls it: the script that the fault benchmark gives torchrun.
+"""One of several processes that train together, and what befalls it: what the fault benchmark gives torchrun.
 
     python -m torch.distributed.run --standalone --nproc_per_node=2 benchmarks/_fault_worker.py plan.json
 
@@ -155,7 +155,7 @@ class Faults:
         kinds = {"os.mkdir": "write", "os.rename": "write", "os.remove": "write", "os.rmdir": "write"}
 
         def look(event: str, arguments: tuple[Any, ...]) -> None:
-            if event not in kinds and event != "open" or getattr(busy, "yes", False):
+            if (event not in kinds and event != "open") or getattr(busy, "yes", False):
                 return
             path = arguments[0]
             if not isinstance(path, str | os.PathLike) or not os.fspath(path).startswith(save):
@@ -282,8 +282,9 @@ class Recipe(Brain):
         return loss
 
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
-        """Report what was trained on."""
-        self.faults.report("train", self.epoch, self.step, batch[0].tolist(), loss.item().hex())
+        """Report what was trained on, unless it is there only to keep up with other ranks."""
+        if self._counts:
+            self.faults.report("train", self.epoch, self.step, batch[0].tolist(), loss.item().hex())
         self.faults.at("between steps")
 
     def on_stage_start(self, stage, epoch=None):
@@ -356,7 +357,7 @@ def fingerprint(brain: Recipe) -> dict[str, str]:
         "torch generator": torch.get_rng_state(),
         "python generator": random.getstate(),
         "numpy generator": np.random.get_state(),
-        "metrics": (brain.summary.last, brain.summary.best),
+        "metrics": (brain.summary.last, brain.summary.best) if brain.faults.rank == 0 else None,
         "bad parameters": sum(int((~torch.isfinite(whole(it))).sum()) for it in brain.modules.parameters()),
     }
     return {name: part if isinstance(part, int) else digest(_whole_in(part)) for name, part in parts.items()}

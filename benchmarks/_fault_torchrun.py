@@ -126,14 +126,14 @@ class Launch:
         """What the workers wrote, one after the other; of plain torchrun all that was written."""
         files = sorted(self._file.parent.glob(f"{self._file.name}.said.*"))
         texts = [f"[{file.suffixes[-1][1:]}] {file.read_text(errors='replace')}" for file in files]
-        return "\n".join(texts) if texts else self.agent.output
+        return "\n\n".join(texts) if texts else self.agent.output
 
     @property
     def how(self) -> str:
         """How it ended, in words."""
         codes = [self.codes(life) for life in range(self.lives)]
         hung = f"it hung for {LIMIT_SECONDS} s; " if self.hung else ""
-        return f"{hung}torchrun's exit code {self.agent.code}, workers' {codes}; they said:\n{_ends(self.said)}"
+        return f"{hung}torchrun's exit code {self.agent.code}, workers' {codes}; they said:\n{_shortened(self.said)}"
 
     def _look(self) -> bool:
         """Take in what has happened; whether all is over."""
@@ -183,10 +183,18 @@ def _signal_group(pid: int, number: int) -> None:
         pass
 
 
-def _ends(text: str, characters: int = 1500) -> str:
-    """The end of what each rank said."""
-    parts = text.split("\n[")
-    return "\n[".join(part if len(part) < characters else f"{part[:3]}...{part[-characters:]}" for part in parts)
+# What a fork has below its own frames: the agent's.
+_BELOW = ("/distributed/elastic/", "/distributed/run.py", "/distributed/launcher/", "/benchmarks/_fault_", "runpy")
+
+
+def _shortened(text: str, characters: int = 1800) -> str:
+    """The beginning and the end of what each rank said, without the frames of this benchmark."""
+    parts = []
+    for part in text.split("\n\n["):
+        kept = "\n".join(line for line in part.splitlines() if not any(it in line for it in _BELOW))
+        half = characters // 2
+        parts.append(kept if len(kept) <= characters else f"{kept[:half]}\n...\n{kept[-half:]}")
+    return "\n\n[".join(parts)
 
 
 def _exec(arguments: list[str]) -> NoReturn:

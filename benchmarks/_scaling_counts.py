@@ -23,7 +23,7 @@ from _small_llama import SmallLlama
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -56,7 +56,6 @@ def by_torch(shape: Shape, run: Run) -> nn.Module:
     """The small network, shared among the processes as a script by hand would with torch's own functions."""
     torch.manual_seed(0)
     model = SmallLlama(shape)
-    shard = run.strategy == "fsdp"
     sizes = (run.shard_replicas, run.ranks // (run.shard_replicas * run.tensor_parallel), run.tensor_parallel)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tensor"))
     for index, block in enumerate(model.blocks):
@@ -64,13 +63,8 @@ def by_torch(shape: Shape, run: Run) -> nn.Module:
             parallelize_module(block, mesh["tensor"], {name: style() for name, style in PLAN.items()})
         if run.checkpointing:
             model.blocks[index] = checkpoint_wrapper(block)
-    if shard:
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if run.compute == BF16 else MixedPrecisionPolicy()
-        data = mesh["replicate", "shard"] if run.shard_replicas > 1 else mesh["shard"]
-        for module in (*model.blocks, model):
-            # The root is left as fully_shard does by itself: it stays gathered until its backward.
-            again = None if module is model else run.reshard_after_forward
-            fully_shard(module, mesh=data, mp_policy=policy, reshard_after_forward=again)
+    if run.strategy == "fsdp":
+        shard_by_torch(model, run, mesh["replicate", "shard"] if run.shard_replicas > 1 else mesh["shard"])
         return model
     if run.ranks == run.tensor_parallel:
         return model
@@ -79,6 +73,25 @@ def by_torch(shape: Shape, run: Run) -> nn.Module:
         # By a name of our own: DDP refuses torch's without NCCL, though gloo sums bf16 as well.
         model.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
     return model
+
+
+def shard_by_torch(model: SmallLlama, run: Run, mesh: DeviceMesh) -> None:
+    """`fully_shard` each layer and the root: all in the compute dtype, or norms and embedding in fp32 as `run` says."""
+    low = torch.bfloat16 if run.compute == BF16 else None
+    plain = run.residual == run.compute
+    policy = MixedPrecisionPolicy(low, torch.float32, cast_forward_inputs=plain)
+    exact = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        if not plain:
+            for module in block.modules():
+                if isinstance(module, nn.RMSNorm):
+                    fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=run.reshard_after_forward)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=run.reshard_after_forward)
+    if not plain:
+        for module in (model.embedding, model.norm):
+            fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
+    # The root as fully_shard has it by itself: it stays gathered until its backward.
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def loss_of(model: nn.Module, numbers_BT: torch.Tensor, run: Run) -> torch.Tensor:

@@ -53,6 +53,7 @@ STEPS = {
     "ddp, 4": replace(FP32_RUN, ranks=4),
     "fsdp": FP32_SHARDED,
     "fsdp, bf16": BF16_SHARDED,
+    "fsdp, bf16, norms in fp32": replace(BF16_SHARDED, residual=FP32),
     "fsdp, bf16, kept after the forward": replace(BF16_SHARDED, reshard_after_forward=False),
     "fsdp, bf16, checkpointed": replace(BF16_SHARDED, checkpointing=True),
     "fsdp, bf16, a window of 3": replace(BF16_SHARDED, micro_batches=3),

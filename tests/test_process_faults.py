@@ -25,8 +25,10 @@ def finished(tmp_path_factory):
     # In a process of its own: it forks, which one that has trained with several threads must not. Most of the time of
     # row 21 goes by in waits, so that many parts side by side take hardly longer than one.
     done = subprocess.run(
-        [sys.executable, str(FAULTS), "--quick", "--jobs", "4", "--rows", "20", "21", "22", "24"]
-        + ["--json", str(results), "--output", str(folder / "faults.md")],
+        [
+            *(sys.executable, str(FAULTS), "--quick", "--jobs", "4", "--rows", "20", "21", "22", "24"),
+            *("--json", str(results), "--output", str(folder / "faults.md")),
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,

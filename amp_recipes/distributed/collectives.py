@@ -12,13 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from amp_recipes.distributed.failures import collective
 from amp_recipes.distributed.processes import host_group, initialized, world_size
 
 
 def agree(flag: torch.Tensor) -> torch.Tensor:
     """The maximum of `flag` (0-d, on the device) over all ranks."""
     if initialized():
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        with collective("agreeing on an update"):
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return flag
 
 
@@ -31,14 +33,16 @@ class Poll:
         self._work = None
         if initialized():
             rows = list(self._all.unbind())
-            self._work = dist.all_gather(rows, self._mine, group=host_group(), async_op=True)
+            with collective("keeping step with them"):
+                self._work = dist.all_gather(rows, self._mine, group=host_group(), async_op=True)
         else:
             self._all.copy_(self._mine)
 
     def read(self) -> list[list[float]]:
         """The numbers of every process, by rank; waits until all have given theirs."""
         if self._work is not None:
-            self._work.wait()
+            with collective("keeping step with them"):
+                self._work.wait()
             self._work = None
         return self._all.tolist()
 
@@ -63,7 +67,8 @@ def gather(value: Any) -> list[Any]:
     """`value` of every rank, in their order, on every rank; it is pickled."""
     of_ranks = [value] * world_size()
     if initialized():
-        dist.all_gather_object(of_ranks, value, group=host_group())
+        with collective("gathering what each has"):
+            dist.all_gather_object(of_ranks, value, group=host_group())
     return of_ranks
 
 
@@ -72,11 +77,13 @@ def from_main_process(value: Any) -> Any:
     if not initialized():
         return value
     box = [value]
-    dist.broadcast_object_list(box, group=host_group())
+    with collective("hearing from the main process"):
+        dist.broadcast_object_list(box, group=host_group())
     return box[0]
 
 
 def wait_for_all() -> None:
     """Go on when every rank has come here."""
     if initialized():
-        dist.barrier(group=host_group())
+        with collective("waiting for all"):
+            dist.barrier(group=host_group())

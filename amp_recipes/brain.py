@@ -117,7 +117,7 @@ class Brain(SpikeRecovery):
                     self._after_window(epoch)
         except LoadingStopped:
             self._save_and_leave(epoch)
-        if self.step == 0:
+        if not any(distributed.gather(self.step)):
             raise DataError(f"epoch {epoch}: the training set yielded no batch (is it an iterator that is used up?)")
         self._settle_training()
         self._log.count_training()
@@ -350,7 +350,7 @@ class Brain(SpikeRecovery):
             self._position.validation_ends()
         for ticket, weight in posted:
             self._average.add(ticket.read()[0], weight, self.update_average)
-        if self.step == 0:
+        if not any(distributed.gather(self.step)):
             raise DataError(f"the {stage.name.lower()} set yielded no batch")
         # Its hook sees the weights that were tested; that of a validation may save, and saves those that train.
         with averaged() if stage is Stage.TEST else nullcontext():

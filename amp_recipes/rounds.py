@@ -29,6 +29,11 @@ class Round:
         return int(max(row[0] for row in self._heard))
 
     @property
+    def fewest_batches(self) -> int:
+        """How many batches the process has that has fewest."""
+        return int(min(row[0] for row in self._heard))
+
+    @property
     def batches(self) -> float:
         """Batches of all processes over the number of processes, whose gradients are averaged."""
         return self._of_all(0) / self._data_processes

@@ -115,17 +115,26 @@ class RunData(RunReport):
         try:
             for batches in chain(windows, repeat([])):
                 self._round = Round(*self._weigh(batches), self._signal, self._clock_due())
+                if last is None and self._round.most_batches:
+                    last = self._lent(batches[-1:], self._round.fewest_batches == 0)
                 # A sharded model is gathered in every forward, so that all need as many; else only one that has come to
                 # its end needs to know.
                 if not batches or sharded:
                     missing = self._round.most_batches - len(batches)
                     if not batches and not missing:
                         return
-                    batches = batches + [self._again(batches[-1] if batches else last)] * missing
+                    batches = batches + [batches[-1] if batches else last] * missing
                 last = batches[-1]
                 yield batches
         finally:
             self._round = None
+
+    def _lent(self, own: Sequence[Any], some_have_none: bool) -> Any:
+        """A batch to keep up with: this process's own, or another's where it has none from the start."""
+        if not some_have_none:
+            return own[0]
+        of_processes = distributed.gather(list(own))
+        return own[0] if own else next(its[0] for its in of_processes if its)
 
     def _compared_with_others(self, windows: Iterable[list[Any]]) -> Iterator[list[Any]]:
         """The windows; warns if the first is the same in all processes, since then each reads all of the data."""
@@ -155,27 +164,20 @@ class RunData(RunReport):
                 yield batch, True
             return
         heeded = stage is Stage.VALID or not self._in_fit
-        source, last, nothing = iter(batches), None, object()
-        while True:
-            batch = next(source, nothing)
+        sharded, last, nothing = distributed.is_sharded(self.modules), None, object()
+        for batch in chain(batches, repeat(nothing)):
             counts = batch is not nothing
             poll = distributed.Poll([counts, self._signal if heeded else 0])
+            if sharded and last is None and any(some for some, _ in poll.read()):
+                last = self._lent([batch] if counts else [], not all(some for some, _ in poll.read()))
             if counts:
                 last = batch
                 yield batch, True  # the answers arrive meanwhile
             heard = poll.read()
             if self._asked_to_end(max(int(signal) for _, signal in heard)) or not any(some for some, _ in heard):
                 return
-            if not counts and distributed.is_sharded(self.modules):
-                yield self._again(last), False
-
-    def _again(self, batch: Any) -> Any:
-        if batch is None:
-            raise DataError(
-                f"{_SET_NAMES[self._stage]}: process {distributed.rank()} of {distributed.world_size()} has no batch: "
-                "there are fewer samples than processes. Use fewer processes, or more data."
-            )
-        return batch
+            if sharded and not counts:
+                yield last, False
 
     def _share_of_round(self, this: Round) -> tuple[float, float]:
         """What the batch at hand counts for in the windows of all processes, and what these count for.

@@ -53,11 +53,12 @@ class Interrupts:
         self._depth = 0
         self._earlier: dict[int, Any] = {}
         self._first_sigint: float | None = None
+        self._leaves = False
 
     def __enter__(self) -> Interrupts:
         self._depth += 1
         if self._depth == 1:
-            self.requested, self._first_sigint = None, None
+            self.requested, self._first_sigint, self._leaves = None, None, False
             self._install()
         return self
 
@@ -92,6 +93,11 @@ class Interrupts:
         logger.warning("%s", text)
         if signum == signal.SIGINT and (sys.flags.interactive or hasattr(sys, "ps1")):
             raise KeyboardInterrupt(text)
+        # torchrun sends a second SIGTERM as soon as one of several processes has ended: each keeps its exit code.
+        self._leaves = signum == signal.SIGTERM and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        ended = self._depth == 0 and threading.current_thread() is threading.main_thread()
+        if self._leaves and ended and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise RunInterrupted(text, signum)
 
     def _install(self) -> None:
@@ -108,7 +114,8 @@ class Interrupts:
     def _restore(self) -> None:
         for signum, earlier in self._earlier.items():
             if signal.getsignal(signum) == self._note:  # not one that the recipe has set since
-                signal.signal(signum, earlier)
+                ignored = self._leaves and signum == signal.SIGTERM
+                signal.signal(signum, signal.SIG_IGN if ignored else earlier)
         self._earlier.clear()
         if self in _installed:
             _installed.remove(self)

@@ -310,3 +310,23 @@ def test_a_copy_has_noted_nothing():
         for other in (copy.deepcopy(interrupts), pickle.loads(pickle.dumps(interrupts))):
             assert other.requested is None and other._earlier == {}
         ended(interrupts, TERM)
+
+
+@pytest.mark.parametrize("heeded", [True, False], ids=["in the loop", "at its end"])
+@pytest.mark.parametrize(("processes", "status"), [("2", 143), ("1", -signal.SIGTERM)])
+def test_a_second_sigterm_leaves_one_of_several_processes_its_exit_code(processes, status, heeded):
+    """torchrun sends it to all as soon as the first has ended; one process alone ends at once, as the user wants."""
+    script = f"""
+import os, signal
+from amp_recipes.interrupts import Interrupts, RunInterrupted
+try:
+    with Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGTERM)
+        if {heeded}:
+            interrupts.leave("saved")
+except RunInterrupted:
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise
+"""
+    environment = {**os.environ, "WORLD_SIZE": processes}
+    assert subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True).returncode == status

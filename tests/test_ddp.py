@@ -422,7 +422,7 @@ def test_synchronised_batchnorms_keep_their_identity_and_their_pins():
     pin_fp32(modules, ["type:BatchNorm1d"])
     before = list(modules.modules())
     state = copy.deepcopy(modules.state_dict())
-    ddp._synchronise_batchnorms(modules)
+    ddp.synchronise_batchnorms(modules)
     assert all(one is other for one, other in zip(modules.modules(), before, strict=True))
     assert type(modules["model"][1]) is type(modules["norm"]) is nn.SyncBatchNorm
     assert pinned_modules(modules) == ["model.1"]
@@ -439,4 +439,4 @@ class Activated(nn.BatchNorm1d):
 
 def test_a_batchnorm_with_a_forward_of_its_own_is_not_made_a_plain_one():
     with pytest.raises(ConfigError, match="model is a Activated"):
-        ddp._synchronise_batchnorms(nn.ModuleDict({"model": Activated(2)}))
+        ddp.synchronise_batchnorms(nn.ModuleDict({"model": Activated(2)}))

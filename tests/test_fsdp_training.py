@@ -7,6 +7,7 @@ from sharded_runs import WIDTH, Symbols, batches_of, furthest, loss_of, model_of
 from torch import nn
 
 from amp_recipes import Brain
+from amp_recipes.errors import RecipeError
 from amp_recipes.host_copy import HostCopy
 
 BATCHES = 4
@@ -228,3 +229,86 @@ def test_a_loss_for_one_optimizer_leaves_gradients_with_it_alone(precision, dtyp
         update(losses, modules["generator"], optimizers[0])
     for weights in found:
         assert furthest(weights, whole(modules)) < (1e-6 if dtype == torch.float32 else 2e-3)
+
+
+# ---------------------------------------------------------------------- penalties and unused modules
+
+
+class Penalised(Brain):
+    def compute_forward(self, batch, stage):
+        x = batch[0].clone().requires_grad_()
+        return x, self.modules.critic(x)
+
+    def compute_objectives(self, predictions, batch, stage):
+        x, scores = predictions
+        (gradient,) = self.gradients(scores, [x])
+        return scores.float().mean() + (gradient.norm() - 1).square()
+
+
+def penalised_run(rank, precision):
+    options = {"device": "cpu", "strategy": "fsdp", "precision": precision, "init_scale": 64.0}
+    brain = Penalised({"critic": gan_modules(rank)["critic"]}, sgd, None, options)
+    brain.fit(range(1), gan_batches(rank), progressbar=False)
+    return arrays(brain.modules), brain.optimizer_step
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_gradient_penalty(precision, dtype):
+    """Its backward computes with weights that the first one had gathered."""
+    found = in_processes(penalised_run, 2, precision)
+    modules = nn.ModuleDict({"critic": gan_modules(0)["critic"]})
+    optimizer = sgd(modules.parameters())
+    for pair in zip(gan_batches(0), gan_batches(1), strict=True):
+        for batch in pair:
+            x = batch[0].clone().requires_grad_()
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                scores = modules["critic"](x)
+            (gradient,) = torch.autograd.grad(scores.sum(), [x], create_graph=True)
+            ((scores.float().mean() + (gradient.norm() - 1).square()) / 2).backward()
+        nn.utils.clip_grad_norm_(modules.parameters(), 5.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights, steps in found:
+        assert steps == BATCHES
+        assert furthest(weights, whole(modules)) < (1e-6 if dtype == torch.float32 else 2e-3)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+
+    def forward(self, x, left):
+        return self.left(x) if left else self.right(x)
+
+
+class Branching(Brain):
+    def compute_forward(self, batch, stage):
+        return self.modules.model(batch[0], left=torch.distributed.get_rank() == 0)
+
+    def compute_objectives(self, predictions, batch, stage):
+        return predictions.mean()
+
+
+def branching_run(rank, options):
+    torch.manual_seed(0)
+    options = {"device": "cpu", "strategy": "fsdp", **options}
+    brain = Branching({"model": Branches()}, lambda parameters: torch.optim.SGD(parameters, 1.0), None, options)
+    before = arrays(brain.modules)
+    try:
+        brain.fit(range(1), gan_batches(rank)[:1], progressbar=False)
+    except RecipeError as error:
+        return before, arrays(brain.modules), str(error)
+    return before, arrays(brain.modules), ""
+
+
+def test_other_parameters_on_other_ranks_are_refused_unless_asked_for():
+    for before, after, message in in_processes(branching_run, 2, {}):
+        assert "gradients of different parameters" in message and "find_unused_parameters" in message
+        assert all((before[name] == after[name]).all() for name in before)
+    means = [gan_batches(rank)[0][0].mean(0) for rank in range(2)]
+    for before, after, message in in_processes(branching_run, 2, {"find_unused_parameters": True, "max_grad_norm": 0}):
+        assert not message
+        for name, mean in zip(("left", "right"), means, strict=True):
+            expected = torch.as_tensor(before[f"model.{name}.weight"])[0] - mean / 2
+            torch.testing.assert_close(torch.as_tensor(after[f"model.{name}.weight"])[0], expected)

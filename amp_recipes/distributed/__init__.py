@@ -18,7 +18,7 @@ from amp_recipes.distributed.processes import (
     world_size,
 )
 from amp_recipes.distributed.rendezvous import launched
-from amp_recipes.distributed.sharing import is_sharded, leaves, no_sync, total, wrap
+from amp_recipes.distributed.sharing import is_sharded, keeping_gathered, leaves, no_sync, total, wrap
 
 __all__ = [
     "Poll",
@@ -35,6 +35,7 @@ __all__ = [
     "initialized",
     "is_main_process",
     "is_sharded",
+    "keeping_gathered",
     "launched",
     "leaves",
     "local_rank",

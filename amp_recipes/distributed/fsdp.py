@@ -117,6 +117,23 @@ def no_sync(modules: nn.Module) -> Iterator[None]:
             root.set_requires_all_reduce(True)
 
 
+@contextmanager
+def keeping_gathered(modules: nn.Module) -> Iterator[None]:
+    """Within it, a backward leaves gathered what it has computed with: the backward of a penalty computes with it too.
+
+    The next ordinary backward frees it. It must go through an output of the modules besides the penalty's, else
+    torch does not notice it, and gradients stay where they are.
+    """
+    roots = [module for module in _roots(modules) if _gathers(module)]
+    try:
+        for root in roots:
+            root.set_reshard_after_backward(False)
+        yield
+    finally:
+        for root in roots:
+            root.set_reshard_after_backward(True)
+
+
 def leaves(modules: nn.Module, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """What stands for `parameters` in an autograd graph: of sharded ones the gathered form, others themselves.
 

@@ -16,6 +16,7 @@ from amp_recipes.distributed.recomputing import recompute
 
 is_sharded = fsdp.is_sharded
 leaves = fsdp.leaves
+keeping_gathered = fsdp.keeping_gathered
 
 
 def wrap(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from amp_recipes.host_copy import HostCopy, Ticket
 from amp_recipes.precision.amp_config import fp16_parameters
 from amp_recipes.precision.loss_scaler import LossScaler
 from amp_recipes.precision.rollback import BufferRollback
-from amp_recipes.precision.sharded_gradients import Ranks, sum_of_squares
+from amp_recipes.precision.sharded_gradients import Ranks, mark_of, marks_differ, sum_of_squares
 from amp_recipes.sharded_tensors import is_sharded, local
 
 logger = logging.getLogger(__name__)
@@ -46,9 +47,10 @@ class Update:
 class PendingUpdate:
     """An update whose verdict may still be on its way from the device."""
 
-    __slots__ = ("_names", "_ticket", "_update", "losses")
+    __slots__ = ("_marked", "_names", "_ticket", "_update", "losses")
 
-    def __init__(self, ticket: Ticket, losses: int, names: Sequence[str]) -> None:
+    def __init__(self, ticket: Ticket, losses: int, names: Sequence[str], marked: bool = False) -> None:
+        self._marked = marked  # the last number is 1 where ranks had gradients of different parameters
         self._ticket = ticket  # verdict, losses, norms, and the scale where there is one
         self.losses = losses  # how many were handed to `backward` for it
         self._names = names
@@ -63,6 +65,13 @@ class PendingUpdate:
         """The verdict; waits for it where it has not arrived."""
         if self._update is None:
             skip, *numbers = self._ticket.read()
+            if self._marked and numbers.pop():
+                raise RecipeError(
+                    "the processes have gradients of different parameters: a forward left some unused on one rank, "
+                    "and strategy fsdp added up gradients of one parameter with those of another (the update was "
+                    "skipped). Set find_unused_parameters, which sends zeros for them, or use the same modules on "
+                    "every rank."
+                )
             first_norm = self.losses
             scale_at = first_norm + len(self._names)
             self._update = Update(
@@ -148,7 +157,9 @@ class UpdateOwner:
         scaled = self.scaler.is_enabled()
         # Scaled, the mean: from a sum, the way back would begin at each element with the scale itself, inf in fp16.
         total = loss if loss.ndim == 0 else loss.float().mean() if scaled else loss.sum()
-        grads = torch.autograd.grad(self.scaler.scale(total), inputs, create_graph=True)
+        sharded = self._ranks is not None and any(is_sharded(it) for it in self._modules.parameters())
+        with self._ranks.keeping_gathered(self._modules) if sharded else nullcontext():
+            grads = torch.autograd.grad(self.scaler.scale(total), inputs, create_graph=True)
         if scaled:
             # In float32 on the device: the scale is a power of two unless the user chose other factors.
             inverse = self.scaler.scale_tensor.reciprocal() * loss.numel()
@@ -182,14 +193,15 @@ class UpdateOwner:
             report = list(losses) if scale is None else [*losses, scale.clone()]
             gradients = {name: self._unscaled(optimizers[name], found) for name, found in parameters.items()}
             if any(is_sharded(gradient) for found in gradients.values() for gradient in found):
-                norms, failed = self._ask_ranks(optimizers, gradients, losses)
+                norms, failed, differs = self._ask_ranks(optimizers, gradients, losses)
+                marks = [differs]
                 gradients = {name: [local(gradient) for gradient in found] for name, found in gradients.items()}
             else:
-                norms, failed = {name: _norm(found) for name, found in gradients.items()}, None
+                norms, failed, marks = {name: _norm(found) for name, found in gradients.items()}, None, []
             report[len(losses) : len(losses)] = norms.values()
-            numbers = self._gather(report)
+            numbers = self._gather([*report, *marks])
             skip = None if self._decides_on_host else self._verdict(numbers, failed)
-            pending = PendingUpdate(self._host.post(numbers), len(losses), list(norms))
+            pending = PendingUpdate(self._host.post(numbers), len(losses), list(norms), bool(marks))
             on_device = skip is not None and all(
                 _skips_on_device(optimizers[name], skip) and self._knows(optimizers[name], found)
                 for name, found in parameters.items()
@@ -255,11 +267,12 @@ class UpdateOwner:
         optimizers: Mapping[str, Optimizer],
         gradients: Mapping[str, Sequence[torch.Tensor]],
         losses: Sequence[torch.Tensor],
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Each optimizer's norm over all parts of its gradients, and 0-d: 1 if anything failed on any rank, else 0.
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Each optimizer's norm over all parts of its gradients, and two numbers (0-d, 1 or 0).
 
-        One collective, which also tells the scaler of overflows in the others' parts. All ranks make it alike: a
-        gradient is on all of them or on none, since the reduction that leaves it takes them all.
+        They say whether anything failed on any rank, and whether ranks have gradients of different parameters: then
+        torch has added up gradients of one with those of another. One collective, which also tells the scaler of
+        overflows in the others' parts.
         """
         assert self._ranks is not None, "sharded parameters have other ranks to ask"
         processes, device = self._ranks.world_size(), self._zero.device
@@ -268,12 +281,17 @@ class UpdateOwner:
         squares = [sum_of_squares(found, device, processes) for found in gradients.values()]
         bad = [_sum(found, device) for found in overflows]
         bad.append(_sum((loss.isfinite().logical_not() for loss in losses), device))
-        numbers = self._ranks.total(torch.stack([*squares, *bad]))
+        mark = mark_of(it for name in gradients for group in optimizers[name].param_groups for it in group["params"])
+        marks = torch.tensor([mark, mark * mark], dtype=torch.float64, device=device)
+        numbers = self._ranks.total(torch.cat([torch.stack([*squares, *bad]), marks]))
+        differs = marks_differ(numbers[-2], numbers[-1], processes)
+        numbers = numbers[:-2]
         for found, overflowed in zip(overflows, numbers[len(squares) :], strict=False):
             for flag in found:
                 flag.copy_(overflowed > 0)
         norms = numbers[: len(squares)].sqrt().to(self._zero.dtype)
-        return dict(zip(gradients, norms, strict=True)), (numbers[len(squares) :].sum() > 0).to(self._zero.dtype)
+        failed = (numbers[len(squares) :].sum() > 0) | differs
+        return dict(zip(gradients, norms, strict=True)), failed.to(self._zero.dtype), differs.to(self._zero.dtype)
 
     @property
     def _decides_on_host(self) -> bool:

@@ -6,7 +6,9 @@ Scaling, clipping and judging work on the parts; only sums of squares travel.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -27,6 +29,9 @@ class Ranks(Protocol):
 
     def leaves(self, modules: nn.Module, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         """What stands for `parameters` in the graph of a forward that has run."""
+
+    def keeping_gathered(self, modules: nn.Module) -> AbstractContextManager[None]:
+        """Within it, a backward leaves gathered what a second one, through its own graph, computes with."""
 
 
 def by_format(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
@@ -53,6 +58,16 @@ def sum_of_squares(gradients: Sequence[torch.Tensor], device: torch.device, proc
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(same)))
             squares += norm.to(device).double().square() / times
     return squares
+
+
+def mark_of(parameters: Iterable[torch.Tensor]) -> float:
+    """A number (below 2^16) that differs, but for one case in 65,536, where other `parameters` have gradients."""
+    return float(zlib.crc32(bytes(it.grad is not None for it in parameters)) & 0xFFFF)
+
+
+def marks_differ(total: torch.Tensor, total_of_squares: torch.Tensor, processes: int) -> torch.Tensor:
+    """Whether the marks of all processes are not all equal (0-d bool); in float64 exact up to 1,024 of them."""
+    return total_of_squares * processes - total.square() > 0.5
 
 
 def _parts(gradient: torch.Tensor) -> int:

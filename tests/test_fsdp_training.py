@@ -124,9 +124,9 @@ def overflow_in_one_shard(rank):
                 gradient[row] = float("inf")
             held = len(gradient)
             brain.optimizers_step()
-            update = brain.skipped_steps
             after = whole(brain.modules)
-            verdicts.append((held, update, all(torch.equal(before[it], after[it]) for it in before)))
+            same = all(torch.equal(before[it], after[it]) for it in before)
+            verdicts.append((held, same, brain.skipped_steps, brain.scaler.get_scale()))
             before = after
     return verdicts
 
@@ -134,7 +134,8 @@ def overflow_in_one_shard(rank):
 def test_an_overflow_in_the_part_of_one_rank_is_known_to_all():
     first, second = in_processes(overflow_in_one_shard, 2)
     assert [held for held, *_ in first] == [6, 6, 1, 1] and [held for held, *_ in second] == [5, 5, 0, 0]
-    expected = [(1, True), (2, True), (1, True), (1, False)]  # the last: nobody's part has the infinity
+    # The last: nobody's part has the infinity.
+    expected = [(True, 1, 32.0), (True, 2, 16.0), (True, 1, 32.0), (False, 1, 32.0)]
     assert [rest for _, *rest in first] == [rest for _, *rest in second] == [list(it) for it in expected]
 
 
@@ -312,3 +313,27 @@ def test_other_parameters_on_other_ranks_are_refused_unless_asked_for():
         for name, mean in zip(("left", "right"), means, strict=True):
             expected = torch.as_tensor(before[f"model.{name}.weight"])[0] - mean / 2
             torch.testing.assert_close(torch.as_tensor(after[f"model.{name}.weight"])[0], expected)
+
+
+class Early(Symbols):
+    """Makes its optimizer in the constructor, of parameters that sharding then replaces."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.optimizers_dict = {"mine": sgd(self.modules.parameters())}
+
+    def init_optimizers(self):
+        pass
+
+
+def early_run(rank):
+    try:
+        train_sharded(rank, {}, 1, None, recipe=Early)
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_from_before_the_sharding_is_refused():
+    for message in in_processes(early_run, 2):
+        assert "optimizer 'mine' holds parameters from before the modules were sharded" in message

@@ -335,6 +335,7 @@ def check_optimizers(optimizers: Mapping[str, Optimizer], modules: nn.Module, sc
     scaled: losses are scaled (fp16), which needs parameters in fp32.
     """
     names = {id(parameter): name for name, parameter in modules.named_parameters()}
+    sharded = any(is_sharded(parameter) for parameter in modules.parameters())
     owner: dict[int, str] = {}
     for key, optimizer in optimizers.items():
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -344,6 +345,11 @@ def check_optimizers(optimizers: Mapping[str, Optimizer], modules: nn.Module, sc
             )
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         named = [(names.get(id(p), f"parameter {index}"), p) for index, p in enumerate(parameters)]
+        if sharded and not any(id(parameter) in names for parameter in parameters):
+            raise RecipeError(
+                f"optimizer '{key}' holds parameters from before the modules were sharded (strategy fsdp), which "
+                "nobody trains any more: make optimizers in init_optimizers, or give opt_class."
+            )
         for name, parameter in named:
             if owner.setdefault(id(parameter), key) != key:
                 raise PrecisionError(

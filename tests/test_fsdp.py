@@ -254,3 +254,41 @@ def test_weights_are_gathered_as_the_context_of_the_call_asks():
     for losses, refused in in_processes(changing_run, 2):
         assert len(set(losses)) > 10
         assert "was called under autocast to torch.bfloat16 and then to no dtype before the backward" in refused
+
+
+# ---------------------------------------------------------------------- what waits for the last micro-batch
+
+
+class Optional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+
+    def forward(self, x, unused):
+        for index, block in enumerate(self.blocks):
+            x = x if index == unused else block(x)
+        return x
+
+
+def waiting_run(rank):
+    torch.manual_seed(0)
+    modules = nn.ModuleDict({"model": Optional()})
+    distributed.wrap(modules, CPU, options_of(shard_replicas=2))
+    distributed.wrap(modules, CPU, options_of(shard_replicas=2))  # a second fit: as it is
+    units = [modules["model"], *modules["model"].blocks]
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    found = []
+    try:
+        with distributed.no_sync(modules):
+            found.append({group.all_reduce_grads for group in groups})
+            raise RecipeError("inside")
+    except RecipeError:
+        found.append({group.all_reduce_grads for group in groups})
+    modules["model"](torch.ones(1, 2), unused=1).sum().backward()  # a block that no rank calls
+    return found, [it.grad is None for it in modules.parameters()]
+
+
+def test_replicas_wait_for_the_last_micro_batch_and_no_longer_after_an_exception():
+    for found, without in in_processes(waiting_run, 4):
+        assert found == [{False}, {True}]
+        assert without == [False, False, True, True, False, False]

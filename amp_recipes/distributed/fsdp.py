@@ -313,9 +313,11 @@ def _free_where_no_backward_follows(root: nn.Module, inputs: Any, outputs: Any) 
                 module.reshard()
 
 
-def _has_replicas(root: Any) -> bool:
-    groups = root._get_fsdp_state()._fsdp_param_groups
-    return any(REPLICATE in (group.mesh_info.mesh.mesh_dim_names or ()) for group in groups)
+def _has_replicas(root: nn.Module) -> bool:
+    # The root may have no group: all its parameters may be in blocks. All units of a run have one mesh.
+    groups = (it for module in root.modules() if _gathers(module) for it in module._get_fsdp_state()._fsdp_param_groups)
+    first = next(groups, None)
+    return first is not None and REPLICATE in (first.mesh_info.mesh.mesh_dim_names or ())
 
 
 def _offloads(options: Any, device: torch.device) -> bool:

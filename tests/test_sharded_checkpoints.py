@@ -1,5 +1,6 @@
 """Tensors that lie in parts on several processes: saved by all, loaded in any number of them and under any strategy."""
 
+import errno
 import json
 import os
 import re
@@ -276,6 +277,33 @@ def refused(rank, folder):
     return str(caught.value), kept, str(refusal.value)
 
 
+def disk_full(rank, folder):
+    parts = made(0, "fsdp")
+    checkpointer = Checkpointer(folder, named(*parts))
+    checkpointer.save_checkpoint({"epoch": 1})
+    write = os.write
+    if rank == 1:
+        os.write = full
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer.start_saving({"epoch": 2})
+        checkpointer.wait()
+    os.write = write
+    dist.barrier()
+    left = sorted(os.listdir(folder))
+    dist.barrier()
+    return str(caught.value), left, checkpointer.save_checkpoint({"epoch": 2}).number
+
+
+def full(descriptor, content):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_that_is_full_for_one_rank_leaves_nothing_and_is_told_to_all(tmp_path):
+    for text, left, number in in_processes(disk_full, 2, tmp_path):
+        assert "disk full" in text and "CKPT+000001 is intact" in text
+        assert (left, number) == (["CKPT+000001"], 2)
+
+
 class Half:
     """Holds a sharded tensor of a dtype that safetensors lacks."""
 
@@ -538,7 +566,7 @@ def test_a_rank_killed_inside_a_save_leaves_the_old_checkpoint_and_no_torn_one(t
     (tmp_path / "whole").mkdir()
     _, calls = in_processes(save_and_die, 2, tmp_path / "whole", 10**9, False)
     assert calls >= 9  # three files
-    for point in [0, 1, 2, calls // 2, calls - 1, calls]:
+    for point in (0, 2, calls // 2, calls):
         folder = tmp_path / str(point)
         folder.mkdir()
         began = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -120,17 +121,17 @@ def together() -> Together:
     world = dist.group.WORLD
     if world not in _groups:
         try:
-            _groups[world] = dist.new_group(backend="gloo", timeout=_timeout(world))
+            _groups[world] = dist.new_group(backend="gloo", timeout=_timeout())
         except RuntimeError as error:
             raise _unheard(error) from error
     return Together(_groups[world])
 
 
-def _timeout(group: Any) -> Any:
-    """How long the processes of a group wait for each other."""
+def _timeout() -> timedelta:
+    """How long the processes of the run wait for each other."""
     # torch has no public way to ask, and new_group's default is torch's and not that of the processes' group.
-    backend = group._get_backend(group._device_types[0] if group._device_types else torch.device("cpu"))
-    return backend.options._timeout
+    group = distributed.host_group() or dist.group.WORLD
+    return group._get_backend(torch.device("cpu")).options._timeout
 
 
 def _told(error: Exception) -> tuple[int, str]:

@@ -32,7 +32,7 @@ from _fault_worker import Plan
 
 WORKER = Path(__file__).with_name("_fault_worker.py")
 LIMIT_SECONDS = 60  # after which a start of torchrun counts as hung
-SHUTDOWN_SECONDS = 3  # how long torchrun waits for workers that it has asked to end; by itself 30
+PATIENCE_SECONDS = 30  # of torchrun with workers that it has asked to end
 _POLL_SECONDS = 0.005
 _numbers = itertools.count()
 
@@ -40,11 +40,14 @@ _numbers = itertools.count()
 class Launch:
     """One start of torchrun with `world` workers on a plan, under way.
 
-    restarts: torchrun's --max-restarts. Events are lists [kind, rank, life, time, values...] in the order in which they
+    restarts: torchrun's --max-restarts; patience: seconds until it kills those that do not heed its SIGTERM. Events are lists [kind, rank, life, time, values...] in the order in which they
     were written; time is the system's monotonic clock. life: counts torchrun's restarts.
     """
 
-    def __init__(self, plan: Plan, place: Path, world: int = 2, restarts: int = 0, plain: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, place: Path, world: int = 2, restarts: int = 0, plain: bool = False,
+        patience: float = PATIENCE_SECONDS,
+    ) -> None:  # fmt: skip
         number = next(_numbers)
         self.events: list[list[Any]] = []
         self._file = place / f"events.{number}"
@@ -56,10 +59,9 @@ class Launch:
         self.ended: dict[tuple[int, int], float] = {}  # (life, rank) -> when its process was found to be over
         path = replace(plan, events=str(self._file)).save(place / f"plan.{number}.json")
         arguments = [
-            "--standalone", f"--nproc_per_node={world}", f"--max-restarts={restarts}",
-            f"--shutdown-timeout={SHUTDOWN_SECONDS}", str(WORKER), str(path),
+            "--standalone", f"--nproc_per_node={world}", f"--max-restarts={restarts}", str(WORKER), str(path),
         ]  # fmt: skip
-        start = partial(_exec, arguments) if plain else partial(_agent, arguments, str(self._file))
+        start = partial(_exec, arguments) if plain else partial(_agent, arguments, str(self._file), patience)
         self.agent = Child(start, 2 * LIMIT_SECONDS)
         _alive.append(self)
 
@@ -201,8 +203,9 @@ def _exec(arguments: list[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
 
 
-def _agent(arguments: list[str], events: str) -> None:
+def _agent(arguments: list[str], events: str, patience: float) -> None:
     """torchrun in this process."""
+    ForkedInterpreter.patience = patience
     record = os.open(events, os.O_WRONLY | os.O_APPEND)
     handlers.SubprocessHandler._popen = lambda self, args, env: ForkedInterpreter(args, env, record, events)
     torchrun.main(arguments)
@@ -210,6 +213,8 @@ def _agent(arguments: list[str], events: str) -> None:
 
 class ForkedInterpreter:
     """What `subprocess.Popen([python, "-u", script, ...], start_new_session=True)` is to torchrun."""
+
+    patience: float = PATIENCE_SECONDS
 
     def __init__(self, args: tuple[str, ...], env: dict[str, str], record: int, events: str) -> None:
         self.returncode: int | None = None
@@ -239,7 +244,7 @@ class ForkedInterpreter:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end. Raises subprocess.TimeoutExpired."""
-        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+        deadline = time.monotonic() + min(self.patience, float("inf") if timeout is None else timeout)
         while self.poll() is None:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired("worker", timeout or 0.0)

@@ -38,6 +38,9 @@ PLAN = {
     "attention.out": RowwiseParallel,
     "feed_forward.down": RowwiseParallel,
 }
+BRAIN_PLAN = {
+    f"model.blocks.*.{name}": "colwise" if style is ColwiseParallel else "rowwise" for name, style in PLAN.items()
+}
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,7 @@ def make_brain(shape: Shape, run: Run, **options: Any) -> LanguageModel:
     return LanguageModel(
         modules={"model": SmallLlama(shape)},
         opt_class=make_optimizer,
+        hparams={"tensor_parallel_plan": BRAIN_PLAN} if run.tensor_parallel > 1 else None,
         run_opts={
             "device": "cpu",
             "precision": "bf16" if run.compute == BF16 else "fp32",
@@ -183,6 +187,7 @@ def make_brain(shape: Shape, run: Run, **options: Any) -> LanguageModel:
             "gradient_compression": "bf16" if run.gradient_bytes == BF16 else "off",
             "reshard_after_forward": run.reshard_after_forward,
             "shard_replicas": run.shard_replicas,
+            "tensor_parallel": run.tensor_parallel,
             "activation_checkpointing": ["blocks"] if run.checkpointing else [],
             **options,
         },

@@ -256,8 +256,8 @@ def report(results: dict[Case, dict[str, Measured]], words: dict[str, float], se
         lines += [
             "",
             "`*` After the same batches the weights are not bit for bit those of the loop by hand. By torch's plain "
-            "policy they cannot be: it computes norms, embedding and residuals in bf16 as well. Brain leaves them in fp32, as "
-            "autocast does in one process, and as the loop of the other bf16 row does with groups of their own.",
+            "policy they cannot be: it computes norms, embedding and residuals in bf16 as well. Brain leaves them in "
+            "fp32, as autocast does in one process, and as the loop of the other bf16 row does by groups of their own.",
         ]
     lines += [
         "",

@@ -137,6 +137,10 @@ FITS = {
     "fsdp": FP32_SHARDED,
     "fsdp, bf16, a window of 3": replace(BRAIN_SHARDED, micro_batches=3),
     "fsdp, bf16, kept after the forward": replace(BRAIN_SHARDED, reshard_after_forward=False),
+    "fsdp, bf16, checkpointed": replace(BRAIN_SHARDED, checkpointing=True),
+    "tensor parallel, bf16": replace(BRAIN_SHARDED, tensor_parallel=2),
+    "tensor parallel, bf16, checkpointed": replace(BRAIN_SHARDED, tensor_parallel=2, checkpointing=True),
+    "fsdp 2 by tensor parallel 2, bf16": replace(BRAIN_SHARDED, ranks=4, tensor_parallel=2),
     "fsdp, bf16, 2 replicas of 2, a window of 3": replace(BRAIN_SHARDED, ranks=4, shard_replicas=2, micro_batches=3),
 }
 

@@ -203,7 +203,7 @@ class Brain(SpikeRecovery):
             share, of = self._batch_weight, self._window_weight
         else:
             share, of = 1.0, self._window_size
-        with self._averaged(chosen):
+        with self._averaged(loss, chosen):
             self._plan.updates.backward(loss, share, of, chosen)
 
     def gradients(self, loss: torch.Tensor, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Any:
@@ -474,6 +474,7 @@ class Brain(SpikeRecovery):
 
     def _end_epoch(self, epoch: int) -> None:
         """What follows from the epoch's last stage: schedulers, the best so far, a checkpoint."""
+        self._warn_of_differing_weights()
         self._schedulers.after_epoch(self._metrics["loss"])
         self._position.epoch_loss_due = None
         self._watch.observe(self._metrics, epoch)

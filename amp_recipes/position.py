@@ -30,8 +30,9 @@ class Position:
     """The place in the run: as a recoverable of the checkpoint, and what a resumed `fit` asks.
 
     read: returns the loop's own numbers as they are now (a dict of plain values, with `step` and `data`); write: takes
-    them back; moment: returns the present `Moment`, of what is drawn alone if its argument is false; gather: returns
-    what each process gives, by rank; choose: of the states of all processes that saved, the one to go on from here.
+    them back; moment: returns the present `Moment`, of what is drawn alone if its argument is false; choose: of the
+    states of all processes that saved, by rank, the one to go on from here.
+    parts: what `part_of_process` returned in each process, for the next `state_dict`.
     fit: which of the process's calls of `fit` this is, from 1.
     epoch_loss_due: loss of an epoch whose end has not followed yet (its schedulers have not moved); None otherwise.
     """
@@ -41,13 +42,12 @@ class Position:
         read: Callable[[], dict[str, Any]],
         write: Callable[[Mapping[str, Any]], None],
         moment: Callable[[bool], Moment],
-        gather: Callable[[Any], list[Any]] = lambda own: [own],
         choose: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda states: states[0],
     ) -> None:
         self._read = read
         self._write = write
         self._moment = moment
-        self._gather = gather
+        self.parts: list[dict[str, Any]] | None = None
         self._choose = choose
         self.start_afresh()
 
@@ -123,10 +123,25 @@ class Position:
 
     # ------------------------------------------------------------------ as a recoverable
 
+    def part_of_process(self) -> dict[str, Any]:
+        """What of the state differs between processes."""
+        state = self._state()
+        return {name: state[name] for name in _EACH_ITS_OWN if name in state}
+
     def state_dict(self) -> dict[str, Any]:
-        """The loop's numbers and the place in the run; `others`: what differs in the processes after the first."""
+        """The loop's numbers and the place in the run.
+
+        others: what differs in the processes after the first; of_one: nothing is known of any other, there being none
+        or nobody having set `parts`.
+        """
+        parts, self.parts = self.parts, None
+        if parts is None:
+            return {**self._state(), "of_one": True}
+        return {**self._state(), **parts[0], "others": parts[1:]}
+
+    def _state(self) -> dict[str, Any]:
         now = self._stage_start if self._validating else self._moment(True)
-        state = {
+        return {
             **self._read(),
             "done": self._one_before_done if self._validating else self.done,
             "training": self._training,
@@ -135,13 +150,11 @@ class Position:
             "stage_start": self._stage_start,
             "now": now,
         }
-        first, *others = self._gather({name: state[name] for name in _EACH_ITS_OWN if name in state})
-        return {**state, **first, "others": others} if others else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state that `state_dict` returned, also with another number of processes."""
-        others = state.get("others", [])
-        state = self._choose([dict(state), *({**state, **own} for own in others)])
+        if not state.get("of_one"):
+            state = self._choose([dict(state), *({**state, **own} for own in state.get("others", []))])
         self._write(state)
         self.done = self._done_before = state["done"]
         self.epoch_loss_due = state["epoch_loss_due"]

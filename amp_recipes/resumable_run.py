@@ -101,7 +101,7 @@ class ResumableRun(RunData):
     def _init_from_run(self) -> None:
         """Begin with the weights of the run that `init_from` names."""
         checkpoint = best_checkpoint(self.init_from)
-        load_weights(self._saved_modules, model_weights(checkpoint), str(checkpoint.path))
+        load_weights(self._saved_modules, model_weights(checkpoint, self._saved_modules), str(checkpoint.path))
         if self._ema is not None:
             self._ema.restart()
         logger.info("begins with the weights of %s (epoch %s)", checkpoint.path, checkpoint.meta.get("epoch"))

@@ -56,7 +56,7 @@ class RunData(RunReport):
         """How many updates the fit that begins will take, if none is skipped."""
         if not self._loaders:  # a diagnosis, which takes steps of the start
             return _UPDATES_OF_A_DIAGNOSIS
-        batches = length(self._loaders["train"])
+        batches = self._most_batches(length(self._loaders["train"]))
         epochs = getattr(self._epoch_counter, "limit", None) or length(self._epoch_counter)
         if batches is None or epochs is None:
             unknown = "its training set" if batches is None else "the epoch counter"
@@ -68,6 +68,11 @@ class RunData(RunReport):
             batches, epochs = min(batches, self.debug_batches), min(epochs, self.debug_epochs)
         updates = -(-batches // self.grad_accumulation_factor) * epochs
         return min(updates, self.optimizer_step_limit or updates)
+
+    def _most_batches(self, own: int | None) -> int | None:
+        """The epoch's windows are those of the process that has most; None where any cannot tell."""
+        lengths = distributed.gather(own)
+        return None if None in lengths else max(lengths)
 
     def _batches_of(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Iterable[Any]:
         make = functools.partial(self.make_dataloader, stage=stage)

@@ -56,8 +56,9 @@ class RunReport(RunSetup):
     def gather(self, value: Any) -> list[Any]:
         """`value` of every process, in the order of their ranks; of one process, a list of its own.
 
-        For figures that no ratio of sums gives, such as a macro F1 over all predictions. Every process must call it, at
-        the same point; `value` is pickled on the way (tensors are best moved to the CPU first).
+        For figures that no ratio of sums gives, such as a macro F1 over all predictions. Every process must call it, as
+        often and in the same order: in `on_stage_end`, say, and not for each batch, of which one may have more than
+        another. `value` is pickled on the way (tensors are best moved to the CPU first).
         """
         return distributed.gather(value)
 

@@ -131,14 +131,31 @@ class RunSetup(Hooks):
         )
         if self._ema is not None and distributed.is_sharded(self.modules) and not sharded:
             self._ema.take_over(self.modules)
+        elif self._ema is not None and distributed.initialized() and not self._shared:
+            self._ema.restart()  # at the first process's weights, which all have now
+        self._shared = True
 
-    def _averaged(self, optimizers: Sequence[Optimizer] | None) -> AbstractContextManager[None]:
+    def _warn_of_differing_weights(self) -> None:
+        """Say so where the processes have come to hold different models."""
+        if self.strategy != "ddp" or not distributed.initialized():
+            return
+        names = distributed.differing(self.modules)
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            logger.warning(
+                "the processes hold different weights: %s%s. Something that is not averaged moves them: a "
+                "loss.backward() past self.backward, weights set by hand, a schedule that depends on the rank.",
+                ", ".join(names[:5]),
+                more,
+            )
+
+    def _averaged(self, loss: torch.Tensor, optimizers: Sequence[Optimizer] | None) -> AbstractContextManager[None]:
         """Around a backward that leaves gradients with the parameters of `optimizers` (default: all): averages them."""
         if not distributed.initialized():
             return nullcontext()
         groups = None if optimizers is None else [group for it in optimizers for group in it.param_groups]
         parameters = None if groups is None else [parameter for group in groups for parameter in group["params"]]
-        return distributed.averaging(self.modules, parameters)
+        return distributed.averaging(self.modules, loss, parameters)
 
     def _set_up_counters(self) -> None:
         self.optimizer: Optimizer | None = None
@@ -150,6 +167,7 @@ class RunSetup(Hooks):
         self._optimizer_step = self._skipped_steps = 0
         self._average = self._train_average = LossAverage()
         self._window_size, self._window_weight, self._batch_weight = 1, 1.0, 1.0
+        self._shared = False  # the modules, among the processes
         self._compared = False  # the first batch was compared with those of other processes
         self._counts = True  # the batch at hand counts; another only keeps up with other processes
         self._round: Round | None = None  # of several processes: what they have in the window under way
@@ -221,7 +239,7 @@ class RunSetup(Hooks):
                 self._checkpoints.register("hooked_modules", hooked)
         self._checkpoints.register("transient_buffers", self._transient_buffers)
         self._checkpoints.register("gradients", self._gradients)
-        self._position = Position(self._numbers, self._take_numbers, self._moment, distributed.gather, self._own_part)
+        self._position = Position(self._numbers, self._take_numbers, self._moment, self._own_part)
         self._checkpoints.register("brain", self._position)
         if self._ema is not None:
             self._checkpoints.register("ema", self._ema)
@@ -230,7 +248,7 @@ class RunSetup(Hooks):
         """Check the optimizers, make their schedulers and save them with checkpoints, where they are new."""
         if self._schedulers.optimizers == self.optimizers_dict:
             return
-        check_optimizers(self.optimizers_dict, self.modules, scaled=self.scaler.is_enabled())
+        check_optimizers(self.optimizers_dict, self.modules, self.scaler.is_enabled(), distributed.initialized())
         make = getattr(self.hparams, "lr_scheduler", None)
         self._schedulers = Schedulers(make, self.optimizers_dict, self.lr_scheduler_interval, self._count_updates)
         for name, optimizer in self.optimizers_dict.items():

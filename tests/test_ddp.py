@@ -163,27 +163,28 @@ def use_parts(rank: int) -> dict:
     ddp.wrap(modules, CPU, options())
     found = {}
     for _ in range(2):  # the second time in rebuilt buckets
-        with ddp.averaging(modules):
-            model.reconstruct(inputs(rank)).square().mean().backward()
+        loss = model.reconstruct(inputs(rank)).square().mean()
+        with ddp.averaging(modules, loss):
+            loss.backward()
         found["method"] = take_gradients(modules)
         loss = model(inputs(rank)).square().mean()
         chosen = list(model.decoder.parameters())
-        with ddp.averaging(modules, chosen):
+        with ddp.averaging(modules, loss, chosen):
             loss.backward(inputs=chosen)
         found["part"] = take_gradients(modules)
         loss = model(inputs(rank)).square().mean()
-        with ddp.averaging(modules):
+        with ddp.averaging(modules, loss):
             loss.backward()
         found["whole"] = take_gradients(modules)
     try:
         loss = model(inputs(rank), decode=False).square().mean()
-        with ddp.averaging(modules):
+        with ddp.averaging(modules, loss):
             loss.backward()
     except RecipeError as error:
         found["error"] = str(error)
     take_gradients(modules)
     loss = model(inputs(rank)).square().mean()
-    with ddp.averaging(modules):
+    with ddp.averaging(modules, loss):
         loss.backward()
     found["after"] = take_gradients(modules)
     found["dim"] = model.dim
@@ -211,10 +212,40 @@ def leave_out(rank: int) -> list[dict]:
     found = []
     for decode in (False, True, False):
         loss = modules["model"](inputs(rank), decode=decode).square().mean()
-        with ddp.averaging(modules):
+        with ddp.averaging(modules, loss):
             loss.backward()
         found.append(take_gradients(modules))
     return found
+
+
+def use_a_method_and_look_for_unused(rank: int) -> dict:
+    modules = make_parts()
+    ddp.wrap(modules, CPU, options(find_unused_parameters=True))
+    loss = modules["model"].reconstruct(inputs(rank)).square().mean()
+    with ddp.averaging(modules, loss):
+        loss.backward()
+    return take_gradients(modules)
+
+
+def test_a_method_is_averaged_where_unused_parameters_are_looked_for():
+    modules = make_parts()
+    method = mean_gradients(modules, lambda m, rank: m["model"].reconstruct(inputs(rank)).square().mean())
+    for found in in_processes(use_a_method_and_look_for_unused, 2):
+        assert_same(found, method)
+
+
+def drift_apart(rank: int) -> list[list[str]]:
+    modules = make_parts()
+    ddp.wrap(modules, CPU, options())
+    found = [ddp.differing(modules)]
+    with torch.no_grad():
+        modules["model"].decoder.bias[0] += rank * 1e-6
+    return [*found, ddp.differing(modules)]
+
+
+def test_weights_that_differ_are_named():
+    for found in in_processes(drift_apart, 2):
+        assert found == [[], ["model.decoder.bias"]]
 
 
 def test_unused_parameters_are_found_if_asked():

@@ -49,6 +49,7 @@ from amp_recipes.checkpoint.saving import (
     commit_as_main,
     commit_as_other,
     held_by,
+    meet_to_save,
     note_pieces,
     own_files,
     without,
@@ -61,8 +62,7 @@ from amp_recipes.errors import CheckpointError, ConfigError
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
-"""Version of the folder's layout and of the states in it; raised when a reader of the previous one would misread it.
-(1 was a format of the time before the first release.)"""
+"""Version of folder and states (1: before the first release); raised when an earlier reader would misread them."""
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """Version n -> what makes states of version n+1 (recoverable -> state) of those of version n."""
@@ -215,7 +215,7 @@ class Checkpointer:
         self, crew: Together, meta: Mapping[str, Any] | None
     ) -> tuple[dict[str, PackedState], dict[str, frozenset[str]], str]:
         """What this process is to write, the parameters of each recoverable that training changes, and meta.json."""
-        crew.meet("save a checkpoint")
+        meet_to_save(self.recoverables, crew)
 
         def collect() -> tuple[dict[str, PackedState], dict[str, frozenset[str]], str]:
             meta_text = meta_as_json(FORMAT_VERSION, self.recoverables, meta or {})

@@ -19,7 +19,7 @@ from amp_recipes.config.run_options import OPTION_NAMES
 from amp_recipes.config.tags import REFERENCES
 
 # The keys that a Brain itself looks for in its hparams, beside the run options.
-FRAMEWORK_KEYS = frozenset({"lr_scheduler"})
+FRAMEWORK_KEYS = frozenset({"lr_scheduler", "tensor_parallel_plan"})
 # What a mapping for a loader (`loader_kwargs`, `dataloader_options`) may hold.
 LOADER_KEYS = frozenset(inspect.signature(DataLoader).parameters)
 

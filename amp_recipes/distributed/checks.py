@@ -60,7 +60,9 @@ def _problems_of_strategy(
     if plan and options.tensor_parallel == 1:
         logger.warning("%s does nothing without --tensor_parallel (how many processes share each layer)", OPTION)
     if options.strategy == "fsdp":
-        problems += _problem(layout, options, world_size()) + _problem(fsdp.check, modules)
+        problems += _problem(layout, options, world_size()) + (
+            _problem(ddp.check_ready, modules) or _problem(fsdp.check, modules)
+        )
         refused, unheeded, other = _OF_DDP, _ONLY_SPEED_OF_DDP, "ddp"
     else:
         refused, unheeded, other = _OF_FSDP, _ONLY_SPEED_OF_FSDP, "fsdp"

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from amp_recipes.distributed.collectives import Poll
 from amp_recipes.distributed.processes import initialized
 from amp_recipes.errors import ConfigError, RecipeError
 
@@ -56,13 +57,15 @@ class _Reducer(DistributedDataParallel):
         self.expects_gradients = self.require_backward_grad_sync
         return self._post_forward(output)
 
-    def expect_gradients(self) -> None:
-        """Average in the next backward, also where no forward came before."""
-        # The other two look for what is unused in the outputs of a forward.
-        if not (self.find_unused_parameters or self.static_graph):
-            self.reducer._rebuild_buckets()  # where it is due: not once it expects gradients
-            self.reducer.prepare_for_backward([])
-            self.expects_gradients = True
+    def expect_gradients(self, loss: torch.Tensor) -> None:
+        """Average in the next backward, from `loss`, also where no forward came before."""
+        # A forward has looked for what is unused in its outputs; where only a method was called, the loss tells.
+        looks = self.find_unused_parameters
+        if self.static_graph or (looks and self.expects_gradients):
+            return
+        self.reducer._rebuild_buckets()  # where it is due: not once it expects gradients
+        self.reducer.prepare_for_backward([loss] if looks else [])
+        self.expects_gradients = True
 
     def expect_none(self) -> None:
         """Leave gradients as they are: those of a critic that a generator's loss only goes through."""
@@ -138,7 +141,7 @@ def wrap(modules: nn.ModuleDict, device: torch.device, options: Any) -> None:
     if _is_wrapped(modules, by_owners):
         return
     _unwrap(modules)
-    _check_ready(modules)
+    check_ready(modules)
     if options.sync_batchnorm:
         synchronise_batchnorms(modules)
     _start_alike(modules)
@@ -170,8 +173,10 @@ def no_sync(modules: nn.Module, use: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def averaging(modules: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[None]:
-    """Around a backward: see to it that it averages the gradients of all that it reaches, or raise RecipeError.
+def averaging(
+    modules: nn.Module, loss: torch.Tensor, parameters: Iterable[nn.Parameter] | None = None
+) -> Iterator[None]:
+    """Around a backward from `loss`: see to it that it averages the gradients of all it reaches, or raise RecipeError.
 
     That is more than DistributedDataParallel does by itself: modules whose weights were used without a call of the
     module (a method, a tied weight) are averaged as well, and so are gradients of a part of a module's parameters.
@@ -186,7 +191,7 @@ def averaging(modules: nn.Module, parameters: Iterable[nn.Parameter] | None = No
         wanted = [it for it in reducer.averaged if chosen is None or id(it) in chosen]
         if len(wanted) == len(reducer.averaged):
             whole.append(reducer)
-            reducer.expect_gradients()
+            reducer.expect_gradients(loss)
         else:
             reducer.expect_none()  # it would wait for the others
             by_hand += wanted
@@ -198,6 +203,18 @@ def averaging(modules: nn.Module, parameters: Iterable[nn.Parameter] | None = No
         else:
             _check_finished(reducer, modules)
         reducer.expects_gradients = False
+
+
+@torch.no_grad()
+def differing(modules: nn.Module) -> list[str]:
+    """Names of the trainable parameters whose values are not the same in all processes; each must hold all of them."""
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    named = [(name, it.detach()) for name, it in modules.named_parameters() if it.requires_grad and not it.is_complex()]
+    if not initialized() or not named:
+        return []
+    sums = [it.contiguous().view(words[it.element_size()]).sum(dtype=torch.int64) for _, it in named]
+    rows = Poll((torch.stack(sums) % 2**52).tolist()).read()  # as many as a double holds
+    return [name for (name, _), column in zip(named, zip(*rows, strict=True), strict=True) if len(set(column)) > 1]
 
 
 @contextmanager
@@ -281,7 +298,7 @@ def _unwrap(modules: nn.ModuleDict) -> None:
                 del hooks[key]
 
 
-def _check_ready(modules: nn.ModuleDict) -> None:
+def check_ready(modules: nn.ModuleDict) -> None:
     """Raise ConfigError for parameters without values: those of lazy modules, or on the device "meta"."""
     for name, parameter in modules.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):

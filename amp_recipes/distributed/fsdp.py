@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby, takewhile
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ _CAST_BY_AUTOCAST = {
         "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight",
     },
 }  # fmt: skip
+
+_WAITING: WeakSet[nn.Module] = WeakSet()  # roots whose replicas add up later
 
 
 def shard(
@@ -108,13 +111,17 @@ def no_sync(modules: nn.Module) -> Iterator[None]:
     parameter on every process (28 GB for 7 B), where shards take that divided by the group's size.
     """
     roots = [module for module in _roots(modules) if _gathers(module) and _has_replicas(module)]
+    waiting = [root for root in roots if root in _WAITING]  # inside another one
     try:
         for root in roots:
             root.set_requires_all_reduce(False)
+            _WAITING.add(root)
         yield
     finally:
         for root in roots:
-            root.set_requires_all_reduce(True)
+            if root not in waiting:
+                root.set_requires_all_reduce(True)
+                _WAITING.discard(root)
 
 
 @contextmanager

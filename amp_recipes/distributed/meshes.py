@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from amp_recipes.distributed.processes import world_size
 from amp_recipes.errors import ConfigError
@@ -35,7 +37,10 @@ def layout(options: Any, processes: int) -> dict[str, int]:
 def make_mesh(device: torch.device, options: Any) -> DeviceMesh:
     """The mesh of all processes, by `layout`. A collective: every process is to call it."""
     sizes = layout(options, world_size())
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for group in mesh.get_all_groups():  # which torch gives timeouts of its own, 10 or 30 minutes
+        _set_pg_timeout(timedelta(minutes=options.distributed_timeout_minutes), group)
+    return mesh
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -329,10 +329,13 @@ class UpdateOwner:
         return skip
 
 
-def check_optimizers(optimizers: Mapping[str, Optimizer], modules: nn.Module, scaled: bool) -> None:
+def check_optimizers(
+    optimizers: Mapping[str, Optimizer], modules: nn.Module, scaled: bool, several_processes: bool = False
+) -> None:
     """Raise PrecisionError for what cannot be trained safely, before the first step.
 
-    scaled: losses are scaled (fp16), which needs parameters in fp32.
+    scaled: losses are scaled (fp16), which needs parameters in fp32. several_processes: gradients are averaged over
+    them, and only those of `modules`; others are a RecipeError.
     """
     names = {id(parameter): name for name, parameter in modules.named_parameters()}
     sharded = any(is_sharded(parameter) for parameter in modules.parameters())
@@ -345,10 +348,17 @@ def check_optimizers(optimizers: Mapping[str, Optimizer], modules: nn.Module, sc
             )
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         named = [(names.get(id(p), f"parameter {index}"), p) for index, p in enumerate(parameters)]
-        if sharded and not any(id(parameter) in names for parameter in parameters):
+        strangers = [parameter for parameter in parameters if id(parameter) not in names]
+        if sharded and strangers:
             raise RecipeError(
                 f"optimizer '{key}' holds parameters from before the modules were sharded (strategy fsdp), which "
                 "nobody trains any more: make optimizers in init_optimizers, or give opt_class."
+            )
+        if several_processes and strangers:
+            raise RecipeError(
+                f"optimizer '{key}' trains {len(strangers)} parameters, the first of shape "
+                f"{tuple(strangers[0].shape)}, that are not in the Brain's modules: nobody would average their "
+                "gradients over the processes. Put what holds them into `modules`."
             )
         for name, parameter in named:
             if owner.setdefault(id(parameter), key) != key:

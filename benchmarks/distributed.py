@@ -237,6 +237,8 @@ def report(results: dict[Case, dict[str, Measured]], words: dict[str, float], se
         f"- Command: `{command}`",
         f"- Date: {date.today().isoformat()}",
         f"- Machine: {cpu_model()}, {count(os.cpu_count(), 'core')}; two gloo processes of one thread each",
+        f"- Load at the end: {os.getloadavg()[0]:.1f}. These two processes make 2; where it is more, others computed "
+        "beside them, and the ratios of times say little",
         f"- Software: torch {torch.__version__}, Python {platform.python_version()}",
         f"- {count(rounds, 'round')}; cells: the median over rounds of the ratio to the loop by hand in the same "
         "round, and its quartiles; behind the comma, that of the time that the process computes, which does not count "
@@ -257,7 +259,8 @@ def report(results: dict[Case, dict[str, Measured]], words: dict[str, float], se
             "",
             "`*` After the same batches the weights are not bit for bit those of the loop by hand. By torch's plain "
             "policy they cannot be: it computes norms, embedding and residuals in bf16 as well. Brain leaves them in "
-            "fp32, as autocast does in one process, and as the loop of the other bf16 row does by groups of their own.",
+            "fp32, as autocast does in one process, and as the loop of the other bf16 row does by groups of their own: there "
+            "only embeddings differ, by a rounding.",
         ]
     lines += [
         "",

@@ -134,7 +134,9 @@ class Recipe(Brain):
         return loss
 
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
-        """Report what was trained on."""
+        """Report what was trained on; a batch that only keeps up with another process does not count."""
+        if not self._counts:
+            return
         scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
         report("train", self.epoch, self.step, batch[0].tolist(), loss.item().hex(), scale)
         self.phase("between steps")

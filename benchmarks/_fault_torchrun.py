@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handlers
 import torch.distributed.fsdp  # noqa: F401 - what workers import, once here instead of in each
 import torch.distributed.run as torchrun
+import _fault_runs
 from _fault_runs import Child
 from _fault_worker import Plan
 
@@ -40,8 +41,9 @@ _numbers = itertools.count()
 class Launch:
     """One start of torchrun with `world` workers on a plan, under way.
 
-    restarts: torchrun's --max-restarts; patience: seconds until it kills those that do not heed its SIGTERM. Events are lists [kind, rank, life, time, values...] in the order in which they
-    were written; time is the system's monotonic clock. life: counts torchrun's restarts.
+    restarts: torchrun's --max-restarts; patience: seconds until it kills those that do not heed its SIGTERM. Events are
+    lists [kind, rank, life, time, values...] in the order in which they were written; time is the system's monotonic
+    clock. life: counts torchrun's restarts.
     """
 
     def __init__(
@@ -200,6 +202,7 @@ def _shortened(text: str, characters: int = 1800) -> str:
 
 
 def _exec(arguments: list[str]) -> NoReturn:
+    os.set_inheritable(_fault_runs._channel, True)  # closed, it would mean that the process is about to end
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
 
 

@@ -49,25 +49,29 @@ def result_of(finished, row: int) -> tuple[int, dict]:
 def test_all_processes_end_when_one_is_killed_and_a_restart_goes_on_bit_for_bit(finished):
     runs, counts = result_of(finished, 20)
     assert counts["torn"] == counts["finished saves lost"] == counts["crashes on resume"] == 0
-    assert counts["bitwise equal"] == runs > 10
+    assert counts["bitwise equal"] == runs == 8, "by hand and by --max-restarts, by ddp and fsdp, and more"
     assert counts["all ended in time"] + counts["over before the kill"] == runs
-    assert counts["error told with its rank"] > 0
 
 
 def test_those_that_wait_in_vain_end_at_our_timeout_and_name_its_option(finished):
     runs, counts = result_of(finished, 21)
-    assert counts["all ended in time"] == counts["those that waited failed"] == counts["bitwise equal"] == runs == 10
-    assert counts["option named"] == 4, "a frozen rank and a sleeping one, under ddp and fsdp"
+    assert counts["all ended in time"] == counts["those that waited failed"] == counts["bitwise equal"] == runs == 5
+    assert counts["option named"] == 2, "of a frozen rank and a sleeping one"
 
 
 def test_a_rank_that_is_killed_in_a_sharded_save_leaves_nothing_torn(finished):
     runs, counts = result_of(finished, 22)
     assert counts["torn"] == counts["finished saves lost"] == counts["crashes on resume"] == 0
-    assert counts["bitwise equal"] == runs
-    assert counts["all ended alike"] > 0, "runs in which one rank's disk was full"
+    assert counts["bitwise equal"] == runs == 4
+    assert counts["all ended alike"] == 2, "runs in which one rank's disk was full"
 
 
 def test_infinite_gradients_of_one_rank_make_all_ranks_skip(finished):
     runs, counts = result_of(finished, 24)
     assert counts["all skipped"] == counts["ranks equal"] == runs == 6, "three precisions, ddp and fsdp"
     assert counts["bad parameters"] == 0
+
+
+def test_an_epoch_that_other_numbers_of_processes_go_on_with_takes_each_sample_once(finished):
+    _, counts = result_of(finished, 44)
+    assert counts["missing"] == counts["repeated"] == counts["crashes"] == counts["torn"] == 0

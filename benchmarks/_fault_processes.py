@@ -271,9 +271,10 @@ def in_vain(amounts: Amounts, folder: Path, action: str) -> Tally:
         f"The timeout is {TIMEOUT_SECONDS:g} s. A frozen process is torchrun's to kill: here "
         f"{KILLED_AFTER_SECONDS:g} s after the others have failed, by itself {PATIENCE_SECONDS}."
     )
-    plans = [Plan("", "", options={"strategy": it, **SAVES}) for it in STRATEGIES]
-    wholes = [undisturbed(plan, folder) for plan in plans]
+    in_turn = STRATEGIES if action in ("freeze", "extra") else STRATEGIES[::-1]
+    plans = [Plan("", "", options={"strategy": it, **SAVES}) for it in in_turn]
     turns = list(range(_times(amounts)))
+    wholes = [undisturbed(plan, folder) for plan in plans[: len(turns)]]
     for four in (turns[at : at + 4] for at in range(0, len(turns), 4)):
         with new_folder(folder) as place:
             started = []
@@ -345,7 +346,7 @@ def disk_full_on_a_rank(amounts: Amounts, folder: Path, strategy: str) -> Tally:
         Plan("", "", options={"strategy": strategy, "ckpt_interval_steps": 2, "ckpt_background": background})
         for background in (True, False)
     ]
-    wholes = [undisturbed(plan, folder) for plan in plans]
+    wholes = [undisturbed(plan, folder) for plan in plans[: _times(amounts)]]
     for number in range(_times(amounts)):
         plan, whole = plans[number % 2], wholes[number % 2]
         ranks = [rank for rank, visits in whole.visits.items() if visits.get("write")]

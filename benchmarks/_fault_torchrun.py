@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import _fault_runs
 import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handlers
 import torch.distributed.fsdp  # noqa: F401 - what workers import, once here instead of in each
 import torch.distributed.run as torchrun
-import _fault_runs
 from _fault_runs import Child
 from _fault_worker import Plan
 

@@ -288,8 +288,7 @@ class Brain(SpikeRecovery):
             return math.nan
         loader = self._batches_of(test_set, Stage.TEST, test_loader_kwargs)
         self._ledger.settle()
-        if self.strategy == "fsdp":
-            self._share_modules()  # the whole model may be larger than the device
+        self._share_untrained()
         # A test whose hook calls this has the averaged weights applied.
         trained = self._ema.set_aside() if self._ema is not None else nullcontext()
         with trained, self._set_aside(weights=bool(max_key or min_key)) if self._in_fit else self._interrupts:

@@ -181,7 +181,12 @@ class ResumableRun(RunData):
         if saved == distributed.world_size():
             own = states[rank]
         else:
-            logger.warning("saved by %d processes, now %d: the data is shared anew", saved, distributed.world_size())
+            logger.warning(
+                "saved by %d process(es), now there are %d: the data is shared anew, and an update covers the batches of "
+                "all; divide batch_size or grad_accumulation_factor for updates of the same size.",
+                saved,
+                distributed.world_size(),
+            )
             own = dict(states[min(rank, saved - 1)])
             averages, metrics = [it["average"] for it in states], [it["metrics"] for it in states]
             # What all have added up so far is one process's from here on: sums are over all of them.

@@ -115,13 +115,17 @@ class RunData(RunReport):
         if not distributed.initialized():
             yield from windows
             return
-        sharded, last = distributed.is_sharded(self.modules), None
+        sharded, last, first = distributed.is_sharded(self.modules), None, None
+        skipped = self._skipped_steps
         windows = self._compared_with_others(windows)
         try:
             for batches in chain(windows, repeat([])):
                 self._round = Round(*self._weigh(batches), self._signal, self._clock_due())
                 if last is None and self._round.most_batches:
-                    last = self._lent(batches[-1:], self._round.fewest_batches == 0)
+                    last = first = self._lent(batches[-1:], self._round.fewest_batches == 0)
+                if not batches and self.skipped_steps > skipped:
+                    last = first  # a batch that is not finite would have each update skipped, though it counts nothing
+                skipped = self._skipped_steps
                 # A sharded model is gathered in every forward, so that all need as many; else only one that has come to
                 # its end needs to know.
                 if not batches or sharded:

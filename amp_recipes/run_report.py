@@ -56,11 +56,13 @@ class RunReport(RunSetup):
     def gather(self, value: Any) -> list[Any]:
         """`value` of every process, in the order of their ranks; of one process, a list of its own.
 
+        Of processes that share layers, and so the data (`tensor_parallel`), the first gives for all.
+
         For figures that no ratio of sums gives, such as a macro F1 over all predictions. Every process must call it, as
         often and in the same order: in `on_stage_end`, say, and not for each batch, of which one may have more than
         another. `value` is pickled on the way (tensors are best moved to the CPU first).
         """
-        return distributed.gather(value)
+        return distributed.gather(value)[:: distributed.world_size() // distributed.data_world_size()]
 
     @property
     def stage_seconds(self) -> float:

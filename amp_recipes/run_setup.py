@@ -135,6 +135,13 @@ class RunSetup(Hooks):
             self._ema.restart()  # at the first process's weights, which all have now
         self._shared = True
 
+    def _share_untrained(self) -> None:
+        """Have all processes evaluate the same model, also where nothing was trained and nothing will be loaded."""
+        if self._shards:
+            self._share_modules()  # the whole may be larger than the device
+        elif distributed.initialized() and not self._shared:
+            distributed.start_alike(self.modules)  # what averages gradients would take memory for nothing
+
     def _warn_of_differing_weights(self) -> None:
         """Say so where the processes have come to hold different models."""
         if self.strategy != "ddp" or not distributed.initialized():

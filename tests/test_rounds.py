@@ -14,6 +14,7 @@ from processes import in_processes
 from torch import nn
 
 from amp_recipes import Brain, EpochCounter, Stage, distributed
+from amp_recipes.errors import RecipeError
 from amp_recipes.interrupts import RunInterrupted
 
 RATE = 0.1
@@ -382,3 +383,89 @@ def test_data_that_every_process_would_read_whole_is_told(kind):
         assert told and told[0].startswith("Training set is a DataLoader that knows nothing of processes")
     else:
         assert told == []
+
+
+# ---------------------------------------------------------------------- what would let processes drift apart
+
+
+class Untimely(Regression):
+    """An optimizer, a schedule, an average or weights that differ by rank, unless somebody sees to it."""
+
+    def init_optimizers(self):
+        super().init_optimizers()
+        if self.hparams.stranger is not None:
+            self.optimizer.add_param_group({"params": list(self.hparams.stranger.parameters())})
+
+
+def half_way(optimizer, total_updates):
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_updates)
+
+
+def drifting(rank, what, lengths):
+    torch.manual_seed(rank)  # as without the option `seed`: each process has weights of its own
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    hparams = {"stranger": nn.Linear(1, 1) if what == "stranger" else None}
+    hparams |= {"lr_scheduler": half_way} if what == "schedule" else {}
+    options = {"device": "cpu"} | ({"ema_decay": 0.9} if what == "average" else {})
+    brain = Untimely({"model": net}, lambda p: torch.optim.SGD(p, RATE), hparams, options)
+    own = [[torch.stack(it) for it in zip(*batch, strict=True)] for batch in batches_of(rank, lengths, None)]
+    same = [torch.stack(it) for it in zip(*samples(6), strict=True)]
+    if what == "evaluation":
+        return brain.evaluate([same], progressbar=False), weights(brain)
+    try:
+        brain.fit(range(1), own, [same], progressbar=False)
+    except RecipeError as error:
+        return str(error)
+    average = brain._ema.state_dict() if what == "average" else {}
+    return brain.summary.last["valid"]["loss"], weights(brain), *average.values()
+
+
+@pytest.mark.parametrize("what", ["schedule", "average", "evaluation"])
+def test_all_processes_have_the_same_model(what):
+    first, second = in_processes(drifting, 2, what, (5, 3))
+    assert first[0] == second[0]
+    assert all(torch.equal(mine, yours) for mine, yours in zip(first[1:], second[1:], strict=True)) and len(first) > 1
+
+
+def test_an_optimizer_of_what_nobody_averages_is_refused():
+    for told in in_processes(drifting, 2, "stranger", (2, 2)):
+        assert "trains 2 parameters, the first of shape (1, 1), that are not in the Brain's modules" in told
+
+
+def nan_at_the_end(rank):
+    brain = make(nonfinite_patience=2, max_grad_norm=0.0)
+    own = [[torch.stack(it) for it in zip(*batch, strict=True)] for batch in batches_of(rank, (2, 7), None)]
+    if rank == 0:
+        own[-1][0] = own[-1][0] * torch.nan
+    brain.fit(range(1), own, progressbar=False)
+    return brain.optimizer_step, brain.skipped_steps
+
+
+def test_a_last_batch_that_is_not_finite_skips_its_own_update_alone():
+    assert in_processes(nan_at_the_end, 2) == [(6, 1)] * 2
+
+
+class Fails:
+    """A recoverable that cannot be saved, in one process."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def state_dict(self):
+        if self.rank == 1:
+            raise ValueError("no state here")
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def failing_state(rank, folder):
+    brain = make(output_folder=folder)
+    brain.checkpointer.add_recoverable("fails", Fails(rank))
+    brain.fit(EpochCounter(1), Numbered(8), None, False, {"batch_size": 2})
+
+
+def test_a_state_that_cannot_be_saved_in_one_process_is_an_error_on_all(tmp_path):
+    with pytest.raises(AssertionError, match=r"(?s)rank 0.*no state here.*rank 1.*no state here"):
+        in_processes(failing_state, 2, str(tmp_path / "run"), timeout_seconds=40)

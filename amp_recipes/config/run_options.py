@@ -339,6 +339,9 @@ class RunOptions(Mapping[str, Any]):
         return f"RunOptions({', '.join(explicit)})"
 
 
+FRAMEWORK_KEYS = frozenset({"lr_scheduler", "tensor_parallel_plan"})
+"""Keys of a YAML that are no run options and that the framework reads."""
+
 OPTION_NAMES = frozenset(declared.name for declared in fields(RunOptions))
 OPTION_TYPES: dict[str, Any] = dict(sorted(get_type_hints(RunOptions).items()))
 _SCHEMA = OmegaConf.structured(RunOptions)  # to be copied: to make it anew takes four times as long
@@ -419,7 +422,8 @@ def near_misses(keys: Iterable[str]) -> list[str]:
     """What to say of keys that are no run options but look like a misspelt one: a YAML may have keys of its own."""
     said = []
     for key in keys:
-        near = [] if key in OPTION_NAMES else difflib.get_close_matches(str(key), sorted(OPTION_NAMES), 1, cutoff=0.8)
+        known = key in OPTION_NAMES | FRAMEWORK_KEYS
+        near = [] if known else difflib.get_close_matches(str(key), sorted(OPTION_NAMES), 1, cutoff=0.8)
         said += [f"{key!r} is no run option; did you mean {name!r}?" for name in near]
     return said
 

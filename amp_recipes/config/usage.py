@@ -15,11 +15,10 @@ from torch.utils.data import DataLoader
 
 from amp_recipes.config.mistakes import slip_of
 from amp_recipes.config.nodes import Mapping, Mistakes, Scalar, dotted, is_plain_mapping, walk
-from amp_recipes.config.run_options import OPTION_NAMES
+from amp_recipes.config.run_options import FRAMEWORK_KEYS, OPTION_NAMES
 from amp_recipes.config.tags import REFERENCES
 
 # The keys that a Brain itself looks for in its hparams, beside the run options.
-FRAMEWORK_KEYS = frozenset({"lr_scheduler", "tensor_parallel_plan"})
 # What a mapping for a loader (`loader_kwargs`, `dataloader_options`) may hold.
 LOADER_KEYS = frozenset(inspect.signature(DataLoader).parameters)
 

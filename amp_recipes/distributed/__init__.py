@@ -2,7 +2,7 @@
 
 from amp_recipes.distributed.checks import check
 from amp_recipes.distributed.collectives import Poll, agree, from_main_process, gather, mean, sums, wait_for_all
-from amp_recipes.distributed.ddp import averaging, differing, evaluating
+from amp_recipes.distributed.ddp import averaging, differing, evaluating, start_alike
 from amp_recipes.distributed.failures import collective, show_ranks_in_errors, timeout_text
 from amp_recipes.distributed.processes import (
     data_rank,
@@ -46,6 +46,7 @@ __all__ = [
     "rank",
     "show_ranks_in_errors",
     "start",
+    "start_alike",
     "sums",
     "timeout_text",
     "total",

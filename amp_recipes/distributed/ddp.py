@@ -144,7 +144,7 @@ def wrap(modules: nn.ModuleDict, device: torch.device, options: Any) -> None:
     check_ready(modules)
     if options.sync_batchnorm:
         synchronise_batchnorms(modules)
-    _start_alike(modules)
+    start_alike(modules)
     replicas = {name: _Replica() for name in modules}
     for owners, parameters in by_owners.items():
         reducer = _Reducer(modules[owners[0]], parameters, options)
@@ -310,7 +310,7 @@ def check_ready(modules: nn.ModuleDict) -> None:
         raise ConfigError(f"parameter {name} {problem}: processes start from the same weights.")
 
 
-def _start_alike(modules: nn.ModuleDict) -> None:
+def start_alike(modules: nn.ModuleDict) -> None:
     """Give all ranks rank 0's parameters and buffers, also those of frozen modules.
 
     Raises ConfigError, on all of them, where they differ in more than values.

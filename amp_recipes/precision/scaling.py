@@ -282,7 +282,8 @@ class UpdateOwner:
         bad = [_sum(found, device) for found in overflows]
         bad.append(_sum((loss.isfinite().logical_not() for loss in losses), device))
         mark = mark_of(it for name in gradients for group in optimizers[name].param_groups for it in group["params"])
-        marks = torch.tensor([mark, mark * mark], dtype=torch.float64, device=device)
+        # Filled on the device: to copy them there, the host would wait for it.
+        marks = torch.stack([squares[0].new_full((), number) for number in (mark, mark * mark)])
         numbers = self._ranks.total(torch.cat([torch.stack([*squares, *bad]), marks]))
         differs = marks_differ(numbers[-2], numbers[-1], processes)
         numbers = numbers[:-2]

@@ -238,12 +238,12 @@ def _killed_in_load(tally: Tally, chance: Random, whole: Whole, plan: Plan, plac
         launch.bury()
 
 
-def as_typed(amounts: Amounts, folder: Path, strategy: str) -> Tally:
+def as_typed(amounts: Amounts, folder: Path) -> Tally:
     """Row 20: once more, with workers that torchrun itself starts, as a user types it."""
-    tally, chance = Tally(), amounts.generator(("as typed", strategy))
-    plan = Plan("", "", options={"strategy": strategy, **SAVES})
-    whole = undisturbed(plan, folder)
-    for _ in range(amounts.few(5)):
+    tally, chance = Tally(), amounts.generator("as typed")
+    for number in range(amounts.few(6)):
+        plan = Plan("", "", options={"strategy": STRATEGIES[(number + 1) % 2], **SAVES})
+        whole = undisturbed(plan, folder)
         fault = _random_fault(chance, whole, "kill")
         with new_folder(folder) as place:
             this = replace(plan, folder=str(place / "run"), faults=[fault])

@@ -86,7 +86,7 @@ def rows() -> list[Row]:
         Row(20, "a rank killed; all of them, torchrun; a rank raises", "all exit in 10 s; a restart is bitwise equal",
             [partial(processes.killed, strategy=it, restarts=n) for it in strategies for n in (0, 1)]
             + [partial(processes.other_deaths, strategy=it) for it in strategies]
-            + [partial(processes.as_typed, strategy=it) for it in strategies]),
+            + [processes.as_typed]),
         Row(21, "a rank frozen or gone, a mismatched collective", "all exit at our own timeout, which is named",
             [partial(processes.in_vain, action=it) for it in processes.IN_VAIN]),
         Row(22, "a rank killed in a sharded save, or its disk full", "0 torn; the older one is intact",

@@ -48,7 +48,7 @@ def result_of(finished, row: int) -> tuple[int, dict]:
 def test_all_processes_end_when_one_is_killed_and_a_restart_goes_on_bit_for_bit(finished):
     runs, counts = result_of(finished, 20)
     assert counts["torn"] == counts["finished saves lost"] == counts["crashes on resume"] == 0
-    assert counts["bitwise equal"] == runs == 8, "by hand and by --max-restarts, by ddp and fsdp, and more"
+    assert counts["bitwise equal"] == runs == 7, "by hand and by --max-restarts, by ddp and fsdp, and more"
     assert counts["all ended in time"] + counts["over before the kill"] == runs
 
 

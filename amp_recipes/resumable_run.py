@@ -182,8 +182,8 @@ class ResumableRun(RunData):
             own = states[rank]
         else:
             logger.warning(
-                "saved by %d process(es), now there are %d: the data is shared anew, and an update covers the batches of "
-                "all; divide batch_size or grad_accumulation_factor for updates of the same size.",
+                "saved by %d process(es), now there are %d: the data is shared anew, and an update covers the batches "
+                "of all; divide batch_size or grad_accumulation_factor for updates of the same size.",
                 saved,
                 distributed.world_size(),
             )

@@ -259,8 +259,8 @@ def report(results: dict[Case, dict[str, Measured]], words: dict[str, float], se
             "",
             "`*` After the same batches the weights are not bit for bit those of the loop by hand. By torch's plain "
             "policy they cannot be: it computes norms, embedding and residuals in bf16 as well. Brain leaves them in "
-            "fp32, as autocast does in one process, and as the loop of the other bf16 row does by groups of their own: there "
-            "only embeddings differ, by a rounding.",
+            "fp32, as autocast does in one process, and as the loop of the other bf16 row does by groups of their own: "
+            "there only embeddings differ, by a rounding.",
         ]
     lines += [
         "",

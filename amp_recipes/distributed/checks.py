@@ -64,9 +64,7 @@ def _problems_of_strategy(
             _problem(ddp.check_ready, modules) or _problem(fsdp.check, modules)
         )
         if options.shard_replicas * options.tensor_parallel == world_size() and options.tensor_parallel == 1:
-            logger.warning(
-                "shard_replicas is the number of processes: each holds all of the model, as with ddp"
-            )
+            logger.warning("shard_replicas is the number of processes: each holds all of the model, as with ddp")
         refused, unheeded, other = _OF_DDP, _ONLY_SPEED_OF_DDP, "ddp"
     else:
         refused, unheeded, other = _OF_FSDP, _ONLY_SPEED_OF_FSDP, "fsdp"

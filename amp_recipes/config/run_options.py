@@ -235,7 +235,9 @@ class RunOptions(Mapping[str, Any]):
         POSITIVE,
     )
     find_unused_parameters: bool = option(
-        False, "Devices and processes", "Let ddp handle parameters that a forward leaves unused; costs time."
+        False,
+        "Devices and processes",
+        "Look for parameters that a forward leaves unused, in some processes or in all; costs time.",
     )
     static_graph: bool = option(
         False, "Devices and processes", "Promise ddp that every step uses the same parameters in the same order."

@@ -40,6 +40,8 @@ _CAST_BY_AUTOCAST = {
     },
 }  # fmt: skip
 
+# Of torch.distributed.fsdp._fully_shard._fsdp_init, which may change with any release.
+_INSIDES = ("_init_param_group", "_get_mesh_info", "_get_post_forward_mesh_info", "_get_device_from_mesh")
 _WAITING: WeakSet[nn.Module] = WeakSet()  # roots whose replicas add up later
 
 
@@ -94,7 +96,15 @@ def shard(
 
 
 def check(modules: nn.ModuleDict) -> None:
-    """Raise ConfigError for parameters that cannot be sharded."""
+    """Raise ConfigError for parameters that cannot be sharded, and for a torch whose insides are others."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_init
+
+    missing = [name for name in _INSIDES if not hasattr(_fsdp_init, name)]
+    if missing:
+        raise ConfigError(
+            f"strategy fsdp makes its groups with insides of torch 2.13 ({', '.join(missing)}) that torch "
+            f"{torch.__version__} does not have: install torch 2.13, or take --strategy ddp."
+        )
     _owners(modules, _roots(modules), set(_roots(modules)))
 
 

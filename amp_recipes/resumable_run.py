@@ -188,7 +188,7 @@ class ResumableRun(RunData):
                 distributed.world_size(),
             )
             own = dict(states[min(rank, saved - 1)])
-            averages, metrics = [it["average"] for it in states], [it["metrics"] for it in states]
+            averages, metrics = [it["average"] for it in states], [it.get("metrics", {}) for it in states]
             # What all have added up so far is one process's from here on: sums are over all of them.
             own["average"] = joined_averages(averages if rank == 0 else [])
             own["metrics"] = joined_metrics(metrics if rank == 0 else [])

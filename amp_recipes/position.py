@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,7 @@ class Position:
         self._moment = moment
         self.parts: list[dict[str, Any]] | None = None
         self._choose = choose
+        self._token = uuid.uuid4().hex
         self.start_afresh()
 
     def start_afresh(self) -> None:
@@ -131,12 +133,12 @@ class Position:
     def state_dict(self) -> dict[str, Any]:
         """The loop's numbers and the place in the run.
 
-        others: what differs in the processes after the first; of_one: nothing is known of any other, there being none
-        or nobody having set `parts`.
+        others: what differs in the processes after the first; taken_by: nobody has set `parts`, and only the process
+        that this names finds itself in it.
         """
         parts, self.parts = self.parts, None
         if parts is None:
-            return {**self._state(), "of_one": True}
+            return {**self._state(), "taken_by": self._token}
         return {**self._state(), **parts[0], "others": parts[1:]}
 
     def _state(self) -> dict[str, Any]:
@@ -153,7 +155,7 @@ class Position:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state that `state_dict` returned, also with another number of processes."""
-        if not state.get("of_one"):
+        if state.get("taken_by") != self._token:
             state = self._choose([dict(state), *({**state, **own} for own in state.get("others", []))])
         self._write(state)
         self.done = self._done_before = state["done"]

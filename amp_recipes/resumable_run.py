@@ -183,7 +183,7 @@ class ResumableRun(RunData):
         else:
             logger.warning(
                 "saved by %d process(es), now there are %d: the data is shared anew, and an update covers the batches "
-                "of all; divide batch_size or grad_accumulation_factor for updates of the same size.",
+                "of all; for updates of one size divide batch_size or grad_accumulation_factor (--accept_changes).",
                 saved,
                 distributed.world_size(),
             )

@@ -469,3 +469,44 @@ def failing_state(rank, folder):
 def test_a_state_that_cannot_be_saved_in_one_process_is_an_error_on_all(tmp_path):
     with pytest.raises(AssertionError, match=r"(?s)rank 0.*no state here.*rank 1.*no state here"):
         in_processes(failing_state, 2, str(tmp_path / "run"), timeout_seconds=40)
+
+
+# ---------------------------------------------------------------------- a module that only some micro-batches use
+
+
+class Alternates(Regression):
+    """Odd batches go through both modules, even ones through the first alone."""
+
+    def compute_forward(self, batch, stage):
+        first = self.modules.model(batch[0])
+        return first + self.modules.beside(batch[0]) if len(batch[0]) % 2 else first
+
+
+def alternating(rank, strategy):
+    torch.manual_seed(3)
+    modules = {"model": nn.Linear(3, 1), "beside": nn.Linear(3, 1)}
+    options = {"device": "cpu", "strategy": strategy, "grad_accumulation_factor": 2, "max_grad_norm": 0.0}
+    brain = Alternates(modules, lambda p: torch.optim.SGD(p, RATE), run_opts=options)
+    own = [[torch.stack(it) for it in zip(*batch, strict=True)] for batch in batches_of(rank, (4, 4), (1, 2))]
+    brain.fit(range(1), own if rank == 0 else own[1:] + own[:1], progressbar=False)
+    return weights(brain), brain.optimizer_step
+
+
+def test_a_module_that_an_earlier_micro_batch_used_is_averaged():
+    """Under ddp only a window's last backward averages; there the loss does not depend on it."""
+    (first, steps), (second, _) = in_processes(alternating, 2, "ddp")
+    torch.manual_seed(3)
+    model, beside = nn.Linear(3, 1), nn.Linear(3, 1)
+    parameters = [*model.parameters(), *beside.parameters()]
+    optimizer = torch.optim.SGD(parameters, RATE)
+    of_ranks = [batches_of(rank, (4, 4), (1, 2)) for rank in range(2)]
+    of_ranks[1] = of_ranks[1][1:] + of_ranks[1][:1]
+    for start in (0, 2):
+        for batch in of_ranks[0][start : start + 2] + of_ranks[1][start : start + 2]:
+            x, y = (torch.stack(it) for it in zip(*batch, strict=True))
+            found = model(x) + beside(x) if len(batch) % 2 else model(x)
+            (nn.functional.mse_loss(found, y) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert steps == 2 and torch.equal(first, second)
+    torch.testing.assert_close(first, torch.cat([p.detach().flatten() for p in parameters]), rtol=2e-6, atol=1e-7)

@@ -21,7 +21,7 @@ from amp_recipes.errors import AmpRecipesError, CheckpointError, ConfigError
 
 
 def meet_to_save(recoverables: Mapping[str, Any], crew: Together) -> None:
-    """Go on when all have come to save; those that have `part_of_process` know then what this returned in each process.
+    """Go on when all have come to save; the main one knows then what `part_of_process` returned in each.
 
     They are told before any `state_dict` is asked, so that none of these asks other processes itself: where another
     raises, they would wait.
@@ -29,7 +29,7 @@ def meet_to_save(recoverables: Mapping[str, Any], crew: Together) -> None:
     crew.meet("save a checkpoint")
     for obj in recoverables.values():
         if hasattr(obj, "part_of_process"):
-            obj.parts = [{}] if crew.count == 1 else crew.of_all(crew.all_do(obj.part_of_process))
+            obj.parts = [{}] if crew.count == 1 else crew.to_main(crew.all_do(obj.part_of_process)) or [{}]
 
 
 def own_files(states: Mapping[str, PackedState], crew: Together) -> dict[str, PackedState]:

@@ -48,9 +48,17 @@ class _Reducer(DistributedDataParallel):
         finally:
             del module._ddp_params_and_buffers_to_ignore
         self.averaged = list(parameters)
+        self.reached = False  # by the backward under way
+        self.owes = False  # gradients of this window's earlier micro-batches, which were not averaged
+        # Without a search for unused ones, a backward reaches all of them or none.
+        for parameter in self.averaged if self.find_unused_parameters else self.averaged[:1]:
+            parameter.register_post_accumulate_grad_hook(self._note_reached)
         self.expects_gradients = False  # since a forward; what a backward does of itself is not seen from here
         if options.gradient_compression != "off":
             self.register_comm_hook(None, _COMPRESSION[options.gradient_compression])
+
+    def _note_reached(self, parameter: nn.Parameter) -> None:
+        self.reached = True
 
     def after_forward(self, output: Any) -> Any:
         """The output, to be returned; a backward averages gradients from now on, if it is to."""
@@ -164,6 +172,7 @@ def no_sync(modules: nn.Module, use: bool = True) -> Iterator[None]:
     before = [reducer.require_backward_grad_sync for reducer in reducers]
     for reducer in reducers:
         reducer.require_backward_grad_sync = False
+        reducer.owes = True
         reducer.expect_none()
     try:
         yield
@@ -188,6 +197,7 @@ def averaging(
     by_hand: list[nn.Parameter] = []
     whole: list[_Reducer] = []
     for reducer in reducers:
+        reducer.reached = False
         wanted = [it for it in reducer.averaged if chosen is None or id(it) in chosen]
         if len(wanted) == len(reducer.averaged):
             whole.append(reducer)
@@ -196,13 +206,14 @@ def averaging(
             reducer.expect_none()  # it would wait for the others
             by_hand += wanted
     yield
-    _average(by_hand)
     for reducer in whole:
-        if all(parameter.grad is None for parameter in reducer.averaged):
+        _check_finished(reducer, modules)
+        if not reducer.reached:
             reducer.expect_none()  # the loss does not depend on the module
-        else:
-            _check_finished(reducer, modules)
-        reducer.expects_gradients = False
+            if reducer.owes:  # but an earlier one of the window did
+                by_hand += reducer.averaged
+        reducer.expects_gradients = reducer.owes = False
+    _average(by_hand)
 
 
 @torch.no_grad()

@@ -319,7 +319,7 @@ class Brain(SpikeRecovery):
                 self._plan.updates.forget_state()
 
     def _evaluate_stage(self, loader: Iterable[Any], stage: Stage, epoch: int | None) -> float:
-        self.step = 0
+        self.step, self._asked = 0, False
         if stage is Stage.VALID:
             self._position.validation_begins()
         self._start_stage(stage, epoch, loader)
@@ -341,9 +341,9 @@ class Brain(SpikeRecovery):
                     ticket, old_weight = posted.popleft()
                     self._average.add(ticket.read()[0], old_weight, self.update_average)
                 self._log.advance(1, batch_length(batch))
-        if self._interrupts.requested and stage is Stage.VALID:
+        if self._is_to_end and stage is Stage.VALID:
             self._save_and_leave(epoch)
-        if self._interrupts.requested and not self._in_fit:
+        if self._is_to_end and not self._in_fit:
             self._interrupts.leave(f"{self._where(self.step)}: ends here; an evaluation changes nothing")
         if stage is Stage.VALID:
             self._position.validation_ends()

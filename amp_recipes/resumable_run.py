@@ -22,8 +22,9 @@ from amp_recipes.data import (
     replay_reason,
     set_generator_states,
 )
-from amp_recipes.errors import CheckpointError
+from amp_recipes.errors import CheckpointError, RecipeError
 from amp_recipes.hooks import Stage
+from amp_recipes.interrupts import RunInterrupted
 from amp_recipes.loss_average import joined_averages
 from amp_recipes.position import Moment
 from amp_recipes.randomness import random_state, set_apart, set_random_state
@@ -268,6 +269,7 @@ class ResumableRun(RunData):
         self._plan.patience.reset()
         self._position.start_afresh()
         self.step, self.should_step, self._window_size, self._stage_so_far = 0, True, 1, {}
+        self._asked = False
         self._stage, self._window_sums = Stage.TRAIN, None
 
     @contextmanager
@@ -283,12 +285,14 @@ class ResumableRun(RunData):
                 # It came after the last step: all is saved.
                 if self._asked_to_end(max(distributed.gather(self._signal))):
                     self._interrupts.leave("training is over and saved")
-        except BaseException:
+        except BaseException as error:
             with suppress(CheckpointError):  # the first exception is the one to raise
                 self._checkpoints.wait()
             # Whoever catches it and calls `fit` again goes on with this one.
             self._fits -= 1
             self._checkpoints.resume_again()
+            if isinstance(error, SystemExit) and not isinstance(error, RunInterrupted) and distributed.initialized():
+                raise RecipeError(f"sys.exit({error.code!r}) inside fit leaves the other processes alone") from error
             raise
         finally:
             self._in_fit = False

@@ -212,10 +212,16 @@ class RunData(RunReport):
         return self._interrupts.requested or 0
 
     def _asked_to_end(self, signal: int) -> bool:
-        """Whether a signal, which any process may have been sent, asks all of them to end."""
+        """Whether a signal, which any process may have been sent, asks all of them to end; all know the same of it."""
         if signal:
             self._interrupts.requested = signal
-        return signal != 0
+        self._asked = signal != 0
+        return self._asked
+
+    @property
+    def _is_to_end(self) -> bool:
+        """Whether all processes know that they are to end: one that has just been sent a signal has not told yet."""
+        return self._asked if distributed.initialized() else self._interrupts.requested is not None
 
 
 def _digest(batches: Any) -> str | None:

@@ -187,6 +187,7 @@ class RunSetup(Hooks):
         self._loaders: dict[str, Iterable[Any]] = {}  # of the fit that runs: train, valid
         self._stage_so_far: Mapping[str, float] = {}
         self._interrupts = Interrupts()
+        self._asked = False  # a signal asks the run to end, and all processes know
         self._in_fit = False
         self._goes_back = False  # a fit may go back to an earlier checkpoint
         self._fits = 0

@@ -156,7 +156,7 @@ class SpikeRecovery(ExaminedRun):
         if self._spikes is not None:
             self._ledger.settle()
             self._act()
-            if not self._is_calm() and not self._interrupts.requested:
+            if not self._is_calm() and not self._is_to_end:
                 return  # it is still due after the next update
             if self._leaving:
                 self._checkpoints.deletes = False

@@ -144,7 +144,7 @@ def test_which_options_a_resumed_run_may_change_is_said_at_the_option():
 
 @pytest.mark.parametrize("name", sorted(BESIDE_TRAINING))
 def test_an_option_beside_training_is_never_a_change(name):
-    values = {bool: ("true", "false"), str: ("a", "b"), int: ("3", "4"), float: ("3.5", "4.5")}
+    values = {bool: ("true", "false"), str: ("a", "b"), int: ("3", "4"), float: ("3.5", "4.5"), list: ("[a]", "[b]")}
     default = RunOptions()[name]
     pair = values[type(default)] if default is not None else ("'x'", "'y'")
     assert changes(f"{name}: {pair[0]}", f"{name}: {pair[1]}") == []

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -166,5 +167,18 @@ class OpenFiles:
 
 
 def fills(shape: Sequence[int], pieces: Sequence[Piece]) -> bool:
-    """Whether as many elements lie in the pieces as in the tensor."""
-    return sum(prod(piece.sizes) for piece in pieces) == prod(shape)
+    """Whether the pieces make up the tensor: inside it, none over another, and together as many elements."""
+    held = [piece for piece in pieces if prod(piece.sizes)]
+    inside = all(
+        at >= 0 and at + size <= length
+        for piece in held
+        for at, size, length in zip(piece.offsets, piece.sizes, shape, strict=True)
+    )
+    return inside and sum(prod(piece.sizes) for piece in held) == prod(shape) and not _any_overlap(shape, held)
+
+
+def _any_overlap(shape: Sequence[int], pieces: Sequence[Piece]) -> bool:
+    if all(list(piece.sizes[1:]) == list(shape[1:]) for piece in pieces):  # rows, as fsdp divides a tensor
+        rows = sorted((piece.offsets[0], piece.sizes[0]) for piece in pieces if piece.offsets)
+        return any(at + size > after for (at, size), (after, _) in pairwise(rows))
+    return any(one.overlap(other.offsets, other.sizes) for one, other in combinations(pieces, 2))

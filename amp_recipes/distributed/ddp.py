@@ -23,6 +23,9 @@ from amp_recipes.distributed.processes import initialized
 from amp_recipes.errors import ConfigError, RecipeError
 
 _BROADCAST_BYTES = 250 * 1024 * 1024  # as DistributedDataParallel has it
+# Of torch's, which may change with any release.
+_INSIDES_OF_DDP = ("_pre_forward", "_post_forward")
+_INSIDES_OF_REDUCER = ("_rebuild_buckets", "prepare_for_backward", "_reset_state", "_check_reducer_finalized")
 _SYNC_BATCHNORM_DEVICES = ("cuda", "hpu", "xpu")
 
 
@@ -120,7 +123,14 @@ class _Replica:
 
 
 def check(options: Any, device: torch.device) -> None:
-    """Raise ConfigError for options that several processes on `device` cannot run with."""
+    """Raise ConfigError for options that several processes on `device` cannot run with, and for another torch."""
+    inside = [(DistributedDataParallel, _INSIDES_OF_DDP), (dist.Reducer, _INSIDES_OF_REDUCER)]
+    missing = [name for kind, names in inside for name in names if not hasattr(kind, name)]
+    if missing:
+        raise ConfigError(
+            f"several processes average gradients with insides of torch 2.13 ({', '.join(missing)}) that torch "
+            f"{torch.__version__} does not have: install torch 2.13, or train in one process."
+        )
     if options.sync_batchnorm and device.type not in _SYNC_BATCHNORM_DEVICES:
         raise ConfigError(
             f"sync_batchnorm: torch's SyncBatchNorm runs on GPUs only, and the device is {device}. Leave it out (each "
@@ -168,12 +178,13 @@ def wrap(modules: nn.ModuleDict, device: torch.device, options: Any) -> None:
 @contextmanager
 def no_sync(modules: nn.Module, use: bool = True) -> Iterator[None]:
     """Within it, backward does not average gradients across ranks; restored also after an exception."""
-    reducers = _reducers(modules) if use and initialized() else []
+    reducers = [*_reducers(modules), *_of_the_recipe(modules)] if use and initialized() else []
     before = [reducer.require_backward_grad_sync for reducer in reducers]
     for reducer in reducers:
         reducer.require_backward_grad_sync = False
-        reducer.owes = True
-        reducer.expect_none()
+        if isinstance(reducer, _Reducer):
+            reducer.owes = True
+            reducer.expect_none()
     try:
         yield
     finally:
@@ -259,6 +270,8 @@ def _parameters_by_owners(modules: nn.ModuleDict) -> dict[tuple[str, ...], list[
     """
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in modules.items():
+        if isinstance(module, DistributedDataParallel):  # the recipe's own wrapper
+            continue
         for parameter in _trainable(module.parameters()):
             owners.setdefault(parameter, []).append(name)
     groups: dict[tuple[str, ...], list[nn.Parameter]] = {}
@@ -283,6 +296,11 @@ def _replica_of(module: nn.Module) -> _Replica | None:
 def _replicas(modules: nn.Module) -> list[_Replica]:
     """Those of a Brain's modules, which hang on its entries and not deeper: this is asked in every step."""
     return [replica for module in modules.children() if (replica := _replica_of(module)) is not None]
+
+
+def _of_the_recipe(modules: nn.Module) -> list[DistributedDataParallel]:
+    """Entries that the recipe has wrapped itself: they are left as they are."""
+    return [module for module in modules.children() if isinstance(module, DistributedDataParallel)]
 
 
 def _reducers(modules: nn.Module) -> list[_Reducer]:

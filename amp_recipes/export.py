@@ -158,6 +158,8 @@ def _write(file: Path, write: Callable[[Path], object]) -> None:
         write(temporary)
         with open(temporary, "rb+") as stream:
             os.fsync(stream.fileno())
+        shutil.copymode(file.parent, temporary)  # safetensors leaves it to its owner alone
+        os.chmod(temporary, os.stat(temporary).st_mode & 0o666)
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)

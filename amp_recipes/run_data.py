@@ -176,14 +176,17 @@ class RunData(RunReport):
         sharded, last, nothing = distributed.is_sharded(self.modules), None, object()
         for batch in chain(batches, repeat(nothing)):
             counts = batch is not nothing
-            poll = distributed.Poll([counts, self._signal if heeded else 0])
-            if sharded and last is None and any(some for some, _ in poll.read()):
-                last = self._lent([batch] if counts else [], not all(some for some, _ in poll.read()))
+            samples = batch_length(batch) if counts else 0
+            poll = distributed.Poll([counts, self._signal if heeded else 0, samples])
+            if sharded and last is None and any(some for some, *_ in poll.read()):
+                last = self._lent([batch] if counts else [], not all(some for some, *_ in poll.read()))
             if counts:
                 last = batch
                 yield batch, True  # the answers arrive meanwhile
             heard = poll.read()
-            if self._asked_to_end(max(int(signal) for _, signal in heard)) or not any(some for some, _ in heard):
+            of_all = sum(row[2] for row in heard) * distributed.data_world_size() / len(heard)
+            self._log.advance(0, int(of_all) - samples)
+            if self._asked_to_end(max(int(signal) for _, signal, _ in heard)) or not any(some for some, *_ in heard):
                 return
             if sharded and not counts:
                 yield last, False

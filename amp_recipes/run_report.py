@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_map
+
 from amp_recipes import distributed
 from amp_recipes.config.experiment import (
     ENVIRONMENT_FILE,
@@ -60,9 +63,10 @@ class RunReport(RunSetup):
 
         For figures that no ratio of sums gives, such as a macro F1 over all predictions. Every process must call it, as
         often and in the same order: in `on_stage_end`, say, and not for each batch, of which one may have more than
-        another. `value` is pickled on the way (tensors are best moved to the CPU first).
+        another. `value` is pickled on the way, its tensors on the CPU.
         """
-        return distributed.gather(value)[:: distributed.world_size() // distributed.data_world_size()]
+        on_cpu = tree_map(lambda it: it.detach().cpu() if isinstance(it, torch.Tensor) else it, value)
+        return distributed.gather(on_cpu)[:: distributed.world_size() // distributed.data_world_size()]
 
     @property
     def stage_seconds(self) -> float:

@@ -157,6 +157,18 @@ def test_batches_that_make_no_whole_update_are_refused(recipe, tmp_path, text, b
         run(recipe, tmp_path / "run", *options)
 
 
+def test_an_update_has_as_many_windows_in_any_number_of_processes(recipe, monkeypatch):
+    count_batches = recipe.data.count_batches
+    found = {}
+    for processes in (1, 2, 4):
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        found[processes] = count_batches(windows_per_update=16, batch_size=4) * 4 * processes
+    assert found == {1: 16, 2: 16, 4: 16}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(AmpRecipesError, match="batch_size is 4 in each of 8 processes .* a multiple of 32"):
+        count_batches(windows_per_update=16, batch_size=4)
+
+
 def test_rate_ends_with_the_run_however_long_it_is(recipe, tmp_path, text):
     options = ["--number_of_epochs=3", "--steps_per_epoch=4", "--windows_per_update=8", f"--data_path={text}"]
     run(recipe, tmp_path, *options, "--lr=0.02", "--log_interval_steps=1")

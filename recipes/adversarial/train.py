@@ -99,8 +99,7 @@ class AdversarialBrain(Brain):
 
     def _of_all_processes(self, batches: list[torch.Tensor]) -> torch.Tensor:
         """Return the images (N, C, H, W) of all processes' batches."""
-        of_processes = self.gather([images_NCHW.cpu() for images_NCHW in batches])
-        return torch.cat([images_NCHW for own in of_processes for images_NCHW in own])
+        return torch.cat([images_NCHW for own in self.gather(batches) for images_NCHW in own])
 
 
 def main(argv: list[str] | None = None) -> None:

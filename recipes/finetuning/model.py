@@ -103,6 +103,7 @@ def load_classifier(
     )
     config.problem_type = "single_label_classification"
     config.pad_token_id = tokenizer.pad_token_id
+    config.use_cache = False  # nothing is generated; a forward that is computed again would add to the cache again
     # fp32 whatever the file holds: an update below a bf16 weight's last bit would be lost, and fp16 cannot be scaled.
     settings = {"config": config, "dtype": torch.float32, "attn_implementation": attention}
     if not pretrained:

@@ -9,6 +9,7 @@ from model import freeze_modes, save_for_transformers
 from sklearn.metrics import f1_score
 
 from amp_recipes import Brain, Stage, create_experiment_directory, load_hparams, parse_arguments
+from amp_recipes.distributed import is_sharded
 
 
 class TextClassifier(Brain):
@@ -46,11 +47,11 @@ class TextClassifier(Brain):
         """Return the macro F1; after the test, save what was tested for users of transformers."""
         if stage == Stage.TRAIN:
             return {}
-        of_processes = self.gather([both.cpu() for both in self.answers])
+        of_processes = self.gather(self.answers)
         labels, answers = torch.cat([both for own in of_processes for both in own], dim=1).tolist()
         self.answers = []
         folder = self.output_path("best_model") if stage == Stage.TEST else None
-        if folder is not None:
+        if folder is not None and not is_sharded(self.modules):  # of parts, `amp-recipes export` makes one file
             save_for_transformers(self.hparams.model, self.hparams.tokenizer, folder)
         return {"macro_f1": float(f1_score(labels, answers, average="macro", zero_division=0.0))}
 

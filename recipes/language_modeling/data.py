@@ -3,6 +3,7 @@
 Without a tokenizer a token is a byte, and byte 0 separates documents.
 """
 
+import os
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -134,16 +135,22 @@ def load_corpus(
 
 
 def count_batches(windows_per_update: int, batch_size: int) -> int:
-    """Return the batches of an update; raises DataError where batch_size does not divide windows_per_update."""
+    """Return the batches of an update that each process takes.
+
+    windows_per_update: of all processes that torchrun starts; DataError where their batches do not make it up.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     for name, value in {"windows_per_update": windows_per_update, "batch_size": batch_size}.items():
         if value < 1:
             raise DataError(f"{name} is {value}; expected a whole number of at least 1")
-    if windows_per_update % batch_size:
+    at_once = batch_size * processes
+    if windows_per_update % at_once:
+        of_all = f" in each of {processes} processes" if processes > 1 else ""
         raise DataError(
-            f"batch_size is {batch_size} and windows_per_update is {windows_per_update}; expected the second to be a "
-            f"multiple of the first, such as --windows_per_update={-(-windows_per_update // batch_size) * batch_size}"
+            f"batch_size is {batch_size}{of_all} and windows_per_update is {windows_per_update}; expected the second "
+            f"to be a multiple of {at_once}, such as --windows_per_update={-(-windows_per_update // at_once) * at_once}"
         )
-    return windows_per_update // batch_size
+    return windows_per_update // at_once
 
 
 def check_settings(

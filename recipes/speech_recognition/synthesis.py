@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from amp_recipes.distributed import main_process_first
 from amp_recipes.errors import DataError
 
 MANIFEST = "manifest.jsonl"
@@ -63,24 +64,30 @@ def synthesize(
 
     counts: phrases in train, valid and test; no phrase of several words is in two of them.
     words_per_phrase: the fewest and the most. folder: keeps a sub-folder for each list of arguments; what is there
-    is used again. sample_rate: in Hz. Two processes may ask for the same at once: each makes it, and one is kept.
+    is used again. sample_rate: in Hz. Two runs may ask for the same at once: each makes it, and one is kept.
     Raises DataError for arguments that nothing can be said from, and where espeak-ng fails.
     """
     prompts = write_prompts(words, counts, words_per_phrase, data_seed)
     made_from = [CORPUS_VERSION, espeak_version(), sample_rate, *map(asdict, prompts)]
     name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:12]
     home = Path(folder).resolve() / name
-    if not (home / MANIFEST).is_file():
-        home.parent.mkdir(parents=True, exist_ok=True)
-        print(f"synthesising {len(prompts)} phrases into {home}", file=sys.stderr)
-        remove_left_over(home)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=home.parent))
-        try:
-            speak_in_child(prompts, unfinished, sample_rate)
-            publish(unfinished, home)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+    with main_process_first(each_machine=True):  # of one run's processes, which all ask; of two runs, each makes it
+        if not (home / MANIFEST).is_file():
+            print(f"synthesising {len(prompts)} phrases into {home}", file=sys.stderr)
+            make_corpus(prompts, home, sample_rate)
     return home / MANIFEST
+
+
+def make_corpus(prompts: Sequence[Prompt], home: Path, sample_rate: int) -> None:
+    """Have the prompts spoken into the folder `home`, which appears whole or not at all."""
+    home.parent.mkdir(parents=True, exist_ok=True)
+    remove_left_over(home)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{home.name}.", dir=home.parent))
+    try:
+        speak_in_child(prompts, unfinished, sample_rate)
+        publish(unfinished, home)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def espeak_version() -> str:

@@ -165,7 +165,7 @@ def test_an_update_has_as_many_windows_in_any_number_of_processes(recipe, monkey
         found[processes] = count_batches(windows_per_update=16, batch_size=4) * 4 * processes
     assert found == {1: 16, 2: 16, 4: 16}
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(AmpRecipesError, match="batch_size is 4 in each of 8 processes .* a multiple of 32"):
+    with pytest.raises(AmpRecipesError, match=r"batch_size is 4 in each of 8 processes .* a multiple of 32"):
         count_batches(windows_per_update=16, batch_size=4)
 
 

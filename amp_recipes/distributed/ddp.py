@@ -70,12 +70,11 @@ class _Reducer(DistributedDataParallel):
 
     def expect_gradients(self, loss: torch.Tensor) -> None:
         """Average in the next backward, from `loss`, also where no forward came before."""
-        # A forward has looked for what is unused in its outputs; where only a method was called, the loss tells.
-        looks = self.find_unused_parameters
-        if self.static_graph or (looks and self.expects_gradients):
+        if self.static_graph or self.expects_gradients:
             return
         self.reducer._rebuild_buckets()  # where it is due: not once it expects gradients
-        self.reducer.prepare_for_backward([loss] if looks else [])
+        # A forward would have looked for what is unused in its outputs; of a method, the loss tells.
+        self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
         self.expects_gradients = True
 
     def expect_none(self) -> None:

@@ -16,7 +16,7 @@ from amp_recipes.data.loader_faults import Iteration, let_go, read_fault, worker
 from amp_recipes.data.order import EpochOrder, Task
 from amp_recipes.data.reading import Failure, Reader, collate_as_it_is
 from amp_recipes.data.sample_draws import draws_put_back, held_generators
-from amp_recipes.data.samplers import EpochShuffle, epoch_seed
+from amp_recipes.data.samplers import EpochShuffle, epoch_seed, shares_itself
 from amp_recipes.data.waiting import LoadingStopped, next_batch, poll_seconds
 from amp_recipes.data.workers import TIMEOUT_SECONDS, Workers, deaths_unreported, start_worker
 from amp_recipes.errors import DataError
@@ -154,8 +154,7 @@ class EpochLoader(DataLoader):
     @property
     def already_shared(self) -> bool:
         """Whether the sampler gives each rank its own samples."""
-        samplers = (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None))
-        return any(hasattr(it, name) for it in samplers for name in ("num_replicas", "rank"))
+        return shares_itself(self)
 
     def _generators(self) -> dict[str, Any]:
         inner = getattr(self.batch_sampler, "sampler", None)

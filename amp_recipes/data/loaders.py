@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from amp_recipes.data.buckets import EpochBatches
 from amp_recipes.data.dynamic_items import usual_collate_fn
 from amp_recipes.data.epoch_loader import EpochLoader
-from amp_recipes.data.samplers import EpochShuffle
+from amp_recipes.data.samplers import EpochShuffle, shares_itself
 from amp_recipes.data.streams import StreamLoader
 from amp_recipes.errors import ConfigError, DataError
 
@@ -73,9 +73,7 @@ def reads_all(loader: Any) -> bool:
     """Whether `loader` gives every process all samples: a DataLoader over a data set whose samplers have no rank."""
     if not isinstance(loader, DataLoader) or isinstance(loader, (EpochLoader, StreamLoader)):
         return False
-    samplers = (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    ranked = any(hasattr(it, name) for it in samplers for name in ("num_replicas", "rank"))
-    return not isinstance(loader.dataset, IterableDataset) and not ranked
+    return not isinstance(loader.dataset, IterableDataset) and not shares_itself(loader)
 
 
 def close_loader(loader: Any) -> None:

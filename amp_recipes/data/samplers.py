@@ -51,6 +51,12 @@ class EpochShuffle(Sampler[int]):
         return iter(self.order().tolist())
 
 
+def shares_itself(loader: Any) -> bool:
+    """Whether a loader's sampler gives each rank its own samples, as torch's DistributedSampler."""
+    samplers = (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    return any(hasattr(it, name) for it in samplers for name in ("num_replicas", "rank"))
+
+
 def rank_batches(
     order: Iterable[Any], start: int, batch_size: int, drop_last: bool, rank: int, world_size: int
 ) -> Iterator[tuple[list[Any], int]]:

@@ -3,7 +3,7 @@
     python benchmarks/_scaling_model.py          prints the table of docs/scaling.md
     python benchmarks/_scaling_model.py --write  puts it there
 
-The formulas are held against counts at small scale in tests/test_scaling_formulas.py. GB are 1e9 bytes.
+The formulas are held against counts at small scale in tests/system/test_scaling_formulas.py. GB are 1e9 bytes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,203 @@
+"""What is promised to whoever installs the package: versions, contents of the wheel, cost of the import."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import fields
+from importlib.util import find_spec
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from repository import REPOSITORY
+
+from amp_recipes.new import TEMPLATES
+
+PACKAGE = REPOSITORY / "amp_recipes"
+SETUP = configparser.ConfigParser()
+SETUP.read(REPOSITORY / "setup.cfg", encoding="utf-8")
+
+CLASSIFIERS = SETUP["metadata"]["classifiers"].split("\n")
+PYTHONS = re.findall(r"Programming Language :: Python :: (3\.\d+)", "\n".join(CLASSIFIERS))
+
+
+def requirements(text: str) -> list[Requirement]:
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
+    return [Requirement(line) for line in lines if line]
+
+
+def constraints_for(python: str) -> dict[str, str]:
+    """Package -> exact version that constraints.txt asks for on that Python."""
+    chosen: dict[str, str] = {}
+    for constraint in requirements((REPOSITORY / "constraints.txt").read_text(encoding="utf-8")):
+        if constraint.marker is None or constraint.marker.evaluate({"python_version": python}):
+            name = canonicalize_name(constraint.name)
+            assert name not in chosen, f"constraints.txt names {name} twice for Python {python}"
+            (specifier,) = constraint.specifier
+            assert specifier.operator == "==", f"{constraint} is not exact"
+            chosen[name] = specifier.version
+    return chosen
+
+
+def declared() -> dict[str, list[Requirement]]:
+    groups = {"install": requirements(SETUP["options"]["install_requires"])}
+    groups |= {name: requirements(text) for name, text in SETUP["options.extras_require"].items()}
+    for name, found in groups.items():  # an extra may be made of others
+        others = {extra for it in found if it.name == SETUP["metadata"]["name"] for extra in it.extras}
+        own = [it for it in found if it.name != SETUP["metadata"]["name"]]
+        groups[name] = own + [requirement for extra in sorted(others) for requirement in groups[extra]]
+    return groups
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("group", ["install", "dev", "recipes", "bench"])
+def test_every_dependency_has_one_exact_constraint_within_its_range(python, group):
+    constraints = constraints_for(python)
+    for requirement in declared()[group]:
+        name = canonicalize_name(requirement.name)
+        assert name in constraints, f"{name} ({group}) has no line in constraints.txt for Python {python}"
+        assert constraints[name] in requirement.specifier, f"{requirement} excludes {constraints[name]}"
+
+
+def test_no_constraint_is_left_over():
+    wanted = {canonicalize_name(requirement.name) for group in declared().values() for requirement in group}
+    for python in PYTHONS:
+        assert set(constraints_for(python)) <= wanted
+
+
+def test_classifiers_and_python_requires_say_the_same():
+    supported = SpecifierSet(SETUP["options"]["python_requires"])
+    minors = [f"3.{minor}" for minor in range(6, 20) if f"3.{minor}" in supported]
+    assert minors == PYTHONS
+
+
+def test_ruff_checks_for_the_oldest_supported_python():
+    target = re.search(r'target-version = "py3(\d+)"', (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    assert target is not None
+    assert f"3.{target[1]}" == PYTHONS[0]
+
+
+def test_this_python_and_platform_are_supported():
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in PYTHONS
+    systems = {"linux": "Operating System :: POSIX :: Linux"}
+    assert systems.get(sys.platform) in CLASSIFIERS, f"nothing is promised for {sys.platform}"
+
+
+def import_time_modules(tree: ast.Module) -> set[str]:
+    """What importing the file imports: not what stands in functions or under TYPE_CHECKING."""
+    found: set[str] = set()
+    queue: list[ast.AST] = list(tree.body)
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module or "")
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            queue += node.orelse
+        else:
+            queue += ast.iter_child_nodes(node)
+    return found
+
+
+def test_what_the_package_imports_is_declared():
+    promised = {requirement.name for requirement in declared()["install"]} | {"amp_recipes"}
+    if "pyyaml" in promised:
+        promised.add("yaml")  # the only one that is imported under another name
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.is_relative_to(PACKAGE / "templates"):
+            continue  # these are never imported: `amp-recipes new` copies them
+        for module in import_time_modules(ast.parse(path.read_text(encoding="utf-8"))):
+            top = module.split(".")[0]
+            known = top in sys.stdlib_module_names or top in promised
+            # A namespace package is declared by its longer name: ruamel.yaml.
+            known = known or any(module == name or module.startswith(name + ".") for name in promised)
+            assert known, f"{path.relative_to(REPOSITORY)} imports {module}, which install_requires does not name"
+
+
+def test_changelog_names_every_run_option():
+    run_options = importlib.import_module("amp_recipes").RunOptions
+    named = set(re.findall(r"`(\w+)`", (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")))
+    public = {field.name for field in fields(run_options) if not field.name.startswith("_")}
+    assert public - named == set(), "CHANGELOG.md must name these run options: a YAML may have such a key"
+
+
+IMPORT_COST = """
+import sys, time
+start = time.process_time()
+import torch
+between = time.process_time()
+before = set(sys.modules)
+import amp_recipes
+end = time.process_time()
+print(between - start, end - between)
+print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
+print(*sorted(name for name in set(sys.modules) - before if name.startswith("torch.")))
+"""
+
+
+@pytest.fixture(scope="module")
+def import_measurements() -> list[tuple[float, float, set[str], set[str]]]:
+    """(seconds of `import torch`, seconds that amp_recipes adds, top modules added, parts of torch added)."""
+    measured = []
+    for _ in range(3):
+        command = [sys.executable, "-c", IMPORT_COST]
+        output = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+        times, modules, of_torch = output.splitlines()[:3]
+        torch_seconds, added_seconds = map(float, times.split())
+        measured.append((torch_seconds, added_seconds, set(modules.split()), set(of_torch.split())))
+    return measured
+
+
+def test_import_leaves_optional_and_heavy_modules_alone(import_measurements):
+    heavy = {"sklearn", "scipy", "PIL", "tensorboard", "matplotlib", "pandas", "wandb", "mlflow", "IPython"}
+    peers = {"speechbrain", "lightning", "accelerate", "ignite"}
+    _, _, added, of_torch = import_measurements[0]
+    assert added & (heavy | peers) == set()
+    # Importing these doubles the cost of `import torch`; torch itself puts them off until somebody compiles.
+    assert of_torch & {"torch._dynamo", "torch._inductor", "torch.onnx", "torch.utils.tensorboard"} == set()
+
+
+def test_import_costs_little_over_torch(import_measurements):
+    torch_seconds = min(measured[0] for measured in import_measurements)
+    added_seconds = min(measured[1] for measured in import_measurements)
+    assert added_seconds < 0.4 * torch_seconds, f"{added_seconds:.2f} s on top of {torch_seconds:.2f} s"
+
+
+@pytest.mark.skipif(find_spec("setuptools") is None, reason="building a wheel needs setuptools")
+@pytest.mark.skipif(find_spec("pip") is None, reason="building a wheel needs pip")
+def test_wheel_holds_the_whole_package_and_nothing_else(tmp_path):
+    # From a copy: building leaves files beside the sources.
+    source = tmp_path / "source"
+    shutil.copytree(PACKAGE, source / "amp_recipes", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
+        if (REPOSITORY / name).exists():
+            shutil.copy(REPOSITORY / name, source)
+    (source / "tests").mkdir()
+    (source / "tests" / "__init__.py").touch()
+
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+    built = subprocess.run([*pip, "--wheel-dir", tmp_path, source], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    sources = {path.relative_to(REPOSITORY).as_posix() for path in PACKAGE.rglob("*.py")}
+    templates = {f"amp_recipes/templates/{name}" for name in TEMPLATES}
+    sources |= {f"{folder}/{name}" for folder in templates for name in ("my_task.yaml", "README.md", "gitignore")}
+    in_package = {name for name in names if name.startswith("amp_recipes/")}
+    assert sources - in_package == set(), "a folder without __init__.py stays out of the wheel"
+    assert "amp_recipes/py.typed" in in_package
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"amp_recipes"}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)

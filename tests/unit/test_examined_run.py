@@ -1,0 +1,534 @@
+"""A Brain that is diagnosed stays as it was, and one whose step goes nonfinite says where."""
+
+import json
+import logging
+import math
+import random
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from repository import REPOSITORY
+from torch import nn
+from torch.nn import functional as F
+
+from amp_recipes import Brain, RunOptions
+from amp_recipes.config import Purpose
+from amp_recipes.errors import DataError, NonfiniteError, PrecisionError, RecipeError
+
+OPT = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)  # noqa: E731
+
+
+class Classifier(Brain):
+    """Counts its batches, as recipes do."""
+
+    def compute_forward(self, batch, stage):
+        self.seen = getattr(self, "seen", 0) + len(batch[0])
+        return self.modules.model(batch[0])
+
+    def compute_objectives(self, predictions, batch, stage):
+        return F.cross_entropy(predictions.float(), batch[1])
+
+
+class Scaled(nn.Module):
+    """A layer whose activations are beyond fp16."""
+
+    def __init__(self, width, factor):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.factor = factor
+
+    def forward(self, x):
+        return self.layer(x * self.factor) / self.factor
+
+
+def network(factor=1.0, width=16):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, width),
+        nn.BatchNorm1d(width),
+        nn.Dropout(0.1),
+        Scaled(width, factor),
+        nn.ReLU(),
+        nn.Linear(width, 4),
+    )
+
+
+def data(batches=8, size=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 8, generator=generator), torch.randint(0, 4, (size,), generator=generator))
+        for _ in range(batches)
+    ]
+
+
+def brain_of(model, kind=Classifier, opt=OPT, **options):
+    return kind({"model": model}, opt, run_opts={"device": "cpu", "noprogressbar": True, **options})
+
+
+def state_of(brain):
+    optimizers = [optimizer.state_dict() for optimizer in brain.optimizers_dict.values()]
+    return {name: value.clone() for name, value in brain.modules.state_dict().items()}, optimizers
+
+
+# ---------------------------------------------------------------------- diagnosis
+
+
+def test_a_diagnosis_changes_nothing():
+    """A fit after it is, bit for bit, a fit without it: weights, statistics, random numbers, the recipe's memory."""
+    plain, diagnosed = (brain_of(network(), precision="bf16") for _ in range(2))
+    torch.manual_seed(3)
+    plain.fit(range(1, 3), data())
+    torch.manual_seed(3)
+    python = random.getstate()
+    found = diagnosed.diagnose(data(), steps=4)
+    assert found.answers, found.verdict
+    assert not hasattr(diagnosed, "seen") and random.getstate() == python
+    diagnosed.fit(range(1, 3), data())
+    for (name, expected), given in zip(
+        plain.modules.state_dict().items(), diagnosed.modules.state_dict().values(), strict=True
+    ):
+        assert torch.equal(expected, given), name
+    assert plain.seen == diagnosed.seen and plain.optimizer_step == diagnosed.optimizer_step
+    assert plain.avg_train_loss == diagnosed.avg_train_loss
+
+
+def test_a_diagnosis_after_training_looks_at_the_trained_weights_and_leaves_them():
+    brain = brain_of(network(), precision="bf16")
+    brain.fit(range(1, 2), data())
+    before, optimizers = state_of(brain)
+    found = brain.diagnose(data(), steps=2)
+    after, optimizers_after = state_of(brain)
+    assert "trained in this process" in found.weights
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert str(optimizers) == str(optimizers_after)
+
+
+def test_the_overflowing_module_is_named_and_its_pin_is_proven(tmp_path):
+    brain = brain_of(network(1e6), precision="fp16", output_folder=str(tmp_path / "run"))
+    found = brain.diagnose(data(), steps=10)
+    assert "model.3" in found.verdict and "fp32_modules" in found.verdict
+    fp16 = found.answers[-1]
+    assert fp16.name == "fp16" and fp16.pins.modules and fp16.pins.verified, found.verdict
+    assert "model.3" in fp16.pins.modules, fp16.pins.modules
+    written = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
+    for key in ("census", "casts", "drift", "pins", "underflow", "hazards", "verdict", "versions"):
+        assert key in written
+    for row, keys in (
+        (written["census"][0], {"module", "phase", "op", "inputs", "outputs", "calls"}),
+        (written["casts"][0], {"module", "phase", "by", "from", "to", "calls", "bytes"}),
+        (
+            written["drift"][0],
+            {"module", "local_error", "sensitivity", "gradient_error", "above_max", "below_normal"},
+        ),
+        (
+            written["pins"],
+            {"modules", "tolerance", "error", "held_out_error", "steps", "cost_time", "cost_memory", "verified"},
+        ),
+        (written["underflow"], {"scales", "flushed", "window_octaves", "init_scale"}),
+    ):
+        assert keys <= row.keys()
+    again = brain_of(
+        network(1e6), precision="fp16", fp32_modules=fp16.pins.modules, output_folder=str(tmp_path / "pinned")
+    )
+    again.fit(range(1, 2), data())
+    assert again.optimizer_step > 0 and math.isfinite(again.avg_train_loss)
+
+
+def test_with_diagnose_fit_returns_untrained_and_evaluate_at_once(tmp_path, capsys):
+    options = RunOptions.from_mapping(
+        {"device": "cpu", "precision": "bf16", "output_folder": str(tmp_path / "run"), "noprogressbar": True},
+        purpose=Purpose("diagnose"),
+    )
+    brain = Classifier({"model": network()}, OPT, run_opts=options)
+    before, _ = state_of(brain)
+    brain.fit(range(1, 3), data())
+    brain.fit(range(1, 3), data())
+    assert capsys.readouterr().out.count("bf16: ") == 1
+    assert math.isnan(brain.evaluate(iter(())))
+    assert all(torch.equal(before[name], value) for name, value in brain.modules.state_dict().items())
+    assert (tmp_path / "run" / "diagnosis.json").is_file()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() and not (tmp_path / "run" / "save").exists()
+
+
+def test_a_diagnosis_needs_batches_and_a_low_precision():
+    brain = brain_of(network(), precision="bf16")
+    with pytest.raises(DataError, match="at least 3 windows"):
+        brain.diagnose(data(2))
+    with pytest.raises(PrecisionError, match="fp32"):
+        brain.diagnose(data(), precisions=["fp32"])
+
+
+def test_diagnose_inside_fit_is_refused():
+    class Eager(Classifier):
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            self.diagnose(data())
+
+    with pytest.raises(RecipeError, match="inside fit"):
+        brain_of(network(), Eager, precision="bf16").fit(range(1, 2), data())
+
+
+def test_the_diagnosis_of_a_run_looks_at_its_newest_checkpoint_and_leaves_the_folder_alone(tmp_path):
+    folder = tmp_path / "run"
+    brain_of(network(), precision="bf16", output_folder=str(folder)).fit(range(1, 3), data())
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "log.txt"}
+    options = RunOptions.from_mapping(
+        {"device": "cpu", "precision": "bf16", "output_folder": str(folder), "noprogressbar": True},
+        purpose=Purpose("diagnose"),
+    )
+    brain = Classifier({"model": network()}, OPT, run_opts=options)
+    found = brain.diagnose(data(), steps=2)
+    assert "checkpoint CKPT+" in found.weights
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+# ---------------------------------------------------------------------- where a NaN was born
+
+
+def test_the_error_names_the_module_and_the_cause(tmp_path):
+    brain = brain_of(network(1e6), precision="fp16", output_folder=str(tmp_path / "run"))
+    with pytest.raises(NonfiniteError, match=r"model\.3"):
+        brain.fit(range(1, 50), data())
+    reports = sorted((tmp_path / "run").glob("nonfinite-*.json"))
+    assert len(reports) == 1  # what is the same again is told in a line
+    report = json.loads(reports[0].read_text())
+    assert {"step", "module", "op", "phase", "dtype", "cause", "samples", "range", "message"} <= report.keys()
+    assert report["cause"] == "precision" and report["module"].startswith("model.3") and report["phase"] == "forward"
+
+
+def test_the_samples_that_brought_a_nan_are_named(tmp_path):
+    batches = data()
+    batches[2][0][5, 3] = math.nan
+    brain = brain_of(network(), precision="bf16", output_folder=str(tmp_path / "run"))
+    brain.fit(range(1, 2), batches)  # one bad batch is skipped, and training goes on
+    (path,) = (tmp_path / "run").glob("nonfinite-*.json")
+    report = json.loads(path.read_text())
+    assert report["cause"] == "data" and report["samples"] == [5]
+
+
+def test_a_located_step_changes_nothing_about_the_run():
+    batches = data()
+    batches[2][0][5, 3] = math.nan
+    results = []
+    for locate in (True, False):
+        torch.manual_seed(5)
+        brain = brain_of(network(), precision="bf16", locate_nonfinite=locate)
+        brain.fit(range(1, 4), batches)
+        results.append((brain.modules.state_dict(), brain.seen, brain.skipped_steps, brain.avg_train_loss))
+    assert all(torch.equal(a, b) for a, b in zip(results[0][0].values(), results[1][0].values(), strict=True))
+    assert results[0][1:] == results[1][1:] and results[0][2] == 3
+
+
+def test_ordinary_back_off_triggers_nothing(tmp_path, caplog):
+    """A scale that is too high overflows the gradients, and falls: that is how fp16 finds its scale."""
+    caplog.set_level(logging.INFO)
+    brain = brain_of(
+        network(), precision="fp16", init_scale=2.0**40, output_folder=str(tmp_path / "run"), nonfinite_patience=1
+    )
+    brain.fit(range(1, 6), data())
+    assert brain.skipped_steps > 3 and brain.optimizer_step > 3
+    assert not list((tmp_path / "run").glob("nonfinite-*"))
+
+
+def test_off_nothing_is_kept_for_it():
+    brain = brain_of(network(), precision="bf16", locate_nonfinite=False)
+    assert brain._before_step([1]) is None
+
+
+def test_no_more_than_three_steps_and_the_last_are_taken_again(tmp_path):
+    batches = data()
+    for index, batch in enumerate(batches):
+        batch[0][index, 0] = math.nan
+    brain = brain_of(network(), precision="bf16", output_folder=str(tmp_path / "run"), nonfinite_patience=6)
+    with pytest.raises(NonfiniteError, match="sample"):
+        brain.fit(range(1, 2), batches)
+    assert len(list((tmp_path / "run").glob("nonfinite-*.json"))) == 4
+
+
+def test_a_replay_that_fails_does_not_hide_the_nonfinite_step(monkeypatch, caplog):
+    import amp_recipes.examined_run as room
+
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(room, "locate", broken)
+    with pytest.raises(NonfiniteError, match="What to try"):
+        brain_of(network(1e6), precision="fp16").fit(range(1, 50), data())
+    assert "could not be taken again" in caplog.text and "out of memory" in caplog.text
+
+
+def test_accumulation_names_the_batch_of_the_window(tmp_path):
+    batches = data()
+    batches[2][0][5, 3] = math.nan
+    brain = brain_of(network(), precision="bf16", grad_accumulation_factor=4, output_folder=str(tmp_path / "run"))
+    brain.fit(range(1, 2), batches)
+    (path,) = (tmp_path / "run").glob("nonfinite-*.json")
+    report = json.loads(path.read_text())
+    assert report["cause"] == "data" and report["samples"] == [[2, 5]]
+
+
+class TwoSteps(Classifier):
+    """A recipe with a `fit_batch` of its own and two optimizers."""
+
+    def init_optimizers(self):
+        first, second = self.modules.model[0], self.modules.model[-1]
+        self.optimizers_dict = {
+            "first": torch.optim.SGD(first.parameters(), 0.1),
+            "second": torch.optim.SGD(second.parameters(), 0.1),
+        }
+
+    def fit_batch(self, batch):
+        self.zero_grad()
+        for name in ("first", "second"):
+            with self.training_ctx:
+                loss = self.compute_objectives(self.compute_forward(batch, None), batch, None)
+            self.backward(loss)
+            self.optimizers_step(name)
+        return loss.detach()
+
+
+def test_a_recipe_with_its_own_step_and_two_optimizers_is_diagnosed_and_located(tmp_path):
+    brain = brain_of(
+        network(), TwoSteps, opt=None, nonfinite_patience=5, precision="bf16", output_folder=str(tmp_path / "run")
+    )
+    assert brain.diagnose(data(), steps=3).answers
+    batches = data()
+    batches[1][0][7, 0] = math.inf
+    brain.fit(range(1, 2), batches)
+    report = json.loads(next((tmp_path / "run").glob("nonfinite-*.json")).read_text())
+    assert report["cause"] == "data" and report["samples"] == [7]
+
+
+# ---------------------------------------------------------------------- from the command line
+
+
+SCRIPT = """
+import math, torch
+from torch import nn
+from amp_recipes import Brain, EpochCounter, load_hparams, parse_arguments
+
+class Tiny(Brain):
+    def compute_forward(self, batch, stage):
+        return self.modules.model(batch[0])
+    def compute_objectives(self, predictions, batch, stage):
+        return nn.functional.cross_entropy(predictions.float(), batch[1])
+
+hparams_file, run_opts, overrides = parse_arguments()
+hparams = load_hparams(hparams_file, overrides)
+generator = torch.Generator().manual_seed(0)
+x, y = torch.randn(96, 8, generator=generator), torch.randint(0, 4, (96,), generator=generator)
+if hparams["spoil"]:
+    x[40, 2] = math.nan
+data = torch.utils.data.TensorDataset(x, y)
+brain = Tiny({"model": hparams["model"]}, hparams["opt_class"], hparams, run_opts)
+brain.fit(EpochCounter(1), data, train_loader_kwargs={"batch_size": 16})
+print("loss", brain.evaluate(data, test_loader_kwargs={"batch_size": 48}))
+"""
+YAML = """
+precision: bf16
+seed: 1
+spoil: False
+output_folder: run
+model: !new:torch.nn.Linear
+  in_features: 8
+  out_features: 4
+opt_class: !name:torch.optim.SGD
+  lr: 0.1
+"""
+
+
+def test_a_diagnosis_takes_different_batches():
+    brain = brain_of(network(), precision="bf16")
+    with brain._examination():
+        chosen = brain._first_windows(data(), {}, 5)
+    assert len(chosen) == 5
+    assert all(torch.equal(window[0][0], batch[0]) for window, batch in zip(chosen, data(), strict=False))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "tiny.yaml").write_text(YAML)
+    return tmp_path
+
+
+def run(folder, *words):
+    environment = {"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(folder)}
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def test_diagnose_on_the_command_line(recipe):
+    done = run(recipe, sys.executable, "train.py", "tiny.yaml", "--diagnose", "--noprogressbar")
+    assert done.returncode == 0, done.stderr
+    assert "bf16: " in done.stdout and "loss nan" in done.stdout
+    assert {path.name for path in (recipe / "run").iterdir()} >= {"diagnosis.json"}
+    assert not (recipe / "run" / "hyperparams.yaml").exists()
+    command = run(
+        recipe, sys.executable, "-m", "amp_recipes.cli", "diagnose", "train.py", "tiny.yaml", "--noprogressbar"
+    )
+    assert command.returncode == 0 and "bf16: " in command.stdout, command.stderr
+
+
+def test_a_nonfinite_step_is_shown_again_from_its_folder(recipe):
+    done = run(recipe, sys.executable, "train.py", "tiny.yaml", "--spoil=True", "--noprogressbar")
+    assert done.returncode == 0, done.stderr
+    (folder,) = [path for path in (recipe / "run").glob("nonfinite-*") if path.is_dir()]
+    told = json.loads((recipe / "run" / f"{folder.name}.json").read_text())
+    assert told["samples"] == [8] and told["cause"] == "data"
+    shown = run(recipe, sys.executable, "-m", "amp_recipes.cli", "replay", str(folder))
+    assert shown.returncode == 0, shown.stderr
+    assert told["message"].split(":")[0] in shown.stdout
+
+
+def test_a_folder_that_is_no_report_is_refused(recipe):
+    (recipe / "empty").mkdir()
+    done = run(recipe, sys.executable, "-m", "amp_recipes.cli", "replay", "empty")
+    assert done.returncode == 1 and "empty" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_words_that_cannot_be_together(recipe):
+    done = run(recipe, sys.executable, "train.py", "tiny.yaml", "--diagnose", "--check")
+    assert done.returncode != 0 and "cannot be done at once" in done.stderr
+
+
+# ---------------------------------------------------------------------- what a recipe may hold
+
+
+class Meter:
+    """An object of the recipe's own, without a state_dict."""
+
+    def __init__(self):
+        self.count, self.history = 0, []
+
+
+class Holding(Classifier):
+    """Holds what recipes hold, and moves all of it in each step."""
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        if not hasattr(self, "meter"):
+            self.meter = Meter()
+            self.meters = {"inner": [Meter()]}
+            torch.manual_seed(11)
+            self.teacher = nn.Linear(256, 256)
+            self.noise = torch.Generator().manual_seed(1)
+            self.draws = {"numpy": np.random.default_rng(2), "python": random.Random(3)}
+            self.bank, self.cursor = torch.zeros(4, 8), 0
+            with torch.no_grad():
+                self.modules.model[0].weight.mul_(0.5)
+
+    def on_stage_start(self, stage, epoch=None):
+        self.modules.model[0].bias.requires_grad_(epoch != 1)
+
+    def compute_forward(self, batch, stage):
+        batch[0].mul_(1.0 + 0.01 * torch.rand((), generator=self.noise))
+        self.meter.count += 1
+        self.meters["inner"][0].history.append(self.draws["numpy"].random() + self.draws["python"].random())
+        self.bank[self.cursor % 4] = batch[0][0].detach()
+        self.cursor += 1
+        return self.modules.model(batch[0])
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        with torch.no_grad():
+            self.teacher.weight.lerp_(torch.ones(256, 256), 0.1)
+        self.modules.model[3].factor = 1.0 + 1e-3 * self.meter.count
+        if self.checkpointer is not None and self._examines:
+            self.checkpointer.save_checkpoint()
+
+    def remembers(self):
+        return (
+            [value.clone() for value in (*self.modules.state_dict().values(), *self.teacher.state_dict().values())],
+            (self.meter.count, self.meters["inner"][0].history, self.cursor, self.bank.tolist()),
+            (self.noise.get_state().tolist(), self.draws["numpy"].random(), self.draws["python"].random()),
+            [parameter.requires_grad for parameter in self.modules.parameters()],
+        )
+
+
+def same(first, second):
+    tensors, *others = zip(first, second, strict=True)
+    return all(torch.equal(a, b) for a, b in zip(*tensors, strict=True)) and all(a == b for a, b in others)
+
+
+def test_whatever_a_recipe_holds_is_after_a_diagnosis_as_before(tmp_path):
+    results = []
+    for diagnosed in (False, True):
+        torch.manual_seed(5)
+        brain = brain_of(network(), Holding, precision="bf16", output_folder=str(tmp_path / f"run{diagnosed}"))
+        if diagnosed:
+            brain.diagnose(data(), steps=2)
+            assert not list((tmp_path / "runTrue").glob("save/CKPT*"))
+        brain.fit(range(1, 3), data())
+        if diagnosed:  # and in the midst of a training
+            before = brain.remembers()
+            state = [
+                brain.noise.get_state(),
+                brain.draws["numpy"].bit_generator.state,
+                brain.draws["python"].getstate(),
+            ]
+            brain.diagnose(data(), steps=2)
+            again = [
+                brain.noise.get_state(),
+                brain.draws["numpy"].bit_generator.state,
+                brain.draws["python"].getstate(),
+            ]
+            assert str(state) == str(again) and before[1] == brain.remembers()[1]
+            continue
+        results.append(brain.remembers())
+    torch.manual_seed(5)
+    brain = brain_of(network(), Holding, precision="bf16")
+    brain.diagnose(data(), steps=2)
+    brain.fit(range(1, 3), data())
+    assert same(results[0], brain.remembers())
+
+
+def test_whatever_a_recipe_holds_is_after_a_located_step_as_without():
+    results = []
+    for locate in (True, False):
+        torch.manual_seed(5)
+        batches = data()
+        batches[2][0][5, 3] = math.nan
+        brain = brain_of(network(), Holding, precision="bf16", locate_nonfinite=locate)
+        brain.fit(range(1, 3), batches)
+        results.append(brain.remembers())
+    assert same(*results)
+
+
+def test_a_fault_that_depends_on_the_step_and_on_the_recipes_generator_is_located(tmp_path):
+    class AtStep(Classifier):
+        def on_fit_start(self):
+            super().on_fit_start()
+            self.noise = torch.Generator().manual_seed(0)
+
+        def compute_forward(self, batch, stage):
+            noise = torch.rand((), generator=self.noise)
+            scores = super().compute_forward(batch, stage)
+            return scores + (noise * math.inf if self.step == 3 else 0.0)
+
+    brain = brain_of(network(), AtStep, precision="bf16", output_folder=str(tmp_path / "run"))
+    brain.fit(range(1, 2), data())
+    report = json.loads(next((tmp_path / "run").glob("nonfinite-*.json")).read_text())
+    assert report["cause"] != "not replayable" and report["module"] == "<recipe>", report["message"]
+
+
+class Penalised(Classifier):
+    """A penalty on the gradient: its loss is nonfinite where the scaled gradient is."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        loss = F.cross_entropy(predictions.float(), batch[1])
+        (gradient,) = self.gradients(loss, [self.modules.model[0].weight])
+        return loss + gradient.square().mean()
+
+
+def test_a_loss_made_of_gradients_that_overflow_at_the_scale_is_benign(caplog):
+    brain = brain_of(network(), Penalised, precision="fp16", init_scale=2.0**40, nonfinite_patience=100)
+    with caplog.at_level(logging.WARNING):
+        brain.fit(range(1), data(2))
+    found = [
+        record.getMessage()
+        for record in caplog.records
+        if "born" in record.getMessage() or "Cause" in record.getMessage()
+    ]
+    assert found and all("the scale" in message and "fp32_modules" not in message for message in found)

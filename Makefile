@@ -3,7 +3,7 @@
 #     make train RECIPE=language_modeling PRECISION=fp16 ARGS="--seed 7 --number_of_epochs 3"
 PYTHON ?= python3
 RECIPE ?= image_classification
-PRECISION ?= bf16
+PRECISION ?= auto
 ARGS ?=
 
 VENV := .venv
@@ -13,12 +13,13 @@ INSTALLED := $(VENV)/.installed
 BENCHMARKS := $(filter-out benchmarks/_% benchmarks/faults.py,$(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint bench faults clean
+.PHONY: help setup train test test-rest test-all lint bench faults clean
 
 help:
 	@echo "make setup   install into $(VENV), at the versions of constraints.txt"
 	@echo "make train   train a recipe (RECIPE=$(RECIPE), PRECISION=$(PRECISION), ARGS=...)"
-	@echo "make test    run the tests, in a process per core (ARGS=...; ARGS='-n 0 ...' for one process)"
+	@echo "make test    run the default tests, in a process per core (ARGS=...; ARGS='-n 0 ...' for one process)"
+	@echo "make test-all   run all tests; make test-rest runs those that make test leaves out"
 	@echo "make lint    check style and format"
 	@echo "make bench   run every benchmark, each writes to benchmarks/results/"
 	@echo "make faults  kill and damage hundreds of runs, writes benchmarks/results/faults.md (ARGS=...)"
@@ -39,8 +40,16 @@ train: setup
 	$(RUN) recipes/$(RECIPE)/train.py configs/$(RECIPE).yaml --precision $(PRECISION) $(ARGS)
 
 # A process per core; worksteal keeps the tests of a file together, so that what they share is made about once.
+PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal
+
 test: setup
-	$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-rest: setup
+	$(PYTEST) -m "extended and not nightly" $(ARGS)
+
+test-all: setup
+	$(PYTEST) -m "not nightly" $(ARGS)
 
 lint: setup
 	$(RUN) -m ruff check .

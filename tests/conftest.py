@@ -22,6 +22,8 @@ with suppress(ImportError):
 
 from amp_recipes.host_copy import HostCopy
 
+pytest_plugins = ["processor_time"]
+
 sys.dont_write_bytecode = False  # nor does the next run rewrite the test files' assertions anew
 
 

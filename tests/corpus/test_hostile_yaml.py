@@ -111,7 +111,7 @@ def names_a_place(message: str, job) -> bool:
     return any(re.search(place, message) for place in places)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_the_payloads_work_on_hyperpyyaml(tmp_path):
     # Measured with HyperPyYAML 1.2.3: all that are marked as live.
     lay_out_house(tmp_path)

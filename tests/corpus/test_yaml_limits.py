@@ -22,7 +22,7 @@ import pytest
 from amp_recipes.config import check, parse_arguments
 from amp_recipes.errors import ConfigError
 
-pytestmark = pytest.mark.slow  # about half a minute by day
+pytestmark = pytest.mark.extended  # about half a minute by day
 
 # Of processor time, for a check or a load: the promise is 1 s; the bound leaves room for a slower machine.
 SECONDS = 3.0

@@ -13,7 +13,7 @@ from repository import REPOSITORY
 FAULTS = REPOSITORY / "benchmarks" / "faults.py"
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.extended,
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux: forks that a pidfd waits for"),
 ]
 

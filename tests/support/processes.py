@@ -3,68 +3,70 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.multiprocessing as mp
+from programs import DEADLINE_SECONDS, Program
 
-# A server that has imported torch once forks each process: starting one then takes 20 ms, not 4 s.
-_CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "amp_recipes"])
+_WORK = "import sys, processes; processes.work(*sys.argv[1:])"
 
 
-def in_processes(function: Callable[..., Any], count: int, *args: Any, timeout_seconds: float = 120) -> list[Any]:
+def in_processes(
+    function: Callable[..., Any], count: int, *args: Any, timeout_seconds: float = DEADLINE_SECONDS
+) -> list[Any]:
     """What `function(rank, *args)` returned in each of `count` processes, by rank.
 
     function: at a module's top level, so that it can be found again; what it returns is pickled. Raises AssertionError
-    with the traceback of each process that failed, or that had not ended after `timeout_seconds`.
+    with the traceback of each process that failed, or that had not ended after `timeout_seconds` (where it stood is
+    then on stderr).
     """
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+        (Path(folder) / "task").write_bytes(pickle.dumps((function, args, timeout_seconds)))
+        modules = os.pathsep.join(filter(None, sys.path))
+        programs = []
         for rank in range(count):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
-                target=_work, args=(function, rank, count, folder, timeout_seconds, theirs, args)
-            )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            found = [_answer(pipe, timeout_seconds) for pipe in pipes]
-        finally:
-            for process in processes:
-                process.join(timeout=5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            variables = {name: str(value) for name, value in variables.items()}
+            programs.append(Program("-c", _WORK, folder, env={**variables, "PYTHONPATH": modules}))
+        deadline = time.monotonic() + timeout_seconds
+        answers = [_answer(program, Path(folder) / str(rank), deadline) for rank, program in enumerate(programs)]
+    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
     assert not failed, "\n".join(failed)
-    return [result for _, result in found]
+    return [result for _, result in answers]
 
 
-def _answer(pipe: connection.Connection, timeout_seconds: float) -> tuple[str | None, Any]:
+def _answer(program: Program, path: Path, deadline: float) -> tuple[str | None, Any]:
     try:
-        if not pipe.poll(timeout_seconds):
-            return f"no answer after {timeout_seconds:g} s", None
-        return pickle.loads(pipe.recv_bytes())
-    except EOFError:
-        return "ended without an answer", None
+        program.wait(max(0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        program.send_signal(signal.SIGUSR1)  # shows where it stands
+        time.sleep(0.5)
+        program.kill()
+        program.wait()
+        return "had not ended when its time was over", None
+    if not path.exists():
+        return f"ended without an answer (exit status {program.returncode})", None
+    return pickle.loads(path.read_bytes())
 
 
-def _work(
-    function: Callable[..., Any], rank: int, count: int, folder: str, timeout_seconds: float, pipe: Any, args: tuple
-) -> None:
+def work(folder: str) -> NoReturn:
+    """Be one of the processes."""
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    function, args, timeout_seconds = pickle.loads((Path(folder) / "task").read_bytes())
     torch.distributed.init_process_group(
         "gloo",
         init_method=(Path(folder) / "store").as_uri(),
@@ -73,12 +75,12 @@ def _work(
         timeout=timedelta(seconds=timeout_seconds),
     )
     try:
-        # Pickled here: the pipe's own way to send a tensor shares memory with a process that may have ended by then.
-        pipe.send_bytes(pickle.dumps((None, function(rank, *args))))
+        answer = pickle.dumps((None, function(rank, *args)))
     except BaseException:
-        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
-    else:
-        with contextlib.suppress(RuntimeError):  # another one has failed, and says so
-            torch.distributed.barrier()
+        answer = pickle.dumps((traceback.format_exc(), None))
+    (Path(folder) / str(rank)).write_bytes(answer)
+    with contextlib.suppress(RuntimeError):  # another one has failed, and says so
+        torch.distributed.monitored_barrier(timeout=timedelta(seconds=5))
     # Not through the interpreter's end: a gloo thread that then lets go of a tensor would abort the process.
+    sys.stdout.flush()
     os._exit(0)

@@ -30,7 +30,7 @@ def cells(page: str, row: str) -> list[list[str]]:
     return [line.split(" | ") for line in found]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_it_gives_each_way_to_train_a_ratio(page, strategy):
     ((by_hand, *others),) = cells(page, f"{strategy}, fp32, small steps")
@@ -39,7 +39,7 @@ def test_it_gives_each_way_to_train_a_ratio(page, strategy):
     assert all(float(cell.split()[0]) > 0 for cell in others)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_brain_sends_what_theory_and_the_loop_by_hand_say(page, strategy):
     ((theory, by_hand, brain, guards),) = cells(page, strategy)
@@ -47,13 +47,13 @@ def test_brain_sends_what_theory_and_the_loop_by_hand_say(page, strategy):
     assert 0 < int(guards.replace(",", "")) < 1000
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_it_says_how_it_was_measured_and_nothing_of_where(page, tmp_path_factory):
     assert "`python benchmarks/distributed.py --quick`" in page
     assert str(REPOSITORY) not in page
     assert str(tmp_path_factory.getbasetemp()) not in page
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_brain_trains_the_weights_of_the_loop_by_hand(page):
     assert "*" not in page  # the mark of a row whose weights differ

@@ -319,7 +319,7 @@ def test_hostile_settings_are_compared_and_never_built(run, tmp_path):
     assert not canary.exists() and len(found.sections["settings"]) == 2 + 1
 
 
-@pytest.mark.slow  # three starts of a recipe
+@pytest.mark.extended  # three starts of a recipe
 def test_runs_of_a_recipe(tmp_path):
     """Two real runs: what they leave is what is read here."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}

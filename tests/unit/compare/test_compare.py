@@ -784,7 +784,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_whole_recipe_of_which_fp16_overflows(compare, recipe, tmp_path, capsys):
     """Inputs of 1e6 are inf in fp16 at any loss scale, and finite in fp32."""
     (recipe / "train.py").write_text(SCRIPT)

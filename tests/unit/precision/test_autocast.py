@@ -794,7 +794,7 @@ def test_an_unknown_type_does_not_break_the_graph(clean_dynamo):
     assert (result.dtype, frames) == (BF16, 1)
 
 
-@pytest.mark.slow  # a C++ compiler runs
+@pytest.mark.extended  # a C++ compiler runs
 def test_inductor_compiles_a_decorated_layer_and_its_backward(clean_dynamo):
     torch.manual_seed(0)
     module = Pinned()

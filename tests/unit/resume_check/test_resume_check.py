@@ -564,7 +564,7 @@ def run(*arguments):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_recipe_with_dropout_shuffling_and_augmentation_is_proved_equal(tmp_path):
     status, output = run(
         # 20 samples make 7 batches: the end of an epoch, its validation and its save lie between kill and end.
@@ -602,7 +602,7 @@ GAN = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_two_optimizers_that_step_in_turn_are_counted_as_one_update(tmp_path):
     """With the command's defaults: 12 updates of 2 optimizer steps each."""
     recipe = write_recipe(tmp_path)
@@ -625,7 +625,7 @@ def test_two_optimizers_that_step_in_turn_are_counted_as_one_update(tmp_path):
     assert {name.partition(".")[0] for name in whole.end.sections["optimizers"]} == {"model", "critic"}
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_data_set_with_an_unseeded_generator_is_named(tmp_path):
     noise = "torch.from_numpy(np.random.default_rng().random(4)).float()"
     status, output = run(*write_recipe(tmp_path, noise=noise), *SMALL)
@@ -636,7 +636,7 @@ def test_a_data_set_with_an_unseeded_generator_is_named(tmp_path):
     assert "NOT REPRODUCIBLE" in output and "EQUAL bit" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("change", "first"),
     [
@@ -653,7 +653,7 @@ def test_a_counter_in_a_closure_is_named(tmp_path, change, first):
     assert "NOT EQUAL" in output and "NOT REPRODUCIBLE" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_run_that_fails_shows_why(tmp_path):
     status, output = run(*write_recipe(tmp_path, noise="1 / 0"), *SMALL)
     assert status == 2 and "ZeroDivisionError" in output and "failed with status 1" in output

@@ -1,10 +1,12 @@
 """The house keeps its layers: a file imports only from layers above it, and nothing goes in a circle."""
 
 import ast
+import functools
 from pathlib import Path
 
-import pytest
 from repository import REPOSITORY
+
+import amp_recipes
 
 PACKAGE = REPOSITORY / "amp_recipes"
 
@@ -68,33 +70,47 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+def shown(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imports_of(path: Path) -> list[tuple[ast.AST, str]]:
     """Every import of our own modules in a file, as a node and a dotted name."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [(node, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute, so that their layer can be read"
+            assert node.level == 0, f"{shown(path, node)}: imports are absolute, so that their layer can be read"
             found.append((node, node.module))
             found += [(node, f"{node.module}.{alias.name}") for alias in node.names]
     return [(node, name) for node, name in found if name == "amp_recipes" or name.startswith("amp_recipes.")]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_imports_only_from_layers_above_it(path):
-    room = room_of(path)
-    assert room in LAYERS, f"{room} has no layer yet: say in LAYERS where it stands"
-    for node, name in imports_of(path):
-        parts = name.split(".")
-        if len(parts) == 1 or parts[1] not in LAYERS:
-            continue
-        other = parts[1]
-        allowed = other == room or LAYERS[other] < LAYERS[room] or (other in SHARED and room not in SHARED)
-        assert allowed, (
-            f"{path.relative_to(REPOSITORY)}:{node.lineno} imports {name}: {room} (layer {LAYERS[room]}) may not know "
-            f"{other} (layer {LAYERS[other]}). Pass in what it needs, or move the shared part to a lower layer."
-        )
+def may_import(room: str, other: str) -> bool:
+    return other == room or LAYERS[other] < LAYERS[room] or (other in SHARED and room not in SHARED)
+
+
+def test_every_room_has_a_layer():
+    assert {room_of(path) for path in MODULES} - set(LAYERS) == set(), "say in LAYERS where it stands"
+
+
+def test_a_file_imports_only_from_layers_above_it():
+    wrong = []
+    for path in MODULES:
+        room = room_of(path)
+        for node, name in imports_of(path):
+            other = name.split(".")[1] if "." in name else None
+            if other in LAYERS and not may_import(room, other):
+                wrong.append(f"{shown(path, node)} imports {name}: {room} (layer {LAYERS[room]}) may not know {other} "
+                             f"(layer {LAYERS[other]})")  # fmt: skip
+    assert not wrong, "pass in what they need, or move the shared part to a lower layer"
 
 
 def test_no_import_circles_between_files():
@@ -124,41 +140,39 @@ def test_no_import_circles_between_files():
         visit(name, ())
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_stand_at_the_top(path):
+def test_imports_stand_at_the_top():
     """Only an optional dependency may be imported inside a function."""
-    for function in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        for node in ast.walk(function):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                module = node.names[0].name if isinstance(node, ast.Import) else node.module
-                assert not module.startswith("amp_recipes"), (
-                    f"{path}:{node.lineno} imports {module} inside a function, which hides a circle"
-                )
+    inside = set()
+    for path in MODULES:
+        functions = [node for node in nodes_of(path) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        lines = {line for function in functions for line in range(function.lineno, function.end_lineno + 1)}
+        inside |= {shown(path, node) for node, _ in imports_of(path) if node.lineno in lines}
+    assert inside == set(), "an import inside a function hides a circle"
 
 
 def test_only_the_precision_room_scales_clips_and_steps():
     """One owner: a second place that steps an optimizer would forget to scale, clip or skip."""
     verbs = {"unscale_", "clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm", "found_inf", "autocast"}
-    for path in MODULES:
-        if room_of(path) == "precision":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute):
-                assert node.attr not in verbs, f"{path.relative_to(REPOSITORY)}:{node.lineno} uses .{node.attr}"
+    uses = [
+        f"{shown(path, node)} uses .{node.attr}"
+        for path in MODULES
+        if room_of(path) != "precision"
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute) and node.attr in verbs
+    ]
+    assert uses == []
 
 
 def test_recipes_hold_no_scaler_autocast_or_device_code():
-    for path in (REPOSITORY / "recipes").rglob("*.py"):
-        text = path.read_text()
-        for word in ("GradScaler", "autocast(", ".cuda(", "unscale_", "scaler."):
-            assert word not in text, f"{path.relative_to(REPOSITORY)} contains {word}: this is the framework's work"
+    words = ("GradScaler", "autocast(", ".cuda(", "unscale_", "scaler.")
+    texts = {path: path.read_text() for path in (REPOSITORY / "recipes").rglob("*.py")}
+    found = [
+        f"{path.relative_to(REPOSITORY)}: {word}" for path, text in texts.items() for word in words if word in text
+    ]
+    assert found == [], "this is the framework's work"
 
 
 def test_public_names_are_those_of_the_contract():
-    import amp_recipes
-
     contract = {
         "AMPConfig", "TorchAutocast", "fwd_default_precision", "custom_fwd", "custom_bwd", "Stage", "Brain",
         "RunOptions", "parse_arguments", "load_hparams", "create_experiment_directory", "EpochCounter", "Checkpointer",
@@ -169,6 +183,5 @@ def test_public_names_are_those_of_the_contract():
 
 def test_no_file_is_too_long_to_read():
     """A file of more than 500 lines wants to be two rooms."""
-    for path in MODULES:
-        lines = len(path.read_text().splitlines())
-        assert lines <= 500, f"{path.relative_to(REPOSITORY)} has {lines} lines"
+    lines = {str(path.relative_to(REPOSITORY)): len(path.read_text().splitlines()) for path in MODULES}
+    assert {path: count for path, count in lines.items() if count > 500} == {}

@@ -1,30 +1,19 @@
 """The benchmarks run and write what they promise. What they measure has no bound here: machines are noisy."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
+from programs import run_python
 from repository import REPOSITORY
 
 OVERHEAD = REPOSITORY / "benchmarks" / "overhead.py"
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(OVERHEAD), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+WORDS = ("--rounds", "2", "--steps", "4", "--precisions", "fp32", "--no-peers")
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("overhead") / "deeper" / "overhead.md"
-    finished = run("--rounds", "2", "--steps", "4", "--precisions", "fp32", "--no-peers", "--output", str(path))
+    finished = run_python(OVERHEAD, *WORDS, "--output", path)
     assert finished.returncode == 0, finished.stderr
     return path.read_text()
 
@@ -54,6 +43,6 @@ def test_overhead_says_how_it_was_measured_and_nothing_of_where(page, tmp_path_f
 
 
 def test_overhead_refuses_a_precision_that_it_does_not_know():
-    finished = run("--precisions", "fp61")
+    finished = run_python(OVERHEAD, "--precisions", "fp61")
     assert finished.returncode == 2
     assert "fp61" in finished.stderr

@@ -1,10 +1,12 @@
-"""What is promised to whoever installs the package: versions, contents of the wheel, cost of the import."""
+"""What is promised to whoever installs the package: versions, contents of the wheel, what an import loads."""
 
 from __future__ import annotations
 
 import ast
 import configparser
 import importlib
+import itertools
+import json
 import re
 import shutil
 import subprocess
@@ -57,14 +59,12 @@ def declared() -> dict[str, list[Requirement]]:
     return groups
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("group", ["install", "dev", "recipes", "bench"])
-def test_every_dependency_has_one_exact_constraint_within_its_range(python, group):
-    constraints = constraints_for(python)
-    for requirement in declared()[group]:
-        name = canonicalize_name(requirement.name)
-        assert name in constraints, f"{name} ({group}) has no line in constraints.txt for Python {python}"
-        assert constraints[name] in requirement.specifier, f"{requirement} excludes {constraints[name]}"
+def test_every_dependency_has_one_exact_constraint_within_its_range(subtests):
+    for python, group in itertools.product(PYTHONS, ("install", "dev", "recipes", "bench")):
+        constraints = constraints_for(python)
+        for requirement in declared()[group]:
+            with subtests.test(f"{requirement} ({group}) for Python {python}"):
+                assert constraints[canonicalize_name(requirement.name)] in requirement.specifier
 
 
 def test_no_constraint_is_left_over():
@@ -132,48 +132,39 @@ def test_changelog_names_every_run_option():
     assert public - named == set(), "CHANGELOG.md must name these run options: a YAML may have such a key"
 
 
-IMPORT_COST = """
-import sys, time
-start = time.process_time()
+IMPORTED = """
+import json, sys
 import torch
-between = time.process_time()
-before = set(sys.modules)
+first = sorted(sys.modules)
 import amp_recipes
-end = time.process_time()
-print(between - start, end - between)
-print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
-print(*sorted(name for name in set(sys.modules) - before if name.startswith("torch.")))
+print(json.dumps([first, sorted(set(sys.modules) - set(first))]))
 """
 
 
 @pytest.fixture(scope="module")
-def import_measurements() -> list[tuple[float, float, set[str], set[str]]]:
-    """(seconds of `import torch`, seconds that amp_recipes adds, top modules added, parts of torch added)."""
-    measured = []
-    for _ in range(3):
-        command = [sys.executable, "-c", IMPORT_COST]
-        output = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-        times, modules, of_torch = output.splitlines()[:3]
-        torch_seconds, added_seconds = map(float, times.split())
-        measured.append((torch_seconds, added_seconds, set(modules.split()), set(of_torch.split())))
-    return measured
+def imported() -> list[set[str]]:
+    """The modules that `import torch` loads in a fresh interpreter, and those that amp_recipes adds."""
+    command = [sys.executable, "-c", IMPORTED]
+    output = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    return [set(names) for names in json.loads(output)]
 
 
-def test_import_leaves_optional_and_heavy_modules_alone(import_measurements):
+def test_import_leaves_optional_and_heavy_modules_alone(imported):
+    _, added = imported
     heavy = {"sklearn", "scipy", "PIL", "tensorboard", "matplotlib", "pandas", "wandb", "mlflow", "IPython"}
     peers = {"speechbrain", "lightning", "accelerate", "ignite"}
-    _, _, added, of_torch = import_measurements[0]
-    assert added & (heavy | peers) == set()
+    assert {name.split(".")[0] for name in added} & (heavy | peers) == set()
     # Importing these doubles the cost of `import torch`; torch itself puts them off until somebody compiles.
-    assert of_torch & {"torch._dynamo", "torch._inductor", "torch.onnx", "torch.utils.tensorboard"} == set()
+    assert added & {"torch._dynamo", "torch._inductor", "torch.onnx", "torch.utils.tensorboard"} == set()
 
 
-def test_import_costs_little_over_torch(import_measurements):
-    torch_seconds = min(measured[0] for measured in import_measurements)
-    added_seconds = min(measured[1] for measured in import_measurements)
-    assert added_seconds < 0.4 * torch_seconds, f"{added_seconds:.2f} s on top of {torch_seconds:.2f} s"
+def test_import_adds_few_modules_to_those_of_torch(imported):
+    """Modules, and not seconds: they are the same on every machine. `torch._dynamo` alone brings 500."""
+    of_torch, added = imported
+    assert len(added) < 0.4 * len(of_torch)
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(find_spec("setuptools") is None, reason="building a wheel needs setuptools")
 @pytest.mark.skipif(find_spec("pip") is None, reason="building a wheel needs pip")
 def test_wheel_holds_the_whole_package_and_nothing_else(tmp_path):

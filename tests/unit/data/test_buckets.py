@@ -125,19 +125,16 @@ def test_a_sample_over_the_limit_is_an_error_or_a_batch_of_its_own():
         DynamicBatches([1], 5, too_long="drop")
 
 
-@pytest.mark.parametrize(
-    ("lengths", "said"),
-    [
+def test_lengths_that_are_none_are_refused(subtests):
+    for lengths, said in [
         ([1, float("nan")], "length of sample 1 is nan"),
         ([1, 2, -3], "length of sample 2 is -3"),
         ([[1, 2]], r"got shape \(1, 2\)"),
         (["a"], "lengths must be numbers"),
         (torch.tensor(3), r"got shape \(\)"),
-    ],
-)
-def test_lengths_that_are_none_are_refused(lengths, said):
-    with pytest.raises(ConfigError, match=said):
-        LengthBuckets(lengths, 2)
+    ]:
+        with subtests.test(said), pytest.raises(ConfigError, match=said):
+            LengthBuckets(lengths, 2)
 
 
 def test_sizes_that_are_none_are_refused():

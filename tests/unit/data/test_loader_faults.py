@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import pairwise
+from programs import DEADLINE_SECONDS, Program
+from repository import REPOSITORY
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from amp_recipes.data import LoadingStopped, close_loader, loader_faults, make_loader, set_epoch, streams, waiting
@@ -19,10 +22,8 @@ from amp_recipes.errors import DataError
 
 
 @pytest.fixture(autouse=True)
-def left_loaders_go():
-    """What a test leaves in cycles, its workers with it, must not slow the next one down."""
-    yield
-    gc.collect()
+def workers_look_often_whether_they_are_to_end(monkeypatch):
+    monkeypatch.setattr("amp_recipes.data.workers._END_CHECK_SECONDS", 0.05)
 
 
 class Bad(Dataset):
@@ -83,11 +84,11 @@ def alive(pid):
         return False
 
 
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
+def wait_until(condition):
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 # ---------------------------------------------------------------------- a sample that raises
@@ -108,22 +109,23 @@ def test_a_sample_that_raises_is_named_with_its_worker_and_its_own_traceback(num
 ENTRIES = [f"clips/{i}.wav" for i in range(12)]
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        Listed(unreadable, files=ENTRIES),
-        Listed(unreadable, paths=[Path(entry) for entry in ENTRIES]),
-        Listed(unreadable, samples=[(entry, 1) for entry in ENTRIES]),
-        Listed(unreadable, imgs=[(entry, 1) for entry in ENTRIES], other=["x"] * 12),
-        Listed(unreadable, items=[{"id": 3, "wav": entry} for entry in ENTRIES]),
-        Listed(unreadable, describe=lambda index: ENTRIES[index]),
-        Listed(unreadable, describe=lambda index: ENTRIES[index], files=["wrong"] * 12),
-    ],
-    ids=["files", "paths", "samples", "imgs", "items", "describe", "describe wins"],
-)
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_file_is_named_where_the_data_set_tells(data, num_workers):
-    assert "sample 5 (clips/5.wav) cannot be read" in str(failing(data, num_workers=num_workers))
+TELLING = {
+    "files": {"files": ENTRIES},
+    "paths": {"paths": [Path(entry) for entry in ENTRIES]},
+    "samples": {"samples": [(entry, 1) for entry in ENTRIES]},
+    "imgs": {"imgs": [(entry, 1) for entry in ENTRIES], "other": ["x"] * 12},
+    "items": {"items": [{"id": 3, "wav": entry} for entry in ENTRIES]},
+    "describe": {"describe": lambda index: ENTRIES[index]},
+    "describe wins": {"describe": lambda index: ENTRIES[index], "files": ["wrong"] * 12},
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.extended)])
+def test_the_file_is_named_where_the_data_set_tells(num_workers, subtests):
+    for name, entries in TELLING.items():
+        with subtests.test(name):
+            error = failing(Listed(unreadable, **entries), num_workers=num_workers)
+            assert "sample 5 (clips/5.wav) cannot be read" in str(error)
 
 
 def test_the_file_is_found_through_subsets_and_concatenations():
@@ -240,8 +242,7 @@ def test_a_worker_killed_while_the_step_runs_is_named_too():
     expected = rf"Training set: loader worker 0 \(pid {pid}\) was killed by SIGKILL"
     with pytest.raises(DataError, match=expected), loader_faults(batches):
         os.kill(pid, signal.SIGKILL)
-        for _ in range(1200):  # the step
-            time.sleep(0.05)
+        time.sleep(DEADLINE_SECONDS)  # the step
     # Cleaning up starts processes, whose end must not bring the error up again.
     for _ in range(3):
         subprocess.run(["true"], check=True)
@@ -281,13 +282,27 @@ def test_a_loader_can_be_iterated_again_after_a_worker_died(tmp_path):
 # ---------------------------------------------------------------------- a worker that hangs
 
 
+def run_out_of_time(batches, iterator):
+    """From now on the loader waits 0.1 s for a batch."""
+    batches.timeout = iterator._batches._timeout = 0.1  # the latter is torch's, which took it when the pass began
+
+
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_hanging_worker_is_named_and_killed(persistent):
-    batches = loader(Listed(hang, files=ENTRIES), num_workers=2, timeout=10, persistent_workers=persistent)
+def test_a_hanging_worker_is_named_and_killed(persistent, tmp_path):
+    def hang_visibly():
+        (tmp_path / "hanging").touch()
+        hang()
+
+    data = Listed(hang_visibly, files=ENTRIES)
+    batches = loader(data, num_workers=2, timeout=DEADLINE_SECONDS, persistent_workers=persistent)
+    iterator = iter(batches)
+    next(iterator), next(iterator)
+    wait_until((tmp_path / "hanging").exists)
+    run_out_of_time(batches, iterator)
     with pytest.raises(DataError) as caught:
-        list(batches)
+        next(iterator)
     message = str(caught.value)
-    assert "no batch came for 10 seconds: loader worker 0 (pid " in message
+    assert "no batch came for 0.1 seconds: loader worker 0 (pid " in message
     assert "was reading sample 5 (clips/5.wav)" in message
     assert "timeout=<seconds>" in message
     pid = int(message.partition("(pid ")[2].partition(")")[0])
@@ -303,8 +318,8 @@ def test_workers_have_a_time_limit_by_default():
 # ---------------------------------------------------------------------- the run's end
 
 
-def run(code, *, tmp_path, **kwargs):
-    """A process of its own that runs `code` with a loader of 2 workers in `batches`."""
+def run(code, *, tmp_path, start=Program, **kwargs):
+    """A process of its own that runs `code`, with `loader` for a loader of 2 workers."""
     script = tmp_path / "run.py"
     script.write_text(
         textwrap.dedent("""
@@ -331,21 +346,18 @@ def run(code, *, tmp_path, **kwargs):
         """)
         + textwrap.dedent(code)
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, str(script)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        **kwargs,
-    )
+    return start(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, **kwargs)
 
 
-def finish(process, seconds=120):
+def start_interpreter(script, **kwargs):
+    """As `Program`, with the end of a real interpreter."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, str(script)], env=environment, text=True, **kwargs)
+
+
+def finish(process):
     try:
-        out, err = process.communicate(timeout=seconds)
+        out, err = process.communicate(timeout=DEADLINE_SECONDS)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -381,7 +393,8 @@ def test_workers_go_on_reading_when_the_whole_group_is_signalled(number, tmp_pat
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "raise SystemExit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
 @pytest.mark.parametrize("reading", ["0.0", "3600.0"], ids=["idle", "hanging"])
-def test_no_worker_outlives_the_run_nor_holds_it_up(end, reading, tmp_path):
+@pytest.mark.parametrize("start", [Program, pytest.param(start_interpreter, marks=pytest.mark.extended)])
+def test_no_worker_outlives_the_run_nor_holds_it_up(start, end, reading, tmp_path):
     process = run(
         f"""
         batches = loader()
@@ -393,6 +406,7 @@ def test_no_worker_outlives_the_run_nor_holds_it_up(end, reading, tmp_path):
         {end}
         """,
         tmp_path=tmp_path,
+        start=start,
     )
     workers = [int(pid) for pid in process.stdout.readline().split()]
     assert len(workers) == 2
@@ -426,8 +440,15 @@ def no_collector():
     gc.enable()
 
 
-@pytest.mark.parametrize("data", [Pids, PidStream])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("data", "persistent"),
+    [
+        (Pids, False),
+        (PidStream, True),
+        pytest.param(Pids, True, marks=pytest.mark.extended),
+        pytest.param(PidStream, False, marks=pytest.mark.extended),
+    ],
+)
 def test_workers_end_with_the_last_reference_to_the_loader(data, persistent, no_collector):
     batches = loader(data(), num_workers=2, persistent_workers=persistent)
     workers = {int(pid) for batch in batches for pid in batch}  # a whole pass, then one that is left
@@ -438,9 +459,7 @@ def test_workers_end_with_the_last_reference_to_the_loader(data, persistent, no_
     wait_until(lambda: not any(map(alive, workers)))
 
 
-@pytest.mark.parametrize("data", [Pids, PidStream])
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("torchdata", [False, True])
+@pytest.mark.parametrize(("data", "persistent", "torchdata"), pairwise([Pids, PidStream], [False, True], [False, True]))
 def test_a_loader_is_closed_although_its_pass_is_held_and_can_be_iterated_again(
     data, persistent, torchdata, no_collector, monkeypatch
 ):
@@ -478,7 +497,7 @@ class SlowAfter(Pids):
         return os.getpid()
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_workers_in_the_middle_of_a_sample_end_before_torch_would_kill_them(persistent, monkeypatch, no_collector):
     """After an error in the loop, whose traceback holds the pass."""
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 120.0)  # torch waits that long for one
@@ -501,15 +520,17 @@ def test_workers_in_the_middle_of_a_sample_end_before_torch_would_kill_them(pers
 
 
 class Gated(Dataset):
-    """Sample 6 comes once a file is there."""
+    """Sample 6 comes once a file is there; `reached` is there once it is asked for."""
 
     def __init__(self, gate):
-        self.gate = gate
+        self.gate, self.reached = gate, gate.with_suffix(".reached")
 
     def __len__(self):
         return 12
 
     def __getitem__(self, index):
+        if index == 6:
+            self.reached.touch()
         while index == 6 and not self.gate.exists():
             time.sleep(0.01)
         return torch.tensor(index)
@@ -523,9 +544,9 @@ class GatedStream(IterableDataset):
         return map(self.data.__getitem__, range(12))
 
 
-@pytest.mark.parametrize("torchdata", [False, True])
-@pytest.mark.parametrize("kind", [Gated, GatedStream])
-@pytest.mark.parametrize("limits", [{}, {"timeout": 0}], ids=["limit", "no limit"])
+@pytest.mark.parametrize(
+    ("kind", "torchdata", "limits"), pairwise([Gated, GatedStream], [False, True], [{}, {"timeout": 0}])
+)
 def test_who_waits_for_a_batch_can_be_stopped_and_go_on(kind, torchdata, limits, tmp_path, monkeypatch):
     monkeypatch.setattr(waiting, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(streams, "has_torchdata", lambda: torchdata)
@@ -549,11 +570,18 @@ def test_who_waits_for_a_batch_can_be_stopped_and_go_on(kind, torchdata, limits,
 
 
 def test_a_time_limit_holds_whoever_asks_in_between(tmp_path, monkeypatch):
-    monkeypatch.setattr(waiting, "POLL_SECONDS", 0.5)
-    batches = loader(Gated(tmp_path / "gate"), num_workers=1, timeout=10)
-    batches.stop = lambda: False
-    with pytest.raises(DataError, match=r"no batch came for 10 seconds: loader worker 0 .* was reading sample 6"):
-        list(batches)
+    monkeypatch.setattr(waiting, "POLL_SECONDS", 0.05)
+    data = Gated(tmp_path / "gate")
+    batches, asked = loader(data, num_workers=1, timeout=DEADLINE_SECONDS), []
+    batches.stop = lambda: asked.append(1)
+    iterator = iter(batches)
+    next(iterator), next(iterator), next(iterator)
+    wait_until(data.reached.exists)
+    asked.clear()
+    batches.timeout = 0.2
+    with pytest.raises(DataError, match=r"no batch came for 0.2 seconds: loader worker 0 .* was reading sample 6"):
+        next(iterator)
+    assert asked
 
 
 def test_persistent_workers_keep_the_users_limit():
@@ -580,7 +608,10 @@ def test_the_users_worker_init_fn_runs_and_meets_the_users_data_set(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
-def test_a_worker_init_fn_that_raises_is_told():
+def test_a_worker_init_fn_that_raises_is_told(monkeypatch):
+    module = sys.modules[loader_faults.__module__]
+    monkeypatch.setattr(module, "_NOTICE_SECONDS", 0.1)  # for so long it looks whether a worker has died
+
     def begin(worker):
         raise OSError("no licence")
 

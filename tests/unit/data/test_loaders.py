@@ -1,9 +1,8 @@
 """Loaders repeat by (seed, epoch), leave the global generators alone, and refuse what cannot train."""
 
-import gc
 import json
 import random
-from itertools import zip_longest
+from itertools import product, zip_longest
 
 import numpy as np
 import pytest
@@ -21,13 +20,6 @@ from torch.utils.data import (
 
 from amp_recipes.data import EpochShuffle, make_loader, set_epoch
 from amp_recipes.errors import ConfigError, DataError
-
-
-@pytest.fixture(autouse=True)
-def left_loaders_go():
-    """What a test leaves in cycles, its workers with it, must not slow the next one down."""
-    yield
-    gc.collect()
 
 
 def dataset(n=12):
@@ -89,17 +81,11 @@ def test_the_global_generators_are_not_moved(num_workers, shuffle):
     assert states() == before
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"sampler": [3, 1]}, [[3], [1]]),
-        ({"sampler": SequentialSampler(range(3)), "batch_size": 2}, [[0, 1], [2]]),
-        ({"batch_sampler": [[1, 2], [0]]}, [[1, 2], [0]]),
-        ({"collate_fn": lambda samples: [torch.tensor([-1])], "batch_size": 6}, [[-1], [-1]]),
-    ],
-)
-def test_what_the_user_gives_wins(given, expected):
-    assert ids(make(**given)) == expected
+def test_what_the_user_gives_wins():
+    assert ids(make(sampler=[3, 1])) == [[3], [1]]
+    assert ids(make(sampler=SequentialSampler(range(3)), batch_size=2)) == [[0, 1], [2]]
+    assert ids(make(batch_sampler=[[1, 2], [0]])) == [[1, 2], [0]]
+    assert ids(make(collate_fn=lambda samples: [torch.tensor([-1])], batch_size=6)) == [[-1], [-1]]
 
 
 def test_a_users_generator_shuffles_as_torch_does():
@@ -142,17 +128,17 @@ def test_unknown_arguments_are_refused_with_the_nearest_one():
         make(batch_sampler=[[0]], batch_size=2, name="Training set")
 
 
-@pytest.mark.parametrize("data", [[], TensorDataset(torch.zeros(0)), Counting(0, told=0)])
-def test_an_empty_set_is_refused(data):
-    with pytest.raises(DataError, match="Training set is empty"):
-        make(data, name="Training set")
+def test_an_empty_set_is_refused():
+    for data in ([], TensorDataset(torch.zeros(0)), Counting(0, told=0)):
+        with pytest.raises(DataError, match="Training set is empty"):
+            make(data, name="Training set")
 
 
-@pytest.mark.parametrize("data", [[1, 2, 3], Counting(3, told=3)])
-def test_zero_batches_say_why(data):
-    with pytest.raises(DataError, match="Training set gives 0 batches: drop_last with 3 samples < batch size 4"):
-        make(data, batch_size=4, drop_last=True, name="Training set")
-    assert len(list(make(data, batch_size=3, drop_last=True))) == 1
+def test_zero_batches_say_why():
+    for data in ([1, 2, 3], Counting(3, told=3)):
+        with pytest.raises(DataError, match="Training set gives 0 batches: drop_last with 3 samples < batch size 4"):
+            make(data, batch_size=4, drop_last=True, name="Training set")
+        assert len(list(make(data, batch_size=3, drop_last=True))) == 1
 
 
 def test_samplers_that_yield_nothing_are_refused():
@@ -255,8 +241,16 @@ def begin(loader, epoch):
     return loader
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("workers", WORKERS)
+IN_DEFAULT_TIER = {("shuffled", "2 workers"), ("batch sampler", "persistent"), ("own generator", "persistent")}
+
+
+@pytest.mark.parametrize(
+    ("setup", "workers"),
+    [
+        pytest.param(*case, marks=() if case[1] == "main process" or case in IN_DEFAULT_TIER else pytest.mark.extended)
+        for case in product(SETUPS, WORKERS)
+    ],
+)
 def test_a_resumed_epoch_goes_on_as_if_it_had_not_stopped(setup, workers, tmp_path):
     expected = epochs(make(Reads(), **SETUPS[setup]()), 3)  # by the main process, without a stop
     stopped = make(Reads(), **SETUPS[setup](), **WORKERS[workers])
@@ -285,7 +279,9 @@ def test_a_resumed_epoch_goes_on_as_if_it_had_not_stopped(setup, workers, tmp_pa
     assert [batch.tolist() for batch in begin(resumed, 3)] == expected[3]
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    "workers", ["main process", "persistent", pytest.param("2 workers", marks=pytest.mark.extended)]
+)
 def test_only_a_loaded_state_moves_the_beginning(workers):
     loader = make(Reads(), batch_size=4, **WORKERS[workers])
     expected = epochs(make(Reads(), batch_size=4), 2)
@@ -323,14 +319,20 @@ def test_a_loaded_state_is_told_until_the_loader_moves():
     assert loader.state_dict() == {"epoch": 2, "samples": 16}
 
 
-@pytest.mark.parametrize("state", [None, {}, {"epoch": 1}, [1, 2], {"batches": 3}])
-def test_a_state_of_another_kind_is_refused(state):
-    with pytest.raises(DataError, match="Data set: a position has 'epoch' and 'samples'"):
-        make().load_state_dict(state)
+def test_a_state_of_another_kind_is_refused():
+    for state in (None, {}, {"epoch": 1}, [1, 2], {"batches": 3}):
+        with pytest.raises(DataError, match="Data set: a position has 'epoch' and 'samples'"):
+            make().load_state_dict(state)
 
 
-@pytest.mark.parametrize("count", [1, 7, 16, 23])
-@pytest.mark.parametrize("kwargs", [{}, {"num_workers": 1}])
+@pytest.mark.parametrize(
+    ("count", "kwargs"),
+    [
+        *((count, {}) for count in (1, 7, 16, 23)),
+        (23, {"num_workers": 1}),
+        *(pytest.param(count, {"num_workers": 1}, marks=pytest.mark.extended) for count in (1, 7, 16)),
+    ],
+)
 def test_ranks_see_each_sample_once_in_as_many_batches(count, kwargs):
     ranks = [make(Reads(n=count), batch_size=4, rank=rank, world_size=2, **kwargs) for rank in range(2)]
     seen = [[[int(row[0]) for row in batch] for batch in begin(loader, 3)] for loader in ranks]
@@ -433,7 +435,9 @@ def test_a_persistent_workers_data_set_is_told_the_epoch():
         assert set(next(iter(begin(loader, epoch))).tolist()) == {epoch}
 
 
-def test_other_start_methods_read_the_same():
+@pytest.mark.extended  # the worker imports torch anew
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_other_start_methods_read_the_same(method):
     expected = [batch[0].tolist() for batch in begin(make(batch_size=4), 1)]
-    spawned = make(batch_size=4, num_workers=1, multiprocessing_context="spawn")
-    assert [batch[0].tolist() for batch in begin(spawned, 1)] == expected
+    started = make(batch_size=4, num_workers=1, multiprocessing_context=method)
+    assert [batch[0].tolist() for batch in begin(started, 1)] == expected

@@ -2,10 +2,10 @@
 
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils import _pytree as pytree
@@ -73,29 +73,29 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize("name", CONTAINERS)
-@pytest.mark.parametrize("non_blocking", [False, True])
-def test_every_container_is_moved_and_keeps_its_type_and_the_original(name, non_blocking):
-    build, tensor_in = CONTAINERS[name]
-    t = x(3, 2)
-    for wrap, unwrap in [
-        (build, tensor_in),
-        (lambda t: [{"k": (build(t),)}], lambda c: tensor_in(c[0]["k"][0])),
-    ]:
-        batch = wrap(t)
-        moved = to_device(batch, META, non_blocking)
-        assert type(moved) is type(batch)
-        assert unwrap(moved).device == META and unwrap(moved).shape == (3, 2)
-        assert unwrap(batch) is t
+def test_every_container_is_moved_and_keeps_its_type_and_the_original(subtests):
+    for name, non_blocking in product(CONTAINERS, [False, True]):
+        build, tensor_in = CONTAINERS[name]
+        with subtests.test(name, non_blocking=non_blocking):
+            assert_moved(build(x(3, 2)), tensor_in, non_blocking)
+            assert_moved([{"k": (build(x(3, 2)),)}], lambda c: tensor_in(c[0]["k"][0]), non_blocking)  # noqa: B023
 
 
-@pytest.mark.parametrize("name", CONTAINERS)
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
-def test_a_tensor_that_is_already_there_comes_back_untouched(name, device):
-    build, tensor_in = CONTAINERS[name]
-    t = x(3, 2)
-    for non_blocking in (False, True):
-        assert tensor_in(to_device(build(t), device, non_blocking)) is t
+def assert_moved(batch, tensor_in, non_blocking):
+    before = tensor_in(batch)
+    moved = to_device(batch, META, non_blocking)
+    assert type(moved) is type(batch)
+    assert tensor_in(moved).device == META and tensor_in(moved).shape == (3, 2)
+    assert tensor_in(batch) is before and before.device.type == "cpu"
+
+
+def test_a_tensor_that_is_already_there_comes_back_untouched(subtests):
+    for name, device in product(CONTAINERS, ["cpu", torch.device("cpu")]):
+        build, tensor_in = CONTAINERS[name]
+        with subtests.test(name, device=device):
+            t = x(3, 2)
+            for non_blocking in (False, True):
+                assert tensor_in(to_device(build(t), device, non_blocking)) is t
 
 
 def test_containers_come_back_new_so_that_a_step_cannot_change_the_data_set():
@@ -178,15 +178,13 @@ class Fresh(WithTo):
         return fresh
 
 
-@pytest.mark.parametrize(
-    ("kind", "call"),
-    [(Plain, ()), (Keyword, (True,)), (Anything, (True,)), (InPlace, ()), (Fresh, ())],
-)
-def test_an_object_with_to_moves_itself_as_its_signature_allows(kind, call):
-    batch = kind()
-    moved = to_device([batch], META, non_blocking=True)[0]
-    assert moved.calls == [(META, *call)]
-    assert (moved is batch) == (kind is not Fresh)
+def test_an_object_with_to_moves_itself_as_its_signature_allows(subtests):
+    for kind, call in {Plain: (), Keyword: (True,), Anything: (True,), InPlace: (), Fresh: ()}.items():
+        with subtests.test(kind.__name__):
+            batch = kind()
+            moved = to_device([batch], META, non_blocking=True)[0]
+            assert moved.calls == [(META, *call)]
+            assert (moved is batch) == (kind is not Fresh)
 
 
 def test_copies_to_the_cpu_always_block():
@@ -229,47 +227,47 @@ class SelfReference:
         self.me = self
 
 
-@pytest.mark.parametrize(
-    ("batch", "expected"),
-    [
-        (x(5, 2), 5),
-        ((x(5, 2), x(7)), 5),
-        ([x(5)], 5),
-        ({"id": ["a", "b"], "x": x(5)}, 5),
-        ({"x": x(4), "y": x(5)}, 4),
-        (("a", 3, {"deep": [None, x(6, 1)]}), 6),
-        (Pair(x(3), x(4)), 3),
-        (Item(x(3)), 3),
-        (UserDict(x=x(3)), 3),
-        (np.zeros((4, 2)), 4),
-        ({"x": np.zeros(4)}, 4),
-        (x(0, 3), 0),
-        (torch.tensor(2.0), 1),
-        ((torch.tensor(2.0), torch.tensor(3.0)), 1),
-        ((torch.tensor(0.5), x(8, 3)), 8),
-        (pack_padded_sequence(x(4, 3, 2), [4, 3, 1]), 3),
-        ((pack_padded_sequence(x(4, 3, 2), [4, 3, 1]), x(3)), 3),
-        (Padded(5, wav=Pair(x(5, 100), x(5))), 5),
-        (Padded(5, ids=["a"] * 5), 5),
-        (Told("batchsize", 6), 6),
-        (Told("batch_size", np.int64(6)), 6),
-        (Told("batch_size", None), 99),
-        ((Told("batchsize", 6), x(2)), 6),
-        (SelfReference(), 1),
-        (["a", "b", "c"], 3),
-        ({"text": ["a", "b", "c"], "note": "long string"}, 3),
-        ((), 1),
-        ({}, 1),
-        ("abc", 1),
-        (3, 1),
-        (None, 1),
-        (object(), 1),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_batch_length(batch, expected):
-    assert batch_length(batch) == expected
-    assert type(batch_length(batch)) is int
+def test_batch_length(subtests):
+    for number, (batch, expected) in enumerate(LENGTHS):
+        with subtests.test(type(batch).__name__, number=number):
+            assert batch_length(batch) == expected
+            assert type(batch_length(batch)) is int
+
+
+LENGTHS = [
+    (x(5, 2), 5),
+    ((x(5, 2), x(7)), 5),
+    ([x(5)], 5),
+    ({"id": ["a", "b"], "x": x(5)}, 5),
+    ({"x": x(4), "y": x(5)}, 4),
+    (("a", 3, {"deep": [None, x(6, 1)]}), 6),
+    (Pair(x(3), x(4)), 3),
+    (Item(x(3)), 3),
+    (UserDict(x=x(3)), 3),
+    (np.zeros((4, 2)), 4),
+    ({"x": np.zeros(4)}, 4),
+    (x(0, 3), 0),
+    (torch.tensor(2.0), 1),
+    ((torch.tensor(2.0), torch.tensor(3.0)), 1),
+    ((torch.tensor(0.5), x(8, 3)), 8),
+    (pack_padded_sequence(x(4, 3, 2), [4, 3, 1]), 3),
+    ((pack_padded_sequence(x(4, 3, 2), [4, 3, 1]), x(3)), 3),
+    (Padded(5, wav=Pair(x(5, 100), x(5))), 5),
+    (Padded(5, ids=["a"] * 5), 5),
+    (Told("batchsize", 6), 6),
+    (Told("batch_size", np.int64(6)), 6),
+    (Told("batch_size", None), 99),
+    ((Told("batchsize", 6), x(2)), 6),
+    (SelfReference(), 1),
+    (["a", "b", "c"], 3),
+    ({"text": ["a", "b", "c"], "note": "long string"}, 3),
+    ((), 1),
+    ({}, 1),
+    ("abc", 1),
+    (3, 1),
+    (None, 1),
+    (object(), 1),
+]
 
 
 def test_batch_length_reads_nothing_from_the_device():

@@ -1,11 +1,11 @@
 """Any iterable of batches goes on where it was, without reading what came before where that is possible."""
 
-import gc
 import random
 
 import numpy as np
 import pytest
 import torch
+from pairwise import pairwise
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -36,13 +36,6 @@ from amp_recipes.data import (
     streams,
 )
 from amp_recipes.errors import DataError
-
-
-@pytest.fixture(autouse=True)
-def left_loaders_go():
-    """What a test leaves in cycles, its workers with it, must not slow the next one down."""
-    yield
-    gc.collect()
 
 
 class Reads(Dataset):
@@ -142,10 +135,9 @@ def test_a_loader_of_ours_tells_its_place():
     assert replay_reason(second) is None
 
 
-@pytest.mark.parametrize("torchdata", [True, False])
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", [Stream, Tells])
-@pytest.mark.parametrize("batch_size", [None, 3])
+@pytest.mark.parametrize(
+    ("kind", "num_workers", "torchdata", "batch_size"), pairwise([Stream, Tells], [0, 2], [True, False], [None, 3])
+)
 def test_a_stream_goes_on_with_the_same_samples_and_draws(kind, num_workers, torchdata, batch_size, monkeypatch):
     monkeypatch.setattr(streams, "has_torchdata", lambda: torchdata)
     data = []
@@ -225,8 +217,14 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.parametrize("setup", SAMPLERS)
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("setup", "num_workers"),
+    [
+        *((setup, 0) for setup in SAMPLERS),
+        ("shuffle", 2),
+        *(pytest.param(setup, 2, marks=pytest.mark.extended) for setup in SAMPLERS if setup != "shuffle"),
+    ],
+)
 def test_a_dataloader_of_torch_is_skipped_in_its_sampler(setup, num_workers):
     """From the same global state, the same batches; and the global state moves as it would have."""
 
@@ -365,31 +363,31 @@ def joined():
     return ConcatDataset([Own(1), Subset(Own(2), range(5)), ConcatDataset([Own(3)])])
 
 
+OWN_GENERATORS = {
+    "own": (Own, {"dataset.rng"}),
+    "stream": (OwnStream, {"dataset.rng"}),
+    "subset": (lambda: Subset(Own(), range(10)), {"dataset.dataset.rng"}),
+    "concat": (joined, {"dataset.0.rng", "dataset.1.dataset.rng", "dataset.2.0.rng"}),
+    "stack": (lambda: StackDataset(Own(1), Own(2)), {"dataset.0.rng", "dataset.1.rng"}),
+    "stack by name": (lambda: StackDataset(a=Own(1)), {"dataset.a.rng"}),
+}
+
+
 @pytest.mark.parametrize("make", [lambda data: make_loader(data, shuffle=False, seed=0, device="cpu", batch_size=2),
                                   lambda data: DataLoader(data, batch_size=2)], ids=["ours", "torch"])  # fmt: skip
-@pytest.mark.parametrize(
-    ("data", "names"),
-    [
-        (Own, {"dataset.rng"}),
-        (OwnStream, {"dataset.rng"}),
-        (lambda: Subset(Own(), range(10)), {"dataset.dataset.rng"}),
-        (joined, {"dataset.0.rng", "dataset.1.dataset.rng", "dataset.2.0.rng"}),
-        (lambda: StackDataset(Own(1), Own(2)), {"dataset.0.rng", "dataset.1.rng"}),
-        (lambda: StackDataset(a=Own(1)), {"dataset.a.rng"}),
-    ],
-    ids=["own", "stream", "subset", "concat", "stack", "stack by name"],
-)
-def test_without_workers_the_data_sets_own_generators_go_on(make, data, names):
-    whole = [str(batch) for batch in batches_from(make(data()), 0, None)]
-    first = make(data())
-    iterator = batches_from(first, 0, None)
-    seen = [str(next(iterator)) for _ in range(3)]
-    states, state = generator_states(first), loader_state(first)
-    assert {name for name in states if name.startswith("dataset.")} == names
-    second = make(data())
-    batches = batches_from(second, 3, state)
-    set_generator_states(second, states)
-    assert seen + [str(batch) for batch in batches] == whole
+def test_without_workers_the_data_sets_own_generators_go_on(make, subtests):
+    for name, (data, names) in OWN_GENERATORS.items():
+        with subtests.test(name):
+            whole = [str(batch) for batch in batches_from(make(data()), 0, None)]
+            first = make(data())
+            iterator = batches_from(first, 0, None)
+            seen = [str(next(iterator)) for _ in range(3)]
+            states, state = generator_states(first), loader_state(first)
+            assert {it for it in states if it.startswith("dataset.")} == names
+            second = make(data())
+            batches = batches_from(second, 3, state)
+            set_generator_states(second, states)
+            assert seen + [str(batch) for batch in batches] == whole
 
 
 def test_with_workers_a_data_sets_own_generators_are_not_taken_for_those_that_draw():
@@ -469,13 +467,13 @@ def test_an_iterator_cannot_begin_again_unless_it_has_a_state():
     assert can_begin_again([1, 2]) and can_begin_again(OwnState())
 
 
-@pytest.mark.parametrize("step", [0, 2, 5])
-def test_a_sequence_is_taken_by_index(step):
+def test_a_sequence_is_taken_by_index():
     class Costly(list):
         def __iter__(self):
             raise AssertionError("nothing before the step may be made")
 
-    assert list(batches_from(Costly("abcde"), step, None)) == list("abcde")[step:]
+    for step in (0, 2, 5):
+        assert list(batches_from(Costly("abcde"), step, None)) == list("abcde")[step:]
     assert loader_state(["a"]) is None
     assert replay_reason(["a"]) is None
 

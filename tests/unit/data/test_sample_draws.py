@@ -1,6 +1,5 @@
 """What a data set draws is a function of (seed, epoch, index): not of workers, batches, or what came before."""
 
-import gc
 import random
 
 import numpy as np
@@ -17,13 +16,6 @@ from amp_recipes.data.sample_draws import (
     held_generators,
 )
 from amp_recipes.randomness import generator_state, set_generator_state
-
-
-@pytest.fixture(autouse=True)
-def left_loaders_go():
-    """What a test leaves in cycles, its workers with it, must not slow the next one down."""
-    yield
-    gc.collect()
 
 
 class Draws(Dataset):
@@ -185,23 +177,23 @@ def test_only_data_sets_that_are_known_to_draw_nothing_go_unseeded():
         assert not draws_nothing(data)
 
 
-@pytest.mark.parametrize(
-    ("make", "draw"),
-    [
-        (lambda: torch.Generator().manual_seed(1), lambda it: torch.rand(3, generator=it).tolist()),
-        (lambda: np.random.default_rng(1), lambda it: it.random(3).tolist()),
-        (lambda: np.random.RandomState(1), lambda it: it.randn(3).tolist()),
-        (lambda: random.Random(1), lambda it: [it.gauss(0, 1) for _ in range(3)]),
-    ],
-    ids=["torch", "numpy", "RandomState", "random"],
-)
-def test_generators_go_back_to_a_state(make, draw):
-    generator, other = make(), make()
-    draw(generator)
-    state = generator_state(generator)
-    expected = draw(generator)
-    set_generator_state(other, state)
-    assert draw(other) == expected
+GENERATORS = {
+    "torch": (lambda: torch.Generator().manual_seed(1), lambda it: torch.rand(3, generator=it).tolist()),
+    "numpy": (lambda: np.random.default_rng(1), lambda it: it.random(3).tolist()),
+    "RandomState": (lambda: np.random.RandomState(1), lambda it: it.randn(3).tolist()),
+    "random": (lambda: random.Random(1), lambda it: [it.gauss(0, 1) for _ in range(3)]),
+}
+
+
+def test_generators_go_back_to_a_state(subtests):
+    for name, (make, draw) in GENERATORS.items():
+        with subtests.test(name):
+            generator, other = make(), make()
+            draw(generator)
+            state = generator_state(generator)
+            expected = draw(generator)
+            set_generator_state(other, state)
+            assert draw(other) == expected
 
 
 def test_generators_are_found_once_in_what_holds_them():

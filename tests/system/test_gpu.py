@@ -70,19 +70,21 @@ def test_the_host_never_waits_inside_a_step(precision, tmp_path):
     assert brain.optimizer_step == STEPS
 
 
-@pytest.mark.parametrize("index", [0, 4, STEPS])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_one_bad_batch_equals_the_run_without_it(precision, index):
+def test_one_bad_batch_equals_the_run_without_it(precision, subtests):
     good = make_batches()
     x, y = good[0]
-    bad = [*good[:index], (x * torch.nan, y), *good[index:]]
-    with_bad, without = make_brain(precision), make_brain(precision)
-    with_bad.fit(range(1), bad, progressbar=False)
+    without = make_brain(precision)
     without.fit(range(1), good, progressbar=False)
-    assert with_bad.skipped_steps == 1 and with_bad.optimizer_step == STEPS
-    ours, theirs = with_bad.modules.state_dict(), without.modules.state_dict()
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6, msg=name)
+    theirs = without.modules.state_dict()
+    for index in (0, 4, STEPS):
+        with subtests.test(index):
+            with_bad = make_brain(precision)
+            with_bad.fit(range(1), [*good[:index], (x * torch.nan, y), *good[index:]], progressbar=False)
+            assert with_bad.skipped_steps == 1 and with_bad.optimizer_step == STEPS
+            ours = with_bad.modules.state_dict()
+            for name in theirs:
+                torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -140,8 +142,13 @@ def test_precisions_are_native_and_raise_no_warning(precision, caplog):
     assert brain.precision in ("bf16", "fp16")
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize(
+    ("precision", "background"),
+    [
+        *(("fp32", True), ("bf16", False), ("fp16", True)),
+        *(pytest.param(*it, marks=pytest.mark.extended) for it in (("fp32", False), ("bf16", True), ("fp16", False))),
+    ],
+)
 def test_a_run_that_dies_goes_on_bit_for_bit(tmp_path, precision, background):
     """Dropout draws from the device's generator, and the state is copied while the device goes on."""
 

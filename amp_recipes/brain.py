@@ -108,9 +108,8 @@ class Brain(SpikeRecovery):
         self._plan.updates.buffers.watch()  # evaluation and hooks may have changed buffers
         try:
             with loader_faults(train_loader):
-                for window in self._in_step(
-                    windows(self._training_batches(train_loader), self.grad_accumulation_factor)
-                ):
+                batches = self._training_batches(train_loader)
+                for window in self._in_step(windows(batches, self.grad_accumulation_factor)):
                     self._fit_window(window)
                     if self._step_limit_reached():
                         break
@@ -128,9 +127,10 @@ class Brain(SpikeRecovery):
     def _fit_window(self, batches: Sequence[Any]) -> None:
         """One iteration: the batches whose gradients make one update."""
         weights, samples = self._weigh(batches) if self._round is None else (self._round.weights, 0)
-        self._ledger.open(weights, samples, self._before_step(batches))
+        self._ledger.open(weights, samples, before := self._before_step(batches))
         metrics = self._window_sums = StageMetrics()
-        losses = self._take_batches(batches, weights)
+        with self._blaming_precision(batches, before):
+            losses = self._take_batches(batches, weights)
         if self._round is not None:
             samples = self._round.samples
         self._plan.updates.update_scale()
@@ -334,7 +334,8 @@ class Brain(SpikeRecovery):
                     continue
                 self.step += 1
                 weight = float(self.batch_weight(batch))
-                loss = self._returned_loss(self.evaluate_batch(self._to_device(batch), stage), "evaluate_batch")
+                with self._blaming_precision([batch]):
+                    loss = self._returned_loss(self.evaluate_batch(self._to_device(batch), stage), "evaluate_batch")
                 posted.append((self._host.post(loss), weight))
                 # Two behind, so that the host reads what has long arrived.
                 if len(posted) > 2:

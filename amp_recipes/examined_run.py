@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +17,15 @@ import torch
 
 from amp_recipes import data, distributed
 from amp_recipes.data import close_loader, generator_states, set_epoch, set_generator_states
-from amp_recipes.errors import CheckpointError, ConfigError, DataError, RecipeError
+from amp_recipes.errors import AmpRecipesError, CheckpointError, ConfigError, DataError, PrecisionError, RecipeError
 from amp_recipes.hooks import Stage
 from amp_recipes.ledger import Ledger, Window
 from amp_recipes.numerics.diagnosis import WINDOWS, Diagnosis, Questions, diagnose
 from amp_recipes.numerics.nonfinite import locate, read_replay, write_report
 from amp_recipes.numerics.preserved import preserved
 from amp_recipes.numerics.trial import Trial
-from amp_recipes.precision import Patience, Update, UpdateOwner
+from amp_recipes.numerics.unrunnable import Unrunnable, find_unrunnable, first_line
+from amp_recipes.precision import Patience, Precision, Update, UpdateOwner, device_capabilities
 from amp_recipes.randomness import (
     generator_state,
     set_generator_state,
@@ -42,7 +44,8 @@ _FEWEST_WINDOWS = 3  # of a diagnosis: two to search on, one held out
 # What a step moves on the Brain itself, beside what the recipe sets there.
 _OF_A_STEP = (
     *("step", "should_step", "_stage", "_epoch", "_window_size", "_window_weight", "_batch_weight", "_counts"),
-    *("_stepped_by_hand", "_plan", "_ledger", "_log", "_ema", "training_ctx", "scaler", "_stage_so_far"),
+    *("_stepped_by_hand", "_plan", "_ledger", "_log", "_ema", "training_ctx", "evaluation_ctx", "scaler"),
+    "_stage_so_far",
     *("_sums", "_window_sums"),
     "checkpointer",
 )
@@ -73,6 +76,7 @@ class ExaminedRun(ResumableRun):
         super()._set_up_counters()
         self._examines = False  # a step is being tried: nothing of it may reach the run
         self._asked_for_done = False  # what the script was started for
+        self._validation_untried = False  # its precision has to be tried before the first step of this fit
         self._replays = 0  # in this fit
         self._reports: dict[tuple[Any, ...], str] = {}  # of this fit: what was told, and where it is written
         self._generators: tuple[Any, dict[str, Any]] = (None, {})
@@ -80,6 +84,7 @@ class ExaminedRun(ResumableRun):
     def _start_afresh(self) -> None:
         super()._start_afresh()
         self._replays, self._reports = 0, {}
+        self._validation_untried = self._loaders["valid"] is not None
 
     # ------------------------------------------------------------------ diagnosis
 
@@ -226,6 +231,84 @@ class ExaminedRun(ResumableRun):
             trial = self._trial(BeforeStep((), replay.random, [], 0, []))
             report = locate(trial, replay.window, replay.dtype, replay.scale)
             print(replay.compared_with(report))
+
+    # ------------------------------------------------------------------ what the device cannot run
+
+    @contextmanager
+    def _blaming_precision(self, batches: Sequence[Any], before: BeforeStep | None = None) -> Iterator[None]:
+        """Within it, an error that only comes in low precision becomes a PrecisionError that names the cure.
+
+        before: where the training step began; there the run is put back to.
+        """
+        if self._validation_untried and not distributed.initialized():
+            self._try_validation(batches[:1])
+        try:
+            yield
+        except RuntimeError as error:
+            own = isinstance(error, (AmpRecipesError, torch.OutOfMemoryError))
+            # One rank alone cannot take a step again: the others would wait for it, or it for them.
+            if not own and not self._examines and not distributed.initialized():
+                self._check_runnable(batches, self._stage, before, error)
+            raise
+
+    def _try_validation(self, batches: Sequence[Any]) -> None:
+        """Before the first step: validate a batch on copies, if that will run in a precision that training has not.
+
+        Else a module that the device cannot run in it would end the run after the first epoch. Raises PrecisionError.
+        """
+        self._validation_untried = False
+        if self._plan.evaluation.dtype is self._plan.training.dtype:
+            return
+        try:
+            self._check_runnable(batches, Stage.VALID)
+        except PrecisionError:
+            raise
+        except Exception as error:  # the recipe's validation may take other batches
+            logger.debug("validation in %s was not tried: %r", self._plan.evaluation.name, error)
+
+    def _check_runnable(
+        self,
+        batches: Sequence[Any],
+        stage: Stage,
+        before: BeforeStep | None = None,
+        cause: RuntimeError | None = None,
+    ) -> None:
+        """Raise PrecisionError if `batches` can be run in fp32, but not in the precision of `stage`."""
+        training = stage is Stage.TRAIN
+        precision = self._plan.training if training else self._plan.evaluation
+        if precision.dtype is torch.float32 or (training and self._plan.widened):
+            return
+        trial = self._trial(before) if training else self._evaluation_trial(stage)
+        found = find_unrunnable(trial, batches, precision.dtype, self._plan.pinned)
+        if found is not None:
+            if before is not None:
+                set_torch_random_state(before.random, self.device)
+                with torch.no_grad():
+                    self._plan.updates.buffers.settle(None, lambda: True)
+            raise PrecisionError(self._unrunnable_text(found, precision, training, cause)) from cause
+
+    def _unrunnable_text(
+        self, found: Unrunnable, precision: Precision, training: bool, cause: RuntimeError | None
+    ) -> str:
+        option = "precision" if training else "eval_precision"
+        what = str(found) or (first_line(cause) if cause is not None else "the forward fails")
+        pins = json.dumps([*self.fp32_modules, *found.errors])
+        cure = f"put `fp32_modules: {pins}` into the YAML (tried: it then runs), or use" if found.errors else "use"
+        return (
+            f"{option} {precision.name} cannot run on {device_capabilities(self.device).device_name}: {what}. "
+            f"In fp32 it runs: {cure} --{option} fp32."
+        )
+
+    def _evaluation_trial(self, stage: Stage) -> Trial:
+        """The evaluation of a batch, to be tried with other precisions."""
+
+        def take(batches: Sequence[Any], _: UpdateOwner, context: AbstractContextManager) -> list[torch.Tensor]:
+            self._stage, self.evaluation_ctx = stage, context
+            self.modules.eval()
+            with torch.no_grad():
+                return [self.evaluate_batch(self._to_device(batch), stage) for batch in batches]
+
+        return Trial(self.modules, self.device, take, preserve=self._rehearsal)
 
     # ------------------------------------------------------------------ trying a step
 

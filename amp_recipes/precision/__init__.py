@@ -3,6 +3,7 @@
 from amp_recipes.precision.amp_config import (
     AMPConfig,
     Precision,
+    device_capabilities,
     fp16_parameters,
     resolve_precision,
     set_float32_precision,
@@ -45,6 +46,7 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "decorated_modules",
+    "device_capabilities",
     "fp16_parameters",
     "fwd_default_precision",
     "has_default_precision",

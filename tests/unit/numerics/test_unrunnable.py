@@ -1,0 +1,182 @@
+"""A module that the device cannot run in a low precision is named before an update, with the pin that cures it."""
+
+import pytest
+import torch
+from cpu import runs_lstm
+from torch import nn
+
+from amp_recipes import Brain, Stage
+from amp_recipes.errors import PrecisionError
+from amp_recipes.numerics.trial import plain_trial
+from amp_recipes.numerics.unrunnable import find_unrunnable
+
+BF16 = torch.bfloat16
+BATCHES = [torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def no_mish_in_low_precision(monkeypatch):
+    """A device without Mish in 16 bits: torch's own module raises, as an LSTM does on a CPU without AVX-512."""
+    monkeypatch.setattr(nn.Mish, "forward", refuse_autocast(nn.Mish.forward))
+
+
+def refuse_autocast(forward):
+    def refusing(self, x):
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("could not create a primitive\nwith more to say")
+        return forward(self, x)
+
+    return refusing
+
+
+class Doubled(nn.Module):
+    """A module of the recipe's own that fails too."""
+
+    forward = refuse_autocast(lambda self, x: 2 * x)
+
+
+class NoLowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient.dtype is BF16:
+            raise RuntimeError("no backward in bf16")
+        return gradient
+
+
+def network(*layers: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), *layers, nn.Linear(4, 1))
+
+
+def asked(model, objective=lambda model, batch: model(batch).float().square().mean(), pinned=()):
+    return find_unrunnable(plain_trial(model, objective), BATCHES[:1], BF16, pinned)
+
+
+def test_all_that_fails_is_named_of_torchs_own_modules_by_class():
+    found = asked(network(nn.Mish(), Doubled(), nn.Mish()))
+    assert {pattern: name for pattern, (name, _) in found.errors.items()} == {"type:Mish": "3", "4": "4"}
+    assert str(found) == "3 raises 'could not create a primitive'; 4 raises 'could not create a primitive'"
+
+
+def test_nothing_is_found_where_the_step_runs_or_fails_in_fp32_too():
+    def fails(model, batch):
+        raise RuntimeError("a mistake of the recipe's")
+
+    assert asked(network()) is None
+    assert asked(network(nn.Mish()), pinned=["3"]) is None
+    assert asked(network(), fails) is None
+
+
+def test_what_no_pin_cures_is_left_to_fp32():
+    found = asked(network(), lambda model, batch: NoLowBackward.apply(model(batch)).sum())
+    assert found.errors == {} and str(found) == ""
+
+
+# ---------------------------------------------------------------------- in a run
+
+
+class Recipe(Brain):
+    def compute_forward(self, batch, stage):
+        return self.modules.model(batch)
+
+    def compute_objectives(self, predictions, batch, stage):
+        return predictions.float().square().mean()
+
+
+def recipe(model, brain_class=Recipe, **options):
+    options = {"device": "cpu", "noprogressbar": True, **options}
+    return brain_class({"model": model}, lambda parameters: torch.optim.SGD(parameters, 0.1), {}, options)
+
+
+def state_of(brain):
+    return [*map(torch.clone, brain.modules.state_dict().values()), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize(
+    ("options", "option", "cause"),
+    [
+        ({"precision": "bf16"}, "precision bf16", RuntimeError),
+        ({"eval_precision": "bf16"}, "eval_precision bf16", None),
+    ],
+    ids=["training", "validation"],
+)
+def test_fit_ends_before_the_first_update_and_says_what_to_pin(options, option, cause):
+    brain = recipe(network(nn.Mish()), **options)
+    before = state_of(brain)
+    with pytest.raises(PrecisionError) as caught:
+        brain.fit(range(1, 3), BATCHES, BATCHES)
+    message = str(caught.value)
+    assert message.startswith(f"{option} cannot run on this CPU")
+    assert "model.3 raises 'could not create a primitive'" in message
+    assert '`fp32_modules: ["type:Mish"]`' in message and f"--{option.split()[0]} fp32" in message
+    assert type(caught.value.__cause__) is (cause or type(None))
+    assert all(map(torch.equal, state_of(brain), before)) and brain.optimizer_step == 0
+
+    cured = recipe(network(nn.Mish()), fp32_modules=["type:Mish"], **options)
+    cured.fit(range(1, 3), BATCHES, BATCHES)
+    assert cured.optimizer_step == 6
+
+
+def test_the_pins_that_a_run_has_stay_in_the_advice():
+    with pytest.raises(PrecisionError, match=r'fp32_modules: \["model.0", "type:Mish"\]'):
+        recipe(network(nn.Mish()), precision="bf16", fp32_modules=["model.0"]).fit(range(1, 2), BATCHES)
+
+
+def test_evaluation_says_it_too_and_a_module_that_comes_later():
+    with pytest.raises(PrecisionError, match=r"eval_precision bf16 .*type:Mish"):
+        recipe(network(nn.Mish()), eval_precision="bf16").evaluate(BATCHES)
+
+    class Late(Recipe):
+        def compute_forward(self, batch, stage):
+            return self.modules.late(batch) if self.step == 3 else self.modules.model(batch)
+
+    model, late = network(), network(nn.Mish())
+    options = {"device": "cpu", "noprogressbar": True, "precision": "bf16"}
+    brain = Late({"model": model, "late": late}, lambda parameters: torch.optim.SGD(parameters, 0.1), {}, options)
+    with pytest.raises(PrecisionError, match=r"late.3 raises .*type:Mish"):
+        brain.fit(range(1, 2), BATCHES)
+    assert brain.optimizer_step == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), torch.OutOfMemoryError("no memory"), KeyError("x")])
+def test_other_errors_stay_as_they_are(error):
+    class Failing(Recipe):
+        def compute_objectives(self, predictions, batch, stage):
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        recipe(network(), Failing, precision="bf16").fit(range(1, 2), BATCHES)
+    assert caught.value is error
+
+
+def test_a_validation_that_takes_other_batches_is_not_tried_on_those_of_training():
+    class Pairs(Recipe):
+        def compute_forward(self, batch, stage):
+            return self.modules.model(batch["valid" if stage is Stage.VALID else "train"])
+
+    train, valid = ([{name: batch} for batch in BATCHES] for name in ("train", "valid"))
+    brain = recipe(network(), Pairs, eval_precision="bf16")
+    brain.fit(range(1, 2), train, valid)
+    assert brain.optimizer_step == 3
+
+
+def test_an_lstm_runs_in_bf16_or_is_named():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4)
+
+        def forward(self, x):
+            return self.lstm(x[None])[0]
+
+    brain = recipe(Recurrent(), precision="bf16")
+    if runs_lstm(BF16):
+        brain.fit(range(1, 2), BATCHES)
+        assert brain.optimizer_step == 3
+    else:
+        with pytest.raises(PrecisionError, match="type:LSTM"):
+            brain.fit(range(1, 2), BATCHES)

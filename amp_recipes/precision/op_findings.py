@@ -26,6 +26,7 @@ EXEMPT = "not eligible"  # documented so: in place, out=, dtype=, float64, integ
 OTHER_DTYPE = "another dtype"  # cast to a low dtype that is not the one asked for
 PARTLY = "in part"  # some of its kernels are cast, others are not
 BY_PARTS = "by its parts"  # it has no autocast kernel, but what it is made of has
+CANNOT_RUN = "cannot run"  # cast to the low dtype, in which this device has no kernel for it
 NOT_SEEN = "not seen"  # it could not be run here, or not up to its kernel
 
 LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,7 +41,7 @@ class OpFinding:
 
     name: str
     documented: str | None  # the policy by the lists; "not eligible"; None: no list of this device type has it
-    found: str  # a policy, "as given", "raises", "in part", "another dtype" or "not seen"
+    found: str  # a policy, "as given", "raises", "in part", "another dtype", "cannot run" or "not seen"
     inputs: tuple[str, ...]  # the floating inputs of the call that showed it
     computed: tuple[str, ...]  # what the op's own kernels were given, as dispatch saw them
     outputs: tuple[str, ...]
@@ -202,7 +203,8 @@ class _Prober:
         """What autocast does, and the turn that shows it."""
         for turn in on:
             if on[turn].error and not off[turn].error:
-                return RAISES, turn
+                was_cast = on[turn].computed == off["low"].computed == {self._low}
+                return (CANNOT_RUN if was_cast and off["low"].error else RAISES), turn
         changed = [turn for turn in on if on[turn].differs(off[turn])]
         if not changed:
             ran = any(run.kernels and not run.error for run in on.values())
@@ -224,7 +226,7 @@ class _Prober:
         if found == NOT_SEEN:
             return "" if run.error else "none of its kernels was seen"
         has_kernel = not {bare_name(name), *STANDS_FOR.get(name, ())}.isdisjoint(self._cast_names)
-        if found not in (AS_GIVEN, RAISES) and not has_kernel:
+        if found not in (AS_GIVEN, RAISES, CANNOT_RUN) and not has_kernel:
             return f"{BY_PARTS}: {', '.join(sorted(run.kernels))}"
         if _real(run.computed).isdisjoint(_real(run.made) | _real(run.outputs)):
             return "" if not run.computed else f"{' '.join(_short(run.computed))} inside"

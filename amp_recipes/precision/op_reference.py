@@ -15,6 +15,7 @@ from amp_recipes.precision.amp_config import AMPConfig, device_capabilities
 from amp_recipes.precision.op_findings import (
     AS_GIVEN,
     BY_PARTS,
+    CANNOT_RUN,
     EXEMPT,
     NOT_SEEN,
     OTHER_DTYPE,
@@ -32,7 +33,6 @@ from amp_recipes.precision.op_lists import (
     FLOAT32,
     KERNEL_OF,
     LOWER_PRECISION,
-    RAISES,
     STANDS_FOR,
     WIDEST,
     documented,
@@ -46,7 +46,6 @@ __all__ = ["OpFinding", "OpReference", "documented", "op_reference", "policy", "
 NOT_LISTED = "not listed"
 
 _FEATURES = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "bf16", "sve_bf16", "fp16_arith")
-_NO_FP16_RNN = "oneDNN has no fp16 RNN on a CPU without avx512_fp16; nn.LSTM raises there, too"
 _KNOWN: dict[tuple[str, str, str], str] = {
     ("cpu", "_convolution", AS_GIVEN): (
         "only its older overload, without allow_tf32, has a kernel; conv1d to conv_transpose3d are cast themselves"
@@ -110,10 +109,12 @@ class OpReference:
         for finding in self.findings:
             expected = AS_GIVEN if finding.documented == EXEMPT else finding.documented
             untraceable = finding.found == NOT_SEEN and not self.live
-            is_wrong = expected is not None and finding.found != expected and not untraceable
+            as_documented = finding.found == expected or (finding.found == CANNOT_RUN and expected == LOWER_PRECISION)
+            is_wrong = expected is not None and not as_documented and not untraceable
             if is_wrong or finding.found == OTHER_DTYPE:
                 listed = f"documented {expected}" if expected else NOT_LISTED
-                yield Difference(finding.name, listed, finding.found, self._explanation(finding.name, finding.found))
+                explanation = _KNOWN.get((self.device_type, finding.name, finding.found))
+                yield Difference(finding.name, listed, finding.found, explanation)
         called = {finding.name for finding in self.findings}
         for name in sorted(documented(self.device_type).keys() - called):
             yield Difference(name, f"documented {documented(self.device_type)[name]}", "never called", None)
@@ -135,12 +136,6 @@ class OpReference:
             explanation = f"Python's name; it calls {' or '.join(calls)}, which has one" if calls else None
             listed = documented(self.device_type)[name]
             yield Difference(name, f"documented {listed}", "no kernel of that name", explanation)
-
-    def _explanation(self, name: str, found: str) -> str | None:
-        if (self.device_type, name, found) == ("cpu", "mkldnn_rnn_layer", RAISES):
-            lacks_fp16 = self.dtype == "fp16" and not self.features.get("avx512_fp16")
-            return _NO_FP16_RNN if lacks_fp16 else None
-        return _KNOWN.get((self.device_type, name, found))
 
     @property
     def rehearsal_gaps(self) -> dict[tuple[str, str], list[str]]:
@@ -282,8 +277,10 @@ def _head(reference: OpReference) -> Iterator[str]:
         yield "Traced through torch's dispatcher on tensors without data: the casts are torch's; no kernel ran."
     listed = [finding for finding in reference.findings if finding.documented not in (None, EXEMPT)]
     right = sum(finding.found == finding.documented for finding in listed)
-    missed = sum(finding.found == NOT_SEEN for finding in listed)
-    yield f"{len(listed)} documented ops: {right} as documented, {len(listed) - right - missed} not, {missed} not seen."
+    missed, stuck = (sum(finding.found == found for finding in listed) for found in (NOT_SEEN, CANNOT_RUN))
+    wrong = len(listed) - right - missed - stuck
+    counts = f"{right} as documented, {wrong} not, {missed} not seen"
+    yield f"{len(listed)} documented ops: {counts}{f', {stuck} cannot run' if stuck else ''}."
 
 
 def _table(findings: list[OpFinding], with_cuda: bool) -> Iterator[str]:

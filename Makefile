@@ -9,8 +9,8 @@ ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-# A name that opens with an underscore is a helper of the benchmarks, not a benchmark; the faults take minutes.
-BENCHMARKS := $(filter-out benchmarks/_% benchmarks/faults.py,$(wildcard benchmarks/*.py))
+# A name that opens with an underscore is a helper of the benchmarks, not a benchmark.
+BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-rest test-all lint bench faults clean
@@ -59,7 +59,7 @@ bench: setup
 	@set -e; for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(RUN) $$benchmark; done
 
 faults: setup
-	$(RUN) benchmarks/faults.py $(ARGS)
+	$(RUN) tests/faults/matrix.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

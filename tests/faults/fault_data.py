@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _fault_runs import (
+from fault_runs import (
     BATCH,
     SAMPLES,
     STEPS,
@@ -46,7 +46,7 @@ from amp_recipes import EpochCounter, Stage
 from amp_recipes.checkpoint import Checkpointer
 from amp_recipes.config import create_experiment_directory, parse_arguments
 
-HANG_SECONDS = 5  # a loader's timeout, where a worker is to hang
+HANG_SECONDS = 10  # a loader's timeout, where a worker is to hang
 
 # ---------------------------------------------------------------------- rows 17 to 19: the loader
 
@@ -93,7 +93,7 @@ def _bad_reader(
             tally.expect(told, "the error does not name the worker", life.how)
             tally.add("sample named", int(f"sample {index} " in f"{text} "))
             since = life.seconds if not once.exists() else time.time() - once.stat().st_mtime
-            tally.expect(since < seconds, f"the error took {since:.1f} s")
+            tally.expect(since < amounts.within(seconds), f"the error took {since:.1f} s")
             lives = [life]
             judge_kill(tally, whole, this, lives)
             for it in lives:

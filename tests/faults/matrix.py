@@ -1,6 +1,6 @@
 """Kills, damages and disturbs real runs in every way of the fault matrix; writes a Markdown table of what came of it.
 
-    python benchmarks/faults.py
+    python tests/faults/matrix.py
 
 Each row is done in a process of its own, and every run in a fork of that. A row that fails, or crashes, is reported and
 the others go on; the exit code is 1 then. Needs Linux (fork, pidfd); some rows need root or strace, and say so where
@@ -28,16 +28,16 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-import _fault_data as data
-import _fault_disk as disk
-import _fault_kills as kills
-import _fault_processes as processes
+import fault_data as data
+import fault_disk as disk
+import fault_kills as kills
+import fault_processes as processes
 import torch
-from _fault_runs import Amounts, Child, Tally, bury_all
-from _fault_torchrun import bury_all_launches
-from overhead import count, cpu_model, positive
+from fault_runs import Amounts, Child, Tally, bury_all
+from fault_torchrun import bury_all_launches
+from reporting import count, cpu_model, positive
 
-RESULT = Path(__file__).parent / "results" / "faults.md"
+RESULT = disk.REPOSITORY / "benchmarks" / "results" / "faults.md"
 PART_SECONDS = 3600  # after which a part of a row counts as hung
 
 Part = Callable[[Amounts, Path], Tally]
@@ -245,7 +245,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--kills", type=positive, default=200, help="inside saves, and as many in epochs; at least 2 (%(default)s)"
     )
     parser.add_argument("--corrupted", type=positive, default=100, help="files of each of three kinds (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a tenth of everything else")
+    parser.add_argument("--quick", action="store_true", help="everything else a few times, and no bounds on time")
     parser.add_argument("--rows", type=int, nargs="+", help="only these rows")
     parser.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="parts side by side (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the random choices (%(default)s)")
@@ -254,7 +254,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     unknown = set(options.rows or ()) - {row.number for row in rows()}
     if unknown:
-        parser.error(f"there is no row {', '.join(map(str, sorted(unknown)))} here")
+        there = ", ".join(str(row.number) for row in rows())
+        parser.error(f"there is no row {', '.join(map(str, sorted(unknown)))} here; rows are {there}")
     return options
 
 
@@ -278,7 +279,7 @@ def main(argv: Sequence[str]) -> int:
     for name in ("--output", "--json"):  # where the table lies is nobody's business
         if name in shown:
             del shown[shown.index(name) : shown.index(name) + 2]
-    command = shlex.join(["python", "benchmarks/faults.py", *shown])
+    command = shlex.join(["python", "tests/faults/matrix.py", *shown])
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(report(chosen, results, amounts, command, time.monotonic() - began))
     if options.json:

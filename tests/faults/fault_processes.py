@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from _fault_runs import Amounts, Tally, checkpoints_in, new_folder
-from _fault_torchrun import PATIENCE_SECONDS, Launch
-from _fault_worker import Fault, Plan
+from fault_runs import Amounts, Tally, checkpoints_in, digest, new_folder
+from fault_torchrun import PATIENCE_SECONDS, Launch
+from fault_worker import Fault, Plan
 
 END_SECONDS = 10.0  # in which all processes end when one has failed
 TIMEOUT_SECONDS = 4.0  # the process group's, in the rows where somebody waits in vain
@@ -35,7 +37,17 @@ class Whole:
 
 
 def undisturbed(plan: Plan, parent: Path, world: int = 2) -> Whole:
-    """Do the run to its end. Raises RuntimeError if it fails."""
+    """Do the run to its end, or take what another part has found. Raises RuntimeError if it fails."""
+    found = parent / f"{digest(asdict(plan))}.{world}.pickle"
+    if not found.exists():
+        whole = _undisturbed(plan, parent, world)
+        unfinished = found.with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(pickle.dumps(whole))
+        unfinished.rename(found)
+    return pickle.loads(found.read_bytes())
+
+
+def _undisturbed(plan: Plan, parent: Path, world: int) -> Whole:
     with new_folder(parent) as place:
         this = replace(plan, folder=str(place / "run"))
         launch = Launch(this, place, world).end()
@@ -97,11 +109,11 @@ def differences(whole: Whole, plan: Plan, launches: Sequence[Launch]) -> list[st
     return found if len(found) < 4 else [*found[:3], f"and {len(found) - 3} more"]
 
 
-def judge_failure(tally: Tally, launch: Launch, what: str, within: float = END_SECONDS, life: int = 0) -> None:
+def judge_failure(tally: Tally, launch: Launch, what: str, within: float) -> None:
     """One rank has failed: did all end in time, and none of them as if all were well?"""
-    ended = [at for (its_life, _), at in launch.ended.items() if its_life == life]
+    ended = [at for (life, _), at in launch.ended.items() if life == 0]
     seconds = max(ended) - launch.fault_time
-    codes = launch.codes(life)
+    codes = launch.codes(0)
     in_time = seconds <= within
     nonzero = bool(codes) and all(codes.values())
     tally.add("all ended in time", int(in_time))
@@ -140,9 +152,14 @@ def finish(tally: Tally, whole: Whole, plan: Plan, launches: list[Launch], place
     judge_end(tally, whole, plan, launches, what)
 
 
-def _times(amounts: Amounts) -> int:
-    """How often each part of a row is done."""
-    return 1 if amounts.quick else 20
+def _times(amounts: Amounts, kinds: int = 1) -> int:
+    """How often each part of a row is done that has so many kinds of disturbance."""
+    return kinds if amounts.quick else 20
+
+
+def _plan(amounts: Amounts, **options: Any) -> Plan:
+    """What is trained: two epochs."""
+    return Plan("", "", samples=24 if amounts.quick else 48, options=options)
 
 
 def _random_fault(chance: Random, whole: Whole, action: str, phases: Sequence[str] = _PHASES) -> Fault:
@@ -163,7 +180,7 @@ def _told(plan: Plan, fault: Fault) -> str:
 def killed(amounts: Amounts, folder: Path, strategy: str, restarts: int) -> Tally:
     """Row 20: SIGKILL of one rank at a random moment; started again by hand, or by torchrun (restarts=1)."""
     tally, chance = Tally(), amounts.generator(("killed rank", strategy, restarts))
-    plan = Plan("", "", options={"strategy": strategy, **SAVES})
+    plan = _plan(amounts, strategy=strategy, **SAVES)
     whole = undisturbed(plan, folder)
     for _ in range(_times(amounts)):
         fault = _random_fault(chance, whole, "kill")
@@ -178,7 +195,7 @@ def killed(amounts: Amounts, folder: Path, strategy: str, restarts: int) -> Tall
                 tally.add("over before the kill")
                 judge_end(tally, whole, this, launches, what)
             else:
-                judge_failure(tally, launches[0], what)
+                judge_failure(tally, launches[0], what, amounts.within(END_SECONDS))
                 judge_folder(tally, this, launches[0], what)
                 if restarts:
                     judge_end(tally, whole, this, launches, what)
@@ -192,14 +209,14 @@ def killed(amounts: Amounts, folder: Path, strategy: str, restarts: int) -> Tall
 def other_deaths(amounts: Amounts, folder: Path, strategy: str) -> Tally:
     """Row 20: both ranks, torchrun itself, a rank in the resume's load; a rank that raises."""
     tally, chance = Tally(), amounts.generator(("other deaths", strategy))
-    plan = Plan("", "", options={"strategy": strategy, **SAVES})
+    plan = _plan(amounts, strategy=strategy, **SAVES)
     whole = undisturbed(plan, folder)
-    for number in range(_times(amounts)):
+    for number in range(_times(amounts, 4)):
         with new_folder(folder) as place:
             this = replace(plan, folder=str(place / "run"))
             action = ("kill_agent", "kill_all", "fail", "load")[number % 4]
             if action == "load":
-                _killed_in_load(tally, chance, whole, this, place)
+                _killed_in_load(tally, amounts, chance, whole, this, place)
                 continue
             fault = _random_fault(chance, whole, action, ("read", "forward", "between steps", "validation"))
             this.faults = [fault]
@@ -208,10 +225,11 @@ def other_deaths(amounts: Amounts, folder: Path, strategy: str) -> Tally:
             tally.runs += 1
             if action == "kill_agent":  # nobody is left who knows the exit codes
                 last = max(launches[0].ended.values()) - launches[0].fault_time
-                tally.add("all ended in time", int(last <= END_SECONDS))
-                tally.expect(last <= END_SECONDS, what, f"the last process ended after {last:.1f} s")
+                in_time = last <= amounts.within(END_SECONDS)
+                tally.add("all ended in time", int(in_time))
+                tally.expect(in_time, what, f"the last process ended after {last:.1f} s")
             else:
-                judge_failure(tally, launches[0], what)
+                judge_failure(tally, launches[0], what, amounts.within(END_SECONDS))
             if action == "fail":
                 told = f"rank {fault.ranks[0]}" in launches[0].said and "a bad sample" in launches[0].said
                 tally.add("error told with its rank", int(told))
@@ -223,15 +241,17 @@ def other_deaths(amounts: Amounts, folder: Path, strategy: str) -> Tally:
     return tally
 
 
-def _killed_in_load(tally: Tally, chance: Random, whole: Whole, plan: Plan, place: Path) -> None:
-    stop = replace(plan, faults=[Fault("between steps", chance.randint(5, 20), "kill_all", [0])])
+def _killed_in_load(tally: Tally, amounts: Amounts, chance: Random, whole: Whole, plan: Plan, place: Path) -> None:
+    stop = replace(
+        plan, faults=[Fault("between steps", chance.randint(4, whole.visits[0]["between steps"] - 1), "kill_all", [0])]
+    )
     launches = [Launch(stop, place).end()]
     fault = Fault("load", chance.randint(1, 12), "kill", [chance.randint(0, 1)])
     launches.append(Launch(replace(plan, faults=[fault]), place).end())
     tally.runs += 1
     what = _told(plan, fault)
     if launches[1].fault_time is not None:
-        judge_failure(tally, launches[1], what)
+        judge_failure(tally, launches[1], what, amounts.within(END_SECONDS))
         judge_folder(tally, plan, launches[0], what)
         finish(tally, whole, plan, launches, place, what)
     for launch in launches:
@@ -242,7 +262,7 @@ def as_typed(amounts: Amounts, folder: Path) -> Tally:
     """Row 20: once more, with workers that torchrun itself starts, as a user types it."""
     tally, chance = Tally(), amounts.generator("as typed")
     for number in range(amounts.few(6)):
-        plan = Plan("", "", options={"strategy": STRATEGIES[(number + 1) % 2], **SAVES})
+        plan = _plan(amounts, strategy=STRATEGIES[(number + 1) % 2], **SAVES)
         whole = undisturbed(plan, folder)
         fault = _random_fault(chance, whole, "kill")
         with new_folder(folder) as place:
@@ -251,8 +271,9 @@ def as_typed(amounts: Amounts, folder: Path) -> Tally:
             tally.runs += 1
             what = f"python -m torch.distributed.run, {_told(this, fault)}"
             seconds = max(at for (life, _), at in launches[0].ended.items() if life == 0) - launches[0].fault_time
-            tally.add("all ended in time", int(seconds <= END_SECONDS))
-            tally.expect(seconds <= END_SECONDS, what, f"the last process ended {seconds:.1f} s after the fault")
+            in_time = seconds <= amounts.within(END_SECONDS)
+            tally.add("all ended in time", int(in_time))
+            tally.expect(in_time, what, f"the last process ended {seconds:.1f} s after the fault")
             judge_end(tally, whole, this, launches, what)
             launches[0].bury()
     return tally
@@ -267,13 +288,14 @@ IN_VAIN = {"freeze": [1], "sleep": [1], "extra": [1], "reduce_other_shape": None
 def in_vain(amounts: Amounts, folder: Path, action: str) -> Tally:
     """Row 21: a rank that does not come, or comes with something else; four runs at a time, which mostly wait."""
     tally, chance = Tally(), amounts.generator(("in vain", action))
+    timeout = 10.0 if amounts.quick else TIMEOUT_SECONDS
     tally.note = (
-        f"The timeout is {TIMEOUT_SECONDS:g} s. A frozen process is torchrun's to kill: here "
+        f"The timeout is {timeout:g} s. A frozen process is torchrun's to kill: here "
         f"{KILLED_AFTER_SECONDS:g} s after the others have failed, by itself {PATIENCE_SECONDS}."
     )
     in_turn = STRATEGIES if action in ("freeze", "extra") else STRATEGIES[::-1]
-    plans = [Plan("", "", options={"strategy": it, **SAVES}) for it in in_turn]
-    turns = list(range(_times(amounts)))
+    plans = [_plan(amounts, strategy=it, **SAVES) for it in in_turn]
+    turns = list(range(_times(amounts, len(STRATEGIES))))
     wholes = [undisturbed(plan, folder) for plan in plans[: len(turns)]]
     for four in (turns[at : at + 4] for at in range(0, len(turns), 4)):
         with new_folder(folder) as place:
@@ -281,21 +303,23 @@ def in_vain(amounts: Amounts, folder: Path, action: str) -> Tally:
             for turn in four:
                 plan, whole = plans[turn % 2], wholes[turn % 2]
                 fault = Fault("forward", chance.randint(1, whole.visits[1]["forward"]), action, IN_VAIN[action])
-                options = {**plan.options, "distributed_timeout_minutes": TIMEOUT_SECONDS / 60}
+                options = {**plan.options, "distributed_timeout_minutes": timeout / 60}
                 this = replace(plan, folder=str(place / f"run{turn}"), faults=[fault])
                 started.append(
                     (whole, this, Launch(replace(this, options=options), place, patience=KILLED_AFTER_SECONDS))
                 )
             for whole, this, launch in started:
-                _judge_in_vain(tally, whole, this, launch.end(), place, action)
+                _judge_in_vain(tally, whole, this, launch.end(), place, amounts, action)
     return tally
 
 
-def _judge_in_vain(tally: Tally, whole: Whole, plan: Plan, launch: Launch, place: Path, action: str) -> None:
+def _judge_in_vain(
+    tally: Tally, whole: Whole, plan: Plan, launch: Launch, place: Path, amounts: Amounts, action: str
+) -> None:
     tally.runs += 1
     what = _told(plan, plan.faults[0])
     if tally.expect(launch.fault_time is not None, what, f"it ended before the fault: {launch.how}"):
-        within = TIMEOUT_SECONDS + KILLED_AFTER_SECONDS + END_SECONDS
+        within = amounts.within(TIMEOUT_SECONDS + KILLED_AFTER_SECONDS + END_SECONDS)
         seconds = max(launch.ended.values()) - launch.fault_time
         tally.add("all ended in time", int(seconds <= within))
         tally.expect(seconds <= within, what, f"the last ended {seconds:.1f} s after the fault, of {within:g}")
@@ -320,7 +344,7 @@ def _judge_in_vain(tally: Tally, whole: Whole, plan: Plan, launch: Launch, place
 def killed_in_sharded_save(amounts: Amounts, folder: Path, background: bool) -> Tally:
     """Row 22: SIGKILL of a rank just before, or just after, something is done in the folder of checkpoints."""
     tally, chance = Tally(), amounts.generator(("sharded save", background))
-    plan = Plan("", "", options={"strategy": "fsdp", "ckpt_interval_steps": 2, "ckpt_background": background})
+    plan = _plan(amounts, strategy="fsdp", ckpt_interval_steps=2, ckpt_background=background)
     whole = undisturbed(plan, folder)
     for _ in range(_times(amounts)):
         fault = _random_fault(chance, whole, "kill", ["write"])
@@ -331,7 +355,7 @@ def killed_in_sharded_save(amounts: Amounts, folder: Path, background: bool) -> 
             tally.runs += 1
             what = _told(this, fault)
             if launches[0].agent.code != 0:
-                judge_failure(tally, launches[0], what)
+                judge_failure(tally, launches[0], what, amounts.within(END_SECONDS))
             judge_folder(tally, this, launches[0], what)
             finish(tally, whole, this, launches, place, what)
             for launch in launches:
@@ -343,7 +367,7 @@ def disk_full_on_a_rank(amounts: Amounts, folder: Path, strategy: str) -> Tally:
     """Row 22: no space left on one rank's disk: all ranks end alike, and the checkpoint before is intact."""
     tally, chance = Tally(), amounts.generator(("disk full on a rank", strategy))
     plans = [
-        Plan("", "", options={"strategy": strategy, "ckpt_interval_steps": 2, "ckpt_background": background})
+        _plan(amounts, strategy=strategy, ckpt_interval_steps=2, ckpt_background=background)
         for background in (True, False)
     ]
     wholes = [undisturbed(plan, folder) for plan in plans[: _times(amounts)]]
@@ -367,7 +391,7 @@ def disk_full_on_a_rank(amounts: Amounts, folder: Path, strategy: str) -> Tally:
                 seconds = max(first.ended.values()) - first.fault_time
                 tally.expect("CheckpointError" in first.said, what, first.how)
                 tally.add("CheckpointError", int("CheckpointError" in first.said))
-                tally.expect(seconds < 30, what, f"ended {seconds:.1f} s after the fault")
+                tally.expect(seconds < amounts.within(30), what, f"ended {seconds:.1f} s after the fault")
             judge_folder(tally, this, first, what)
             finish(tally, whole, this, launches, place, what)
             for launch in launches:
@@ -381,12 +405,12 @@ def disk_full_on_a_rank(amounts: Amounts, folder: Path, strategy: str) -> Tally:
 def inf_on_one_rank(amounts: Amounts, folder: Path, strategy: str) -> Tally:
     """Row 24: the gradients of one rank are infinite in one step: all ranks skip it."""
     tally, chance = Tally(), amounts.generator(("inf", strategy))
-    for number in range(max(3, _times(amounts))):
+    for number in range(_times(amounts, 3)):
         precision = ("fp32", "bf16", "fp16")[number % 3]
         options = {"strategy": strategy, "precision": precision, "init_scale": 1024.0}
-        fault = Fault("forward", chance.randint(1, 12), "inf", [chance.randint(0, 1)])
+        fault = Fault("forward", chance.randint(1, 6), "inf", [chance.randint(0, 1)])
         with new_folder(folder) as place:
-            plan = Plan(str(place / "run"), "", epochs=1, options=options, faults=[fault])
+            plan = replace(_plan(amounts, **options), folder=str(place / "run"), epochs=1, faults=[fault])
             launch = Launch(plan, place).end()
             tally.runs += 1
             what = f"{precision}: {_told(plan, fault)}"
@@ -450,9 +474,9 @@ def other_worlds(amounts: Amounts, folder: Path, strategy: str) -> Tally:
 def terminated(amounts: Amounts, folder: Path, strategy: str) -> Tally:
     """Row 15: SIGTERM to torchrun, to one worker, to all at once."""
     tally, chance = Tally(), amounts.generator(("terminated", strategy))
-    plan = Plan("", "", options={"strategy": strategy, **SAVES})
+    plan = _plan(amounts, strategy=strategy, **SAVES)
     whole = undisturbed(plan, folder)
-    for number in range(_times(amounts)):
+    for number in range(_times(amounts, 3)):
         fault = _random_fault(chance, whole, "terminate")
         fault.target = ("agent", "self", "all")[(number + (strategy == "fsdp")) % 3]
         with new_folder(folder) as place:

@@ -1,22 +1,16 @@
-"""Starts torchrun on the fault benchmark's worker, and tells what became of each of its processes.
+"""Starts torchrun on the fault matrix's worker, and tells what became of each of its processes.
 
-It is torch's own `torch.distributed.run`, in a fork, with its agent, rendezvous and restarts. Only the interpreter that
-it would start for each worker is a fork too, which has imported torch already: a start costs 0.3 s instead of 8.
-`plain=True` is the command as a user types it.
+Its workers are forks (forked_torchrun.py); `plain=True` is the command as a user types it.
 """
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import json
 import os
-import runpy
 import select
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,17 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import _fault_runs
-import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handlers
-import torch.distributed.fsdp  # noqa: F401 - what workers import, once here instead of in each
-import torch.distributed.run as torchrun
-from _fault_runs import Child
-from _fault_worker import Plan
+import fault_runs
+import forked_torchrun
+from fault_runs import Child
+from fault_worker import Plan
+from forked_torchrun import POLL_SECONDS
 
-WORKER = Path(__file__).with_name("_fault_worker.py")
-LIMIT_SECONDS = 60  # after which a start of torchrun counts as hung
+WORKER = Path(__file__).with_name("fault_worker.py")
+LIMIT_SECONDS = 300  # after which a start of torchrun counts as hung
 PATIENCE_SECONDS = 30  # of torchrun with workers that it has asked to end
-_POLL_SECONDS = 0.005
 _numbers = itertools.count()
 
 
@@ -78,7 +70,7 @@ class Launch:
             looked_at = len(self.events)
             if over:
                 return False
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def end(self) -> Launch:
         """Wait until torchrun and all workers have ended; those that do not are killed, and `hung` is set."""
@@ -91,7 +83,7 @@ class Launch:
                 time.sleep(0.5)
                 self.bury()
                 break
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         return self
 
     def bury(self) -> None:
@@ -188,11 +180,11 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 # What a fork has below its own frames: the agent's.
-_BELOW = ("/distributed/elastic/", "/distributed/run.py", "/distributed/launcher/", "/benchmarks/_fault_", "runpy")
+_BELOW = ("/distributed/elastic/", "/distributed/run.py", "/distributed/launcher/", "/tests/faults/", "runpy")
 
 
 def _shortened(text: str, characters: int = 1800) -> str:
-    """The beginning and the end of what each rank said, without the frames of this benchmark."""
+    """The beginning and the end of what each rank said, without the frames of this folder."""
     parts = []
     for part in text.split("\n\n["):
         kept = "\n".join(line for line in part.splitlines() if not any(it in line for it in _BELOW))
@@ -202,82 +194,20 @@ def _shortened(text: str, characters: int = 1800) -> str:
 
 
 def _exec(arguments: list[str]) -> NoReturn:
-    os.set_inheritable(_fault_runs._channel, True)  # closed, it would mean that the process is about to end
+    os.set_inheritable(fault_runs._channel, True)  # closed, it would mean that the process is about to end
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
 
 
 def _agent(arguments: list[str], events: str, patience: float) -> None:
     """torchrun in this process."""
-    ForkedInterpreter.patience = patience
     record = os.open(events, os.O_WRONLY | os.O_APPEND)
-    handlers.SubprocessHandler._popen = lambda self, args, env: ForkedInterpreter(args, env, record, events)
-    torchrun.main(arguments)
 
+    def start(args: tuple[str, ...], env: dict[str, str]) -> forked_torchrun.ForkedInterpreter:
+        place = int(env["RANK"]), int(env["TORCHELASTIC_RESTART_COUNT"])
 
-class ForkedInterpreter:
-    """What `subprocess.Popen([python, "-u", script, ...], start_new_session=True)` is to torchrun."""
+        def note(kind: str, value: int) -> None:
+            os.write(record, (json.dumps([kind, *place, time.monotonic(), value]) + "\n").encode())
 
-    patience: float = PATIENCE_SECONDS
+        return forked_torchrun.ForkedInterpreter(args, env, patience, Path(f"{events}.said.{env['RANK']}"), note)
 
-    def __init__(self, args: tuple[str, ...], env: dict[str, str], record: int, events: str) -> None:
-        self.returncode: int | None = None
-        self._record, self._place = record, (int(env["RANK"]), int(env["TORCHELASTIC_RESTART_COUNT"]))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            said = f"{events}.said.{env['RANK']}"
-            output = os.open(said, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            _be_interpreter(args[args.index("-u") + 1 :], env)
-        self._note("fork", self.pid)
-
-    def poll(self) -> int | None:
-        """The exit code, if it has ended."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-                self._note("exit", self.returncode)
-        return self.returncode
-
-    def _note(self, kind: str, value: int) -> None:
-        os.write(self._record, (json.dumps([kind, *self._place, time.monotonic(), value]) + "\n").encode())
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end. Raises subprocess.TimeoutExpired."""
-        deadline = time.monotonic() + min(self.patience, float("inf") if timeout is None else timeout)
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("worker", timeout or 0.0)
-            time.sleep(_POLL_SECONDS)
-        return self.returncode
-
-
-def _be_interpreter(argv: tuple[str, ...], env: dict[str, str]) -> NoReturn:
-    """Run a script in this fork as a new interpreter would: hooks, threads, exit functions and exit code."""
-    code = 120
-    try:
-        os.setsid()
-        os.environ.clear()
-        os.environ.update(env)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        atexit._clear()
-        sys.argv = list(argv)
-        code = 0
-        try:
-            runpy.run_path(argv[0], run_name="__main__")
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        except BaseException:
-            code = 1
-            sys.excepthook(*sys.exc_info())
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+    forked_torchrun.run(arguments, start)

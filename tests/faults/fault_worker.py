@@ -1,6 +1,6 @@
-"""One of several processes that train together, and what befalls it: what the fault benchmark gives torchrun.
+"""One of several processes that train together, and what befalls it: what the fault matrix gives torchrun.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 benchmarks/_fault_worker.py plan.json
+    python -m torch.distributed.run --standalone --nproc_per_node=2 tests/faults/fault_worker.py plan.json
 
 It trains a small model as a recipe would, adds to a file what it does, and at the places that the plan names it is
 killed, frozen, signalled, or does something that the others do not.
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from _fault_runs import FEATURES, Noisy, digest
+from fault_runs import FEATURES, Noisy, digest
 from torch import Tensor, nn
 
 from amp_recipes import Brain, EpochCounter, Stage

@@ -6,31 +6,23 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from programs import DEADLINE_SECONDS, Program
 
 from amp_recipes import folder_lock
 from amp_recipes.errors import ConfigError, FolderInUseError
 from amp_recipes.folder_lock import lock_folder, unlock_folder
 
-DEADLINE_SECONDS = 60
-# The package's own __init__ imports torch, for seconds; these processes need one file of it.
-LIGHT = f"""\
-import os, signal, sys, time, types
-package = types.ModuleType("amp_recipes")
-package.__path__ = [{str(Path(folder_lock.__file__).parent)!r}]
-sys.modules["amp_recipes"] = package
+IMPORTS = """\
+import os, signal, sys
 from amp_recipes import folder_lock
 from amp_recipes.folder_lock import lock_folder, unlock_folder
 def say(*words):
     print(*words, flush=True)
-def wait():
-    time.sleep({DEADLINE_SECONDS})
 """
 
 pytestmark = pytest.mark.skipif(folder_lock.fcntl is None, reason="this system has no record locks")
@@ -47,8 +39,8 @@ def nothing_stays_locked():
 @contextmanager
 def process(code, *arguments):
     """A Python process of its own that runs `code`, dead when the block ends."""
-    command = [sys.executable, "-c", LIGHT + code, *map(str, arguments)]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    running = Program("-c", IMPORTS + code, *arguments, **streams)
     try:
         yield running
     finally:
@@ -57,7 +49,7 @@ def process(code, *arguments):
 
 
 def holder(folder):
-    return process("lock_folder(sys.argv[1]); say('locked'); wait()", folder)
+    return process("lock_folder(sys.argv[1]); say('locked'); signal.pause()", folder)
 
 
 def in_a_child(action):
@@ -110,10 +102,9 @@ worker = os.fork()
 if worker == 0:
     os.setsid()
     os.closerange(0, 3)
-    wait()
-    os._exit(0)
+    signal.pause()
 say(worker)
-wait()
+signal.pause()
 """
     workers = []
     try:
@@ -213,7 +204,6 @@ def test_a_child_can_take_the_folder_once_its_parent_has_let_go(tmp_path):
     lock_folder(tmp_path)
 
     def take():
-        time.sleep(0.01)
         lock_folder(tmp_path)
         return json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
@@ -221,19 +211,21 @@ def test_a_child_can_take_the_folder_once_its_parent_has_let_go(tmp_path):
     assert in_a_child(take) == "True"
 
 
-@pytest.mark.parametrize("left_behind", ["", "{", '{"pid": 1}', "null", '{"pid": "x", "host": 1, "since": 2}'])
-def test_a_holder_that_has_not_written_its_name_is_another_process(tmp_path, monkeypatch, left_behind):
+def test_a_holder_that_has_not_written_its_name_is_another_process(tmp_path, monkeypatch, subtests):
     monkeypatch.setattr(folder_lock, "_NAME_WITHIN_SECONDS", 0.1)
     code = """\
 folder_lock._write_name = lambda descriptor: os.pwrite(descriptor, sys.argv[2].encode(), 0)
 lock_folder(sys.argv[1])
 say('locked')
-wait()
+signal.pause()
 """
-    with process(code, tmp_path, left_behind) as other:
-        assert other.stdout.readline() == "locked\n"
-        with pytest.raises(FolderInUseError, match=r"in use by another process\. Wait"):
-            lock_folder(tmp_path)
+    left_behind = ["", "{", '{"pid": 1}', "null", '{"pid": "x", "host": 1, "since": 2}']
+    for number, text in enumerate(left_behind):
+        folder = tmp_path / str(number)
+        with subtests.test(text), process(code, folder, text) as other:
+            assert other.stdout.readline() == "locked\n"
+            with pytest.raises(FolderInUseError, match=r"in use by another process\. Wait"):
+                lock_folder(folder)
 
 
 def test_the_name_of_a_dead_holder_is_not_given_for_that_of_the_one_that_is_writing_its_own(tmp_path, monkeypatch):
@@ -248,19 +240,23 @@ def late(descriptor):
     write(descriptor)
 folder_lock._write_name = late
 lock_folder(sys.argv[1])
-wait()
+signal.pause()
 """
-    command = [sys.executable, "-c", LIGHT + code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as alive:
-        try:
-            assert alive.stdout.readline() == "locked\n"
-            assert json.loads((tmp_path / ".lock").read_text())["pid"] == dead.pid
-            threading.Timer(0.2, alive.stdin.write, ["\n"]).start()
-            threading.Timer(0.3, alive.stdin.flush).start()
-            with pytest.raises(FolderInUseError, match=f"pid {alive.pid} "):
-                lock_folder(tmp_path)
-        finally:
-            alive.kill()
+    read_name, read = folder_lock._read_name, []
+
+    def read_and_let_it_write(descriptor):
+        read.append(read_name(descriptor).get("pid"))
+        if len(read) == 3:
+            alive.stdin.write("\n")
+            alive.stdin.flush()
+        return read_name(descriptor)
+
+    monkeypatch.setattr(folder_lock, "_read_name", read_and_let_it_write)
+    with process(code, tmp_path) as alive:
+        assert alive.stdout.readline() == "locked\n"
+        with pytest.raises(FolderInUseError, match=f"pid {alive.pid} "):
+            lock_folder(tmp_path)
+    assert read[:3] == [dead.pid] * 3
 
 
 def test_a_holder_on_another_host_is_named_though_no_such_pid_is_here(tmp_path):
@@ -269,7 +265,7 @@ folder_lock.socket.gethostname = lambda: 'node7'
 folder_lock.os.getpid = lambda: 2**22 + 1
 lock_folder(sys.argv[1])
 say('locked')
-wait()
+signal.pause()
 """
     with process(code, tmp_path) as other:
         assert other.stdout.readline() == "locked\n"
@@ -339,20 +335,22 @@ def test_a_process_keeps_only_its_latest_locks(tmp_path):
     assert not any(map(is_free, folders[-2:]))
 
 
-@pytest.mark.parametrize("code", ["ENOLCK", "ENOSYS", "EOPNOTSUPP"])
-def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog, code):
-    number = getattr(folder_lock.errno, code)
+def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog, subtests):
+    for code in ("ENOLCK", "ENOSYS", "EOPNOTSUPP"):
+        number = getattr(folder_lock.errno, code)
 
-    def no_locks(*_):
-        raise OSError(number, os.strerror(number))
+        def no_locks(*_, number=number):
+            raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(folder_lock.fcntl, "lockf", no_locks)
-    descriptors = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc") else 0
-    lock_folder(tmp_path)
-    lock_folder(tmp_path)
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING and os.strerror(number) in record.getMessage()
-    assert not descriptors or len(os.listdir("/proc/self/fd")) == descriptors
+        caplog.clear()
+        with subtests.test(code), monkeypatch.context() as patch:
+            patch.setattr(folder_lock.fcntl, "lockf", no_locks)
+            descriptors = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc") else 0
+            lock_folder(tmp_path / code)
+            lock_folder(tmp_path / code)
+            (record,) = caplog.records
+            assert record.levelno == logging.WARNING and os.strerror(number) in record.getMessage()
+            assert not descriptors or len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog):
@@ -380,10 +378,11 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path, blocked):
     assert os.path.realpath(folder) not in folder_lock._held
 
 
-@pytest.mark.parametrize("name", ["run 'a' \"b\"", "läuft 走る", "a\nb", "x" * 255])
-def test_folders_of_every_name_are_locked(tmp_path, name):
-    lock_folder(tmp_path / name)
-    assert not is_free(tmp_path / name)
+def test_folders_of_every_name_are_locked(tmp_path, subtests):
+    for name in ("run 'a' \"b\"", "läuft 走る", "a\nb", "x" * 255):
+        with subtests.test(name):
+            lock_folder(tmp_path / name)
+            assert not is_free(tmp_path / name)
     with pytest.raises(ConfigError, match="not writable"):
         lock_folder(tmp_path / ("y" * 256))
 

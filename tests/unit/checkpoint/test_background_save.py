@@ -15,13 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import DEADLINE_SECONDS, run_python
 from repository import REPOSITORY
 from torch import nn
 
 from amp_recipes.checkpoint import Checkpointer, snapshot
 from amp_recipes.errors import CheckpointError
-
-PATIENCE_SECONDS = 120  # only ever waited for in full by a test that fails
 
 
 class Holder:
@@ -46,7 +45,7 @@ class Gate:
 
         def fsync(descriptor):
             self.reached.set()
-            assert self.opened.wait(PATIENCE_SECONDS)
+            assert self.opened.wait(DEADLINE_SECONDS)
             real(descriptor)
 
         monkeypatch.setattr(os, "fsync", fsync)
@@ -86,7 +85,7 @@ def test_the_state_is_that_of_the_call_and_training_goes_on_while_it_is_written(
     expected = copy.deepcopy([model.state_dict(), optimizer.state_dict(), values.state])
     meta = {"epoch": 1}
     checkpointer.start_saving(meta)
-    assert gate.reached.wait(PATIENCE_SECONDS)
+    assert gate.reached.wait(DEADLINE_SECONDS)
     assert finished(tmp_path) == []  # it is still being written, and yet this goes on:
     optimizer.step()
     with torch.no_grad():
@@ -185,13 +184,13 @@ def test_every_method_waits_for_what_is_under_way(tmp_path, gate):
     ]
     seen = []
     checkpointer.start_saving(then=lambda saved: seen.append("written"))
-    assert gate.reached.wait(PATIENCE_SECONDS)
+    assert gate.reached.wait(DEADLINE_SECONDS)
     threads = [threading.Thread(target=lambda ask=ask: (ask(), seen.append("asked"))) for ask in asks]
     for thread in threads:
         thread.start()
     gate.open()
     for thread in threads:
-        thread.join(PATIENCE_SECONDS)
+        thread.join(DEADLINE_SECONDS)
     assert seen == ["written", *["asked"] * len(asks)]
 
 
@@ -231,7 +230,7 @@ def test_the_old_go_in_the_background_too_but_only_after_the_new_is_there(tmp_pa
 def test_copies_of_a_checkpointer_share_its_folder_and_not_its_thread(tmp_path, gate):
     checkpointer = Checkpointer(tmp_path, {"x": Holder(torch.ones(3))})
     checkpointer.start_saving()
-    assert gate.reached.wait(PATIENCE_SECONDS)
+    assert gate.reached.wait(DEADLINE_SECONDS)
     copied, pickled = copy.deepcopy(checkpointer), pickle.loads(pickle.dumps(checkpointer))
     gate.open()
     for number, each in enumerate((copied, pickled), 1):
@@ -257,7 +256,7 @@ def failing_disk(monkeypatch, *names):
 
 
 def eventually(condition):
-    end = time.monotonic() + PATIENCE_SECONDS
+    end = time.monotonic() + DEADLINE_SECONDS
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -405,9 +404,15 @@ def test_the_limit_of_a_container_counts_without_the_page_cache(tmp_path):
 # --- processes
 
 
-def run_script(tmp_path, body):
+def run_interpreter(*words):
+    """As `run_python`, with the end of a real interpreter."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run([sys.executable, *map(str, words)], env=environment, capture_output=True, text=True)
+
+
+def run_script(tmp_path, body, run=run_python):
     script = """
-        import os, sys, threading, time, torch
+        import os, sys, threading, torch
         from amp_recipes.checkpoint import Checkpointer
         torch.set_num_threads(1)
         class Holder:
@@ -416,28 +421,24 @@ def run_script(tmp_path, body):
             def load_state_dict(self, state): self.state = state
         checkpointer = Checkpointer(sys.argv[1], {"x": Holder(torch.ones(1000))})
     """
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script) + textwrap.dedent(body), str(tmp_path / "save")],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
+    return run("-c", textwrap.dedent(script) + textwrap.dedent(body), tmp_path / "save")
 
 
-def test_pythons_exit_waits_for_the_write_also_after_an_error(tmp_path):
+@pytest.mark.parametrize("run", [run_python, pytest.param(run_interpreter, marks=pytest.mark.extended)])
+def test_pythons_exit_waits_for_the_write_also_after_an_error(tmp_path, run):
     done = run_script(
         tmp_path,
         """
         real = os.fsync
-        def slow(descriptor):
-            time.sleep(0.2)
+        def after_the_script(descriptor):
+            threading.main_thread().join()
             real(descriptor)
-        os.fsync = slow
+        os.fsync = after_the_script
         checkpointer.start_saving(then=lambda saved: print("written", flush=True))
         print("the script is over", flush=True)
         raise SystemExit(143)
         """,
+        run,
     )
     assert done.stdout.split("\n")[:2] == ["the script is over", "written"]
     assert done.returncode == 143
@@ -467,47 +468,44 @@ def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have(tmp_p
         real, reached, go = os.fsync, threading.Event(), threading.Event()
         def held_up(descriptor):
             reached.set()
-            go.wait(100)
+            go.wait()
             real(descriptor)
         os.fsync = held_up
         checkpointer.start_saving()
-        reached.wait(100)
+        reached.wait()
         child = os.fork()
         if child == 0:
             checkpointer.wait()
             os._exit(7)
-        for _ in range(1000):
-            found, status = os.waitpid(child, os.WNOHANG)
-            if found:
-                break
-            time.sleep(0.05)
-        else:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            status = None
+        _, status = os.waitpid(child, 0)
         go.set()
         checkpointer.wait()
-        print(status is not None and os.waitstatus_to_exitcode(status))
+        print(os.waitstatus_to_exitcode(status))
         """,
     )
     assert done.stdout.strip() == "7", done.stderr
 
 
-def test_a_signal_while_waiting_is_handled_and_the_write_goes_on(tmp_path, gate):
+def test_a_signal_while_waiting_is_handled_and_the_write_goes_on(tmp_path, gate, monkeypatch):
     checkpointer = Checkpointer(tmp_path, {"x": Holder(torch.ones(3))})
-    seen = []
+    sender = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGUSR1))
+    join, seen = threading.Thread.join, []
 
     def handler(signum, frame):
         seen.append(signum)
         gate.open()
 
+    def join_with_a_signal(thread):
+        sender.start()
+        join(thread)
+
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         checkpointer.start_saving()
-        assert gate.reached.wait(PATIENCE_SECONDS)
-        sender = threading.Thread(target=lambda: (time.sleep(0.05), os.kill(os.getpid(), signal.SIGUSR1)))
-        sender.start()
-        checkpointer.wait()  # would not return without the handler
+        assert gate.reached.wait(DEADLINE_SECONDS)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "join", join_with_a_signal)
+            checkpointer.wait()  # would not return without the handler
         sender.join()
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -93,16 +94,18 @@ def test_a_run_comes_back_in_another_checkpointer_bit_for_bit(tmp_path):
     assert list(other_epochs) == [2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    "name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "LBFGS", "Adafactor"]
-)
-def test_the_state_of_every_usual_optimizer_comes_back(tmp_path, name):
-    kwargs = {"momentum": 0.9} if name == "SGD" else {}
-    _, optimizer = trained(0, optimizer=getattr(torch.optim, name), **kwargs)
-    _, other = trained(1, steps=0, optimizer=getattr(torch.optim, name), **kwargs)
-    Checkpointer(tmp_path, {"optimizer": optimizer}).save_checkpoint()
-    Checkpointer(tmp_path, {"optimizer": other}).recover_if_possible()
-    assert_equal(other.state_dict(), optimizer.state_dict())
+OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "LBFGS", "Adafactor"]
+
+
+def test_the_state_of_every_usual_optimizer_comes_back(tmp_path, subtests):
+    for name in OPTIMIZERS:
+        kwargs = {"momentum": 0.9} if name == "SGD" else {}
+        with subtests.test(name):
+            _, optimizer = trained(0, optimizer=getattr(torch.optim, name), **kwargs)
+            _, other = trained(1, steps=0, optimizer=getattr(torch.optim, name), **kwargs)
+            Checkpointer(tmp_path / name, {"optimizer": optimizer}).save_checkpoint()
+            Checkpointer(tmp_path / name, {"optimizer": other}).recover_if_possible()
+            assert_equal(other.state_dict(), optimizer.state_dict())
 
 
 class ExactSGD(torch.optim.Optimizer):
@@ -171,9 +174,8 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_goes_on_as_if_it_had_not_stopped(tmp_path, name):
-    def make():
+def test_a_scheduler_goes_on_as_if_it_had_not_stopped(tmp_path, subtests):
+    def make(name):
         optimizer = trained(0, optimizer=torch.optim.SGD, lr=0.1)[1]
         return optimizer, SCHEDULERS[name](optimizer)
 
@@ -181,16 +183,18 @@ def test_a_scheduler_goes_on_as_if_it_had_not_stopped(tmp_path, name):
         seen = []
         for _ in range(steps):
             optimizer.step()
-            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+            scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
             seen.append(optimizer.param_groups[0]["lr"])
         return seen
 
-    optimizer, scheduler = make()
-    rates(optimizer, scheduler, 3)
-    Checkpointer(tmp_path, {"o": optimizer, "s": scheduler}).save_checkpoint()
-    other_optimizer, other_scheduler = make()
-    Checkpointer(tmp_path, {"o": other_optimizer, "s": other_scheduler}).recover_if_possible()
-    assert rates(other_optimizer, other_scheduler, 4) == rates(optimizer, scheduler, 4)
+    for name in SCHEDULERS:
+        with subtests.test(name):
+            optimizer, scheduler = make(name)
+            rates(optimizer, scheduler, 3)
+            Checkpointer(tmp_path / name, {"o": optimizer, "s": scheduler}).save_checkpoint()
+            other_optimizer, other_scheduler = make(name)
+            Checkpointer(tmp_path / name, {"o": other_optimizer, "s": other_scheduler}).recover_if_possible()
+            assert rates(other_optimizer, other_scheduler, 4) == rates(optimizer, scheduler, 4)
 
 
 def test_scaler_averaged_model_and_generator_states_come_back(tmp_path):
@@ -572,10 +576,10 @@ def test_a_forged_file_in_a_checkpoint_is_not_run(tmp_path):
 # --- what may be a recoverable
 
 
-@pytest.mark.parametrize("obj", [3, object(), nn.Linear])
-def test_what_has_no_state_is_refused_when_it_is_added(tmp_path, obj):
-    with pytest.raises(ConfigError, match="expected an object with state_dict"):
-        Checkpointer(tmp_path, {"a": obj})
+def test_what_has_no_state_is_refused_when_it_is_added(tmp_path):
+    for obj in (3, object(), nn.Linear):
+        with pytest.raises(ConfigError, match="expected an object with state_dict"):
+            Checkpointer(tmp_path, {"a": obj})
 
 
 def test_a_name_is_taken_once(tmp_path):
@@ -584,10 +588,10 @@ def test_a_name_is_taken_once(tmp_path):
         checkpointer.add_recoverable("a", Holder(2))
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".a", "a\\b", "a\0", "/a", 3, "a b", "a\n"])
-def test_a_name_is_a_plain_file_name(tmp_path, name):
-    with pytest.raises(ConfigError, match="expected a file name"):
-        Checkpointer(tmp_path).add_recoverable(name, Holder(1))
+def test_a_name_is_a_plain_file_name(tmp_path, subtests):
+    for name in ("", "a/b", "..", ".a", "a\\b", "a\0", "/a", 3, "a b", "a\n"):
+        with subtests.test(repr(name)), pytest.raises(ConfigError, match="expected a file name"):
+            Checkpointer(tmp_path).add_recoverable(name, Holder(1))
 
 
 def test_a_name_is_no_longer_than_a_file_name_may_be(tmp_path):
@@ -621,11 +625,18 @@ def test_a_state_that_cannot_be_taken_is_named(tmp_path):
         checkpointer.save_checkpoint({"optimizer_step": 9})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e5m2])
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_a_diverged_model_is_not_saved(tmp_path, value, dtype):
+NUMBERS = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e5m2]
+
+
+def test_a_diverged_model_is_not_saved(tmp_path, subtests):
+    for dtype, value in product(NUMBERS, ["nan", "inf", "-inf"]):
+        with subtests.test(value, dtype=str(dtype)):
+            assert_not_saved(tmp_path / f"{dtype} {value}", value, dtype)
+
+
+def assert_not_saved(folder, value, dtype):
     model = nn.ParameterDict({"fine": torch.ones(3), "empty": torch.ones(0), "bad": torch.ones(4, 4).to(dtype)})
-    checkpointer = Checkpointer(tmp_path, {"model": nn.DataParallel(model)})
+    checkpointer = Checkpointer(folder, {"model": nn.DataParallel(model)})
     good = checkpointer.save_checkpoint({"optimizer_step": 1, "loss": 1.0})
     bad = torch.ones(4, 4)
     bad[1, 2] = float(value)
@@ -634,7 +645,7 @@ def test_a_diverged_model_is_not_saved(tmp_path, value, dtype):
         CheckpointError, match=r"\(step 2\) not written: nonfinite parameters .*: model\.bad\. .*CKPT\+0"
     ):
         checkpointer.save_and_keep_only({"optimizer_step": 2, "loss": 0.0}, min_keys=["loss"])
-    assert [path.name for path in tmp_path.iterdir()] == [good.path.name]
+    assert [path.name for path in folder.iterdir()] == [good.path.name]
     assert checkpointer.recover_if_possible() == good
     assert model["bad"].float().isfinite().all() if not dtype.is_complex else model["bad"].isfinite().all()
 

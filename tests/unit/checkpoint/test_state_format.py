@@ -83,7 +83,11 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(TREES)
 def test_any_tree_of_plain_values_comes_back(tmp_path, state):
     assert_same(there_and_back(tmp_path, state), state)
@@ -95,46 +99,45 @@ def dense_dtypes():
     return sorted(found - quantized, key=str)
 
 
-@pytest.mark.parametrize("dtype", dense_dtypes(), ids=str)
-def test_every_dense_dtype_comes_back_bit_for_bit(tmp_path, dtype):
-    raw = torch.arange(12 * dtype.itemsize, dtype=torch.uint8) if dtype != torch.bool else torch.tensor([0, 1] * 6)
-    tensor = raw.view(dtype) if dtype != torch.bool else raw.bool()
-    state = {"flat": tensor, "matrix": tensor.reshape(3, 4), "scalar": tensor[5], "empty": tensor[:0].reshape(0, 7)}
-    assert_same(there_and_back(tmp_path, state), state)
+def test_every_dense_dtype_comes_back_bit_for_bit(tmp_path, subtests):
+    for dtype in dense_dtypes():
+        raw = torch.arange(12 * dtype.itemsize, dtype=torch.uint8) if dtype != torch.bool else torch.tensor([0, 1] * 6)
+        flat = raw.view(dtype) if dtype != torch.bool else raw.bool()
+        with subtests.test(str(dtype)):
+            state = {"flat": flat, "matrix": flat.reshape(3, 4), "scalar": flat[5], "empty": flat[:0].reshape(0, 7)}
+            assert_same(there_and_back(tmp_path, state), state)
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        torch.Size([2, 3]),
-        torch.bfloat16,
-        torch.device("cuda:1"),
-        frozenset([1, "a"]),
-        deque([1, 2], maxlen=3),
-        Counter({3: 2, 5: 1}),  # MultiStepLR asks its milestones as a Counter
-        {1: "int", "1": "text", 1.5: "float", None: 0, True + 1: 2},
-        [True, 1, 1.0, -0.0, float("inf"), float("nan")],
-        [10**5000, -(2**63), 2**63 - 1, 2**63],
-        np.float64(0.1),
-        np.float32(0.1),
-        np.uint64(2**64 - 1),
-        np.bool_(True),
-        np.complex64(1 + 2j),
-        np.arange(6, dtype=np.uint16).reshape(2, 3),
-        np.array(3.5),
-        np.zeros((0, 3), np.complex128),
-        np.random.PCG64(5).state,
-        np.random.MT19937(5).state,
-    ],
-    ids=lambda state: (  # not the text of a set: its order changes between processes
-        f"{type(state).__name__} " + (f"of {len(state)}" if isinstance(state, (list, frozenset)) else str(state)[:20])
-    ),
-)
-def test_other_kinds_of_values_come_back(tmp_path, state):
-    back = there_and_back(tmp_path, {"x": state})["x"]
-    assert_same(back, state)
-    if isinstance(state, deque):
-        assert back.maxlen == state.maxlen
+VALUES = [
+    torch.Size([2, 3]),
+    torch.bfloat16,
+    torch.device("cuda:1"),
+    frozenset([1, "a"]),
+    deque([1, 2], maxlen=3),
+    Counter({3: 2, 5: 1}),  # MultiStepLR asks its milestones as a Counter
+    {1: "int", "1": "text", 1.5: "float", None: 0, True + 1: 2},
+    [True, 1, 1.0, -0.0, float("inf"), float("nan")],
+    [10**5000, -(2**63), 2**63 - 1, 2**63],
+    np.float64(0.1),
+    np.float32(0.1),
+    np.uint64(2**64 - 1),
+    np.bool_(True),
+    np.complex64(1 + 2j),
+    np.arange(6, dtype=np.uint16).reshape(2, 3),
+    np.array(3.5),
+    np.zeros((0, 3), np.complex128),
+    np.random.PCG64(5).state,
+    np.random.MT19937(5).state,
+]
+
+
+def test_other_kinds_of_values_come_back(tmp_path, subtests):
+    for number, state in enumerate(VALUES):
+        with subtests.test(type(state).__name__, number=number):
+            back = there_and_back(tmp_path, {"x": state})["x"]
+            assert_same(back, state)
+            if isinstance(state, deque):
+                assert back.maxlen == state.maxlen
 
 
 def test_what_comes_back_as_a_simpler_kind(tmp_path):
@@ -148,13 +151,15 @@ def test_what_comes_back_as_a_simpler_kind(tmp_path):
     assert [(it, type(it)) for it in (version, text)] == [("2.1", str), ("x", str)]
 
 
-@pytest.mark.parametrize("factory", [int, float, list, set, dict, None], ids=str)
-def test_a_defaultdict_goes_on_making_what_it_made(tmp_path, factory):
-    back = there_and_back(tmp_path, {"x": defaultdict(factory, {"a": 1, 2: [torch.ones(1)], "$dict": 3})})["x"]
-    assert (type(back), back.default_factory) == (defaultdict, factory)
-    assert (back["a"], back["$dict"], torch.equal(back[2][0], torch.ones(1))) == (1, 3, True)
-    if factory is not None:
-        assert back["new"] == factory()
+def test_a_defaultdict_goes_on_making_what_it_made(tmp_path, subtests):
+    for factory in (int, float, list, set, dict, None):
+        with subtests.test(str(factory)):
+            state = {"x": defaultdict(factory, {"a": 1, 2: [torch.ones(1)], "$dict": 3})}
+            back = there_and_back(tmp_path, state)["x"]
+            assert (type(back), back.default_factory) == (defaultdict, factory)
+            assert (back["a"], back["$dict"], torch.equal(back[2][0], torch.ones(1))) == (1, 3, True)
+            if factory is not None:
+                assert back["new"] == factory()
 
 
 def test_numpy_numbers_as_keys_come_back_as_the_python_numbers_that_find_the_same(tmp_path):
@@ -286,9 +291,8 @@ LOOP = []
 LOOP.append(LOOP)
 
 
-@pytest.mark.parametrize(
-    ("value", "what"),
-    [
+def test_what_a_file_cannot_hold_is_named_with_its_place_and_kind(subtests):
+    for value, what in [
         (lambda: 0, "the function .*<lambda>"),
         (Path, "the class Path"),
         (Path("x"), "pathlib"),
@@ -313,14 +317,13 @@ LOOP.append(LOOP)
         (Wrapped(torch.ones(2)), "Wrapped"),
         (nn.LazyLinear(2).weight, "lazy"),
         (LOOP, "100 levels deep, or holds itself"),
-    ],
-    ids=lambda it: it if isinstance(it, str) else "",
-)
-def test_what_a_file_cannot_hold_is_named_with_its_place_and_kind(value, what):
-    with pytest.raises(CheckpointError, match=rf"of recoverable sched: state_dict\(\)\['a'\]\[1\].* is .*{what}"):
-        pack_state({"a": [1, value]}, "sched")
-    assert re.search(rf"{what}.* at \['a'\]\[1\]", plain_problem({"a": [1, value]}))
-    assert re.search(what, plain_problem(value))
+    ]:
+        with subtests.test(what):
+            expected = rf"of recoverable sched: state_dict\(\)\['a'\]\[1\].* is .*{what}"
+            with pytest.raises(CheckpointError, match=expected):
+                pack_state({"a": [1, value]}, "sched")
+            assert re.search(rf"{what}.* at \['a'\]\[1\]", plain_problem({"a": [1, value]}))
+            assert re.search(what, plain_problem(value))
 
 
 def nested():
@@ -342,19 +345,16 @@ class Sparse(dict):
     """A kind of dict."""
 
 
-@pytest.mark.parametrize(
-    ("value", "what"),
-    [
+def test_why_a_value_would_not_come_back_as_it_is_is_told_and_never_raised(subtests):
+    for value, what in [
         (defaultdict(lambda: 0), r"a defaultdict whose factory is the function .*<lambda>"),
         ([1, {"a": defaultdict(Counter)}], r"a defaultdict whose factory is the class Counter at \[1\]\['a'\]"),
         (Sparse(), "Sparse"),
         (Hostile(), "do not ask"),
         *[(it, ".") for it in nested()],
-    ],
-    ids=lambda it: "",
-)
-def test_why_a_value_would_not_come_back_as_it_is_is_told_and_never_raised(value, what):
-    assert re.search(what, plain_problem(value))
+    ]:
+        with subtests.test(what):
+            assert re.search(what, plain_problem(value))
 
 
 def test_what_holds_itself_by_way_of_a_dict_is_told(tmp_path):
@@ -363,15 +363,14 @@ def test_what_holds_itself_by_way_of_a_dict_is_told(tmp_path):
     assert "holds itself" in plain_problem(loop)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TREES)
 def test_nothing_is_the_matter_with_plain_values(state):
     assert plain_problem(state) is None
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_nothing_is_the_matter_with_what_comes_back():
+    for value in (
         torch.ones(2).cfloat().conj(),
         torch.ones(2, requires_grad=True) * 2,
         nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
@@ -381,11 +380,8 @@ def test_nothing_is_the_matter_with_plain_values(state):
         defaultdict(dict, {np.int64(3): {"x": 1}}),
         np.float32(3),
         np.zeros(3),
-    ],
-    ids=lambda it: type(it).__name__,
-)
-def test_nothing_is_the_matter_with_what_comes_back(value):
-    assert plain_problem({"x": [value]}) is None
+    ):
+        assert plain_problem({"x": [value]}) is None
 
 
 def test_a_deep_tree_comes_back_up_to_the_limit(tmp_path):
@@ -406,9 +402,8 @@ def forged(tmp_path, document, tensors=None):
     return path
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
+def test_a_forged_file_is_refused(tmp_path, subtests):
+    for document in (
         "no json",
         "[" * 100_000,
         {"$tensor": "absent"},
@@ -424,12 +419,9 @@ def forged(tmp_path, document, tensors=None):
         {"$bytes": "%"},
         {"$int": "1 + 1"},
         {"$OrderedDict": 3},
-    ],
-    ids=str,
-)
-def test_a_forged_file_is_refused(tmp_path, document):
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_state(forged(tmp_path, document))
+    ):
+        with subtests.test(str(document)[:80]), pytest.raises(CheckpointError, match="cannot be read"):
+            read_state(forged(tmp_path, document))
 
 
 def test_a_file_of_another_program_is_refused(tmp_path):

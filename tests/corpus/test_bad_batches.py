@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+from hosts import alternating_hosts, with_hosts
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
@@ -30,6 +31,9 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "fused_adamw": lambda parameters: AdamW(parameters, lr=0.01, fused=True),
 }
 COUNT = 6
+WAYS = ["replaced", "in_place", "data", "address"]
+every_precision = alternating_hosts("precision", PRECISIONS)
+without_scale = alternating_hosts("precision", ["fp32", "bf16"])
 
 
 class Squaring(nn.Module):
@@ -144,10 +148,7 @@ def assert_same(ours: Recipe, theirs: Recipe) -> None:
     assert ours.train_losses == pytest.approx(theirs.train_losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("index", [0, 3, COUNT])
-@pytest.mark.parametrize("kind", ["nan", "inf", "overflow"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@with_hosts(precision=PRECISIONS, optimizer=[*OPTIMIZERS], kind=["nan", "inf", "overflow"], index=[0, 3, COUNT])
 def test_one_bad_batch_equals_the_run_without_it(precision, optimizer, kind, index):
     good = make_batches()
     bad = [*good[:index], spoil(kind, precision), *good[index:]]
@@ -166,8 +167,7 @@ def uninitialised_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("bad_ones", [1, 2])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@with_hosts(precision=PRECISIONS, bad_ones=[1, 2])
 def test_fused_momentum_is_initialised_although_its_first_step_is_skipped(
     uninitialised_memory_is_nan, precision, bad_ones
 ):
@@ -177,8 +177,7 @@ def test_fused_momentum_is_initialised_although_its_first_step_is_skipped(
     assert_same(ours, train(good, precision, "fused_momentum"))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@with_hosts(precision=PRECISIONS, optimizer=[*OPTIMIZERS])
 def test_bad_batches_in_every_epoch(precision, optimizer):
     """Two in a row at the start, one in the middle and one as the last batch of each epoch."""
     good = make_batches()
@@ -191,9 +190,7 @@ def test_bad_batches_in_every_epoch(precision, optimizer):
     assert (ours.skipped_steps, ours.optimizer_step) == (8, 2 * COUNT)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("position", [0, 1])
+@with_hosts(precision=PRECISIONS, optimizer=[*OPTIMIZERS], position=[0, 1])
 def test_a_bad_batch_takes_its_accumulation_window_with_it(precision, optimizer, position):
     """A window is one update: the good batch beside the bad one is left out as well."""
     good = make_batches()
@@ -206,7 +203,7 @@ def test_a_bad_batch_takes_its_accumulation_window_with_it(precision, optimizer,
     assert (ours.skipped_steps, ours.optimizer_step) == (1, COUNT // 2)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@every_precision
 def test_bad_last_window_that_is_short(precision):
     good = make_batches()
     ours = train([*good, spoil("nan", precision)], precision, grad_accumulation_factor=2)
@@ -223,16 +220,15 @@ class InfiniteLoss(Recipe):
         return loss + batch[2] if len(batch) > 2 else loss
 
 
-@pytest.mark.parametrize("constant", [float("inf"), float("nan")])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("optimizer", ["adamw", "fused_momentum"])
+@with_hosts(precision=PRECISIONS, constant=[float("inf"), float("nan")], optimizer=["adamw", "fused_momentum"])
 def test_nonfinite_loss_with_finite_gradients_skips(precision, constant, optimizer):
     good = make_batches()
     strange = (*make_batches(7)[6], torch.tensor(constant))
+    theirs = train(good, precision, optimizer, recipe=InfiniteLoss)
     for index in (0, 4):
         bad = [*good[:index], strange, *good[index:]]
         ours = train(bad, precision, optimizer, recipe=InfiniteLoss)
-        assert_same(ours, train(good, precision, optimizer, recipe=InfiniteLoss))
+        assert_same(ours, theirs)
         assert (ours.skipped_steps, ours.optimizer_step) == (1, COUNT)
 
 
@@ -248,7 +244,7 @@ class RootOfParameter(nn.Module):
         return self.inner(x_BD) + (self.offset * x_BD[:, :1].abs()).sqrt()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@every_precision
 def test_finite_loss_with_nonfinite_gradient_skips(precision):
     good = make_batches()
     inputs, targets = (value.clone() for value in make_batches(7)[6])
@@ -259,7 +255,7 @@ def test_finite_loss_with_nonfinite_gradient_skips(precision):
     assert (ours.skipped_steps, ours.optimizer_step) == (1, COUNT)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@without_scale
 def test_finite_gradients_whose_norm_overflows_skip(precision):
     """Squares of 1e25 overflow: a clipping coefficient of 0 would be a silent no-op, or NaN."""
 
@@ -309,7 +305,7 @@ class GradientTimes(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@every_precision
 def test_two_optimizers_step_all_or_none(precision):
     generator = torch.Generator().manual_seed(3)
     one = torch.ones(())
@@ -363,8 +359,7 @@ class Adversarial(Recipe):
         return loss.detach()
 
 
-@pytest.mark.parametrize("spoiled", [0, 1, 2])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@with_hosts(precision=PRECISIONS, spoiled=[0, 1, 2])
 def test_bad_critic_round_equals_the_iteration_without_that_round(precision, spoiled):
     """The rounds before and after it, and the generator's update, are taken."""
     generator = torch.Generator().manual_seed(3)
@@ -402,8 +397,7 @@ class LateLayer(nn.Module):
 
 
 # torch's fused SGD with momentum cannot take in a parameter later at all: TypeError, without any bad batch.
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "fused_momentum"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@with_hosts(precision=PRECISIONS, optimizer=[name for name in OPTIMIZERS if name != "fused_momentum"])
 def test_parameters_whose_first_gradient_is_bad(precision, optimizer):
     """State that is made in a step that is skipped must not be left behind half made."""
     good = [(inputs.clone(), targets) for inputs, targets in make_batches()]
@@ -448,30 +442,26 @@ class Tracker(nn.Module):
             self.mean.numpy()[:] = (0.9 * self.mean + 0.1 * mean_D).numpy()
 
 
-@pytest.mark.parametrize("index", [0, 1, 3, COUNT])
-@pytest.mark.parametrize("way", ["replaced", "in_place", "data", "address"])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_buffers_go_back_however_the_module_changes_them(precision, way, index):
+@with_hosts(precision=["fp32", "fp16"], way=WAYS)
+def test_buffers_go_back_however_the_module_changes_them(subtests, precision, way):
     good = make_batches()
-    bad = [*good[:index], spoil("nan", precision), *good[index:]]
-    ours = train(bad, precision, "fused_adamw", build=lambda: Tracker(way))
     theirs = train(good, precision, "fused_adamw", build=lambda: Tracker(way))
-    assert_same(ours, theirs)
-    assert ours.modules.model.mean.abs().sum() > 0
+    for index in (0, 1, 3, COUNT):
+        with subtests.test(index):
+            bad = [*good[:index], spoil("nan", precision), *good[index:]]
+            ours = train(bad, precision, "fused_adamw", build=lambda: Tracker(way))
+            assert_same(ours, theirs)
+            assert ours.modules.model.mean.abs().sum() > 0
 
 
-@pytest.mark.parametrize("way", ["replaced", "in_place", "data", "address"])
-def test_buffers_that_start_to_move_in_the_middle_go_back_too(way):
+@with_hosts(way=WAYS, index=[2, 4])
+def test_buffers_that_start_to_move_go_back_too(way, index):
+    """At the third batch: in the bad batch itself, which `start` counts as well, or in one before it.
+
+    Later batches move the buffer as if the bad one had not been.
+    """
     good = make_batches()
-    ours = train([*good[:4], spoil("nan", "fp32"), *good[4:]], "fp32", build=lambda: Tracker(way, start=2))
-    assert_same(ours, train(good, "fp32", build=lambda: Tracker(way, start=2)))
-
-
-@pytest.mark.parametrize("way", ["replaced", "in_place", "data", "address"])
-def test_buffers_that_start_to_move_in_the_bad_batch_itself_go_back(way):
-    """Later batches move it as if the bad one had not been; `start` counts the bad batch as well."""
-    good = make_batches()
-    ours = train([*good[:2], spoil("nan", "fp32"), *good[2:]], "fp32", build=lambda: Tracker(way, start=2))
+    ours = train([*good[:index], spoil("nan", "fp32"), *good[index:]], "fp32", build=lambda: Tracker(way, start=2))
     assert_same(ours, train(good, "fp32", build=lambda: Tracker(way, start=2)))
 
 
@@ -482,7 +472,7 @@ def bad_batch(precision: str = "fp32") -> tuple[Tensor, Tensor]:
     return spoil("nan", precision)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@without_scale
 def test_patience_ends_the_run_with_advice(precision):
     good = make_batches()
     batches = [*good[:2], *[bad_batch()] * 3, *good[2:], *[bad_batch()] * 30]
@@ -494,7 +484,7 @@ def test_patience_ends_the_run_with_advice(precision):
     assert re.search(r"learning rate|nonfinite_patience|precision|input|data|clip|max_grad_norm", message)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@without_scale
 def test_run_that_patience_ends_keeps_its_last_good_weights(precision):
     good = make_batches()
     reference = train(good[:2], precision, valid=False)
@@ -516,7 +506,7 @@ def assert_same_modules(ours: Brain, theirs: Brain) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@without_scale
 def test_patience_counts_only_consecutive_ones(precision):
     good = make_batches()
     pair = [bad_batch()] * 2
@@ -526,14 +516,14 @@ def test_patience_counts_only_consecutive_ones(precision):
     assert ours.skipped_steps == 8
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@without_scale
 def test_patience_ends_a_run_whose_last_batches_are_bad(precision):
     """The flag of the last step is settled at the stage's end, not forgotten."""
     with pytest.raises(NonfiniteError):
         train([*make_batches(), *[bad_batch()] * 3], precision, nonfinite_patience=3)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@without_scale
 def test_patience_runs_on_across_epochs(precision):
     """Bad data only, two batches an epoch: the third skip in a row comes in the second epoch."""
     with pytest.raises(NonfiniteError):

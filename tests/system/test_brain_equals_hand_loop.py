@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hosts import alternating_hosts, with_hosts
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
@@ -65,11 +66,20 @@ class Case:
         }
 
 
-PLAIN_CASES = [Case("fp32"), Case("bf16"), Case("fp16")]
-OVERFLOW = Case("fp16", init_scale=2.0**24)
-PLAIN_IDS = ["fp32", "bf16", "fp16"]
-every_case = pytest.mark.parametrize("case", [*PLAIN_CASES, OVERFLOW], ids=[*PLAIN_IDS, "fp16-overflow"])
-every_precision = pytest.mark.parametrize("case", PLAIN_CASES, ids=PLAIN_IDS)
+CASES = {precision: Case(precision) for precision in DTYPES}
+OVERFLOW = CASES["fp16-overflow"] = Case("fp16", init_scale=2.0**24)
+every_case = alternating_hosts("case", [*CASES], indirect=["case"])
+every_precision = alternating_hosts("case", [*DTYPES], indirect=["case"])
+
+
+@pytest.fixture
+def case(request):
+    return CASES[request.param]
+
+
+def with_cases(cases: Iterable[str] = CASES, **factors) -> pytest.MarkDecorator:
+    return with_hosts(indirect=["case"], case=[*cases], **factors)
+
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, lr=0.1),
@@ -272,19 +282,17 @@ def compare(
 
 # torch's fused SGD keeps uninitialised momentum when its very first update is skipped, so the hand-written
 # loop is no reference there; tests/corpus/test_bad_batches.py holds that case against a run without the skip.
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@every_precision
+@with_cases(DTYPES, optimizer=[*OPTIMIZERS])
 def test_plain_training(case, optimizer):
     compare(case, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "fused_momentum"])
+@alternating_hosts("optimizer", [name for name in OPTIMIZERS if name != "fused_momentum"])
 def test_training_that_starts_with_skipped_updates(optimizer):
     compare(OVERFLOW, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "fused_adamw"])
-@every_case
+@with_cases(optimizer=["momentum", "adamw", "fused_adamw"])
 def test_clipping(case, optimizer):
     brain, _ = compare(case, optimizer=optimizer, max_norm=0.1)
     free, _ = compare(case, optimizer=optimizer)
@@ -330,9 +338,7 @@ def test_default_options_clip_at_five(case):
     assert_same_run(brain, model, theirs, run)
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "fused_adamw"])
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-@every_case
+@with_cases(interval=["step", "epoch"], optimizer=["momentum", "fused_adamw"])
 def test_learning_rate_schedule(case, interval, optimizer):
     batches = make_batches(6) * (3 if case.overflows else 1)
     model = seeded(Network)
@@ -351,8 +357,7 @@ def test_learning_rate_schedule(case, interval, optimizer):
     assert theirs.param_groups[0]["lr"] < theirs.param_groups[0]["initial_lr"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "fused_adamw"])
-@every_case
+@with_cases(optimizer=["adamw", "fused_adamw"])
 def test_average_of_weights(case, optimizer):
     batches = make_batches(6) * (3 if case.overflows else 1)
     model = seeded(Network)
@@ -418,8 +423,7 @@ class TwoOptimizers(RecordingBrain):
         }
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.05], ids=["free", "clipped"])
-@every_case
+@with_cases(max_norm=[0.0, 0.05])
 def test_two_optimizers_with_one_update_of_the_scale(case, max_norm):
     batches = make_batches() * (3 if case.overflows else 1)
     body, head = seeded(lambda: nn.Linear(8, 8)), seeded(lambda: nn.Linear(8, 8))
@@ -437,7 +441,7 @@ def test_two_optimizers_with_one_update_of_the_scale(case, max_norm):
             scaler.unscale_(optimizer)
         parameters = [*body.parameters(), *head.parameters()]
         finite = all(bool(torch.isfinite(p.grad).all()) for p in parameters)
-        if max_norm is not None:
+        if max_norm:
             nn.utils.clip_grad_norm_(body.parameters(), max_norm)
             nn.utils.clip_grad_norm_(head.parameters(), max_norm)
         for optimizer in optimizers:
@@ -448,7 +452,7 @@ def test_two_optimizers_with_one_update_of_the_scale(case, max_norm):
     assert (skipped > 0) == case.overflows
 
     modules = {"body": seeded(lambda: nn.Linear(8, 8)), "head": seeded(lambda: nn.Linear(8, 8))}
-    brain = TwoOptimizers(modules, run_opts=case.run_opts(max_grad_norm=max_norm or 0.0))
+    brain = TwoOptimizers(modules, run_opts=case.run_opts(max_grad_norm=max_norm))
     brain.fit(range(2), batches)
     assert_same_tensors(brain.losses, losses, "loss")
     assert_same_model(brain.modules.body, body)
@@ -499,8 +503,7 @@ class Adversarial(Brain):
         return loss.detach()
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.05], ids=["free", "clipped"])
-@every_precision
+@with_cases(DTYPES, max_norm=[0.0, 0.05])
 def test_several_critic_steps_in_one_iteration(case, max_norm):
     """The scale grows every fourth update, so an update in the wrong place would show in the weights."""
     batches = make_batches(5)
@@ -515,7 +518,7 @@ def test_several_critic_steps_in_one_iteration(case, max_norm):
         generator.zero_grad()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        if max_norm is not None:
+        if max_norm:
             nn.utils.clip_grad_norm_(module.parameters(), max_norm)
         scaler.step(optimizer)
 
@@ -532,7 +535,7 @@ def test_several_critic_steps_in_one_iteration(case, max_norm):
         scaler.update()
         losses.append(loss.detach())
 
-    options = case.run_opts(max_grad_norm=max_norm or 0.0)
+    options = case.run_opts(max_grad_norm=max_norm)
     brain = Adversarial({"critic": seeded(Network), "generator": seeded(Network)}, run_opts=options)
     brain.losses = []
     brain.fit(range(2), batches)
@@ -598,8 +601,7 @@ class WithUnused(Network):
         self.unused = nn.Linear(8, 8)
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "fused_adamw"])
-@every_precision
+@with_cases(DTYPES, optimizer=["momentum", "fused_adamw"])
 def test_parameters_without_gradient(case, optimizer):
     batches = make_batches()
     model = seeded(WithUnused)
@@ -630,8 +632,7 @@ class Lookup(nn.Module):
         return self.table(index_B)
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 0.05], ids=["free", "clipped"])
-@every_case
+@with_cases(max_norm=[0.0, 0.05])
 def test_sparse_gradients(case, max_norm):
     """Indices repeat, so only the coalesced values have the gradient's norm; torch refuses to clip these."""
     generator = torch.Generator().manual_seed(8)
@@ -701,8 +702,7 @@ def penalty(gradients: Iterable[Tensor]) -> Tensor:
     return sum(gradient.pow(2).sum() for gradient in gradients).sqrt()
 
 
-@pytest.mark.parametrize("recipe", [PenaltyOutside, PenaltyInObjectives])
-@every_case
+@with_cases(recipe=[PenaltyOutside, PenaltyInObjectives])
 def test_gradient_penalty(case, recipe):
     batches = make_batches() * (3 if case.overflows else 1)
     model = seeded(Network)
@@ -787,8 +787,7 @@ class WithFunction(nn.Module):
         return self.function.apply(self.inner(x_BD), self.weight)
 
 
-@pytest.mark.parametrize("cast_inputs", [None, torch.float32], ids=["autocast", "cast_to_fp32"])
-@every_case
+@with_cases(cast_inputs=[None, torch.float32])
 def test_custom_autograd_function(case, cast_inputs):
     if cast_inputs is None:
         torch_fwd = torch.amp.custom_fwd(device_type="cpu")

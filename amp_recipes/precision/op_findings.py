@@ -26,7 +26,7 @@ EXEMPT = "not eligible"  # documented so: in place, out=, dtype=, float64, integ
 OTHER_DTYPE = "another dtype"  # cast to a low dtype that is not the one asked for
 PARTLY = "in part"  # some of its kernels are cast, others are not
 BY_PARTS = "by its parts"  # it has no autocast kernel, but what it is made of has
-CANNOT_RUN = "cannot run"  # cast to the low dtype, in which this device has no kernel for it
+CANNOT_RUN = "cannot run"  # cast to the low dtype, which its kernel refuses on this device
 NOT_SEEN = "not seen"  # it could not be run here, or not up to its kernel
 
 LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -107,6 +107,7 @@ class _Run:
     computed: frozenset[torch.dtype]
     outputs: tuple[torch.dtype, ...]
     error: str | None
+    kernel_raised: bool  # the error comes from one of `kernels`
 
     def differs(self, other: _Run) -> bool:
         mine = (self.computed, self.outputs, self.error is None)
@@ -131,6 +132,7 @@ class _Kernels(TorchDispatchMode):
         self._watching = True
         self.seen: set[str] = set()
         self.computed: set[torch.dtype] = set()
+        self.raised = False
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -143,10 +145,15 @@ class _Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._watching and func._opname in self._wanted:  # looked at before it runs, because it may raise
-            self.seen.add(func._opname)
-            self.computed.update(_computes_in(func, args, kwargs))
-        return func(*args, **kwargs)
+        if not self._watching or func._opname not in self._wanted:
+            return func(*args, **kwargs)
+        self.seen.add(func._opname)  # before it runs, because it may raise
+        self.computed.update(_computes_in(func, args, kwargs))
+        try:
+            return func(*args, **kwargs)
+        except Exception:
+            self.raised = True
+            raise
 
 
 class _Prober:
@@ -192,7 +199,8 @@ class _Prober:
                 outputs = tuple(_floating(call(given)))
         except Exception as cause:  # an op that this build or device lacks is a finding, too
             error = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
-        return _Run(tuple(given.made), frozenset(kernels.seen), frozenset(kernels.computed), outputs, error)
+        seen, computed = frozenset(kernels.seen), frozenset(kernels.computed)
+        return _Run(tuple(given.made), seen, computed, outputs, error, kernels.raised)
 
     def _autocast(self, enabled: bool) -> AbstractContextManager:
         if self._live:
@@ -203,8 +211,8 @@ class _Prober:
         """What autocast does, and the turn that shows it."""
         for turn in on:
             if on[turn].error and not off[turn].error:
-                was_cast = on[turn].computed == off["low"].computed == {self._low}
-                return (CANNOT_RUN if was_cast and off["low"].error else RAISES), turn
+                refused_low = on[turn].kernel_raised and on[turn].computed == {self._low}
+                return (CANNOT_RUN if refused_low else RAISES), turn
         changed = [turn for turn in on if on[turn].differs(off[turn])]
         if not changed:
             ran = any(run.kernels and not run.error for run in on.values())

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+from programs import run_python
 from repository import REPOSITORY
 
 RECIPES = REPOSITORY / "recipes"
@@ -39,14 +39,7 @@ def run_script(
     task: str, *words: str, script: str = "train.py", cwd: Path | None = None
 ) -> subprocess.CompletedProcess:
     """Run a script of recipes/<task> as from the shell; its exit status must be 0."""
-    finished = subprocess.run(
-        [sys.executable, str(RECIPES / task / script), *map(str, words)],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    finished = run_python(RECIPES / task / script, *words, cwd=cwd)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished
 

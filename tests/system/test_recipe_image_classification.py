@@ -1,49 +1,29 @@
 """The image classification recipe: its data, its network, and the whole script as a user runs it."""
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from recipe_runs import CONFIGS, RECIPES, recipe_modules, stage_records
 from repository import REPOSITORY
 from safetensors.torch import load_file
-from sklearn.datasets import load_digits
 
 from amp_recipes.errors import AmpRecipesError, DataError
 
-SCRIPT = REPOSITORY / "recipes" / "image_classification" / "train.py"
-CONFIG = REPOSITORY / "configs" / "image_classification.yaml"
+SCRIPT = RECIPES / "image_classification" / "train.py"
+CONFIG = CONFIGS / "image_classification.yaml"
 
 
 @pytest.fixture(scope="module")
 def recipe():
-    """The recipe's modules, found as they are in a run: its folder stands first on sys.path.
-
-    Every recipe may call its files data, model and train, so none of them stays imported.
-    """
-    names = ("data", "model", "train")
-    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update(others)
-
-
-def stage_records(output_folder: Path) -> list[dict]:
-    """Return the stage records of a run, in the order in which they were written."""
-    lines = (output_folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record.get("kind") == "stage"]
+    with recipe_modules("image_classification") as modules:
+        yield modules
 
 
 def run(recipe, output_folder: Path, *options: str) -> None:
@@ -72,6 +52,7 @@ def make_class_folders(folder: Path, count: int = 20) -> Path:
 # --- the script
 
 
+@pytest.mark.extended  # in a fresh interpreter, as a user starts it
 def test_script_runs_from_the_shell_as_the_readme_says(tmp_path):
     command = [sys.executable, str(SCRIPT), str(CONFIG), "--debug", "--precision", "bf16"]
     finished = subprocess.run(
@@ -80,12 +61,12 @@ def test_script_runs_from_the_shell_as_the_readme_says(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert finished.returncode == 0, finished.stderr
     assert {record["stage"] for record in stage_records(tmp_path / "run" / "debug")} == {"train", "valid", "test"}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_short_run_reaches_far_more_than_chance(recipe, tmp_path, precision):
     run(recipe, tmp_path, f"--precision={precision}", "--number_of_epochs=6", "--lr=0.02")
@@ -95,7 +76,7 @@ def test_a_short_run_reaches_far_more_than_chance(recipe, tmp_path, precision):
 
 
 def test_reported_accuracy_is_that_of_the_best_weights(recipe, tmp_path):
-    run(recipe, tmp_path, "--number_of_epochs=3", "--lr=0.03")
+    run(recipe, tmp_path, "--number_of_epochs=2", "--lr=0.03", "--loader_kwargs.batch_size=64")
     records = stage_records(tmp_path)
     best_valid = max(record["metrics"]["accuracy"] for record in records if record["stage"] == "valid")
     checkpoints = sorted((tmp_path / "save").glob("CKPT+*"))
@@ -116,14 +97,15 @@ def test_reported_accuracy_is_that_of_the_best_weights(recipe, tmp_path):
 
 
 def test_run_that_is_started_again_goes_on_after_its_last_epoch(recipe, tmp_path):
-    run(recipe, tmp_path, "--number_of_epochs=2", "--lr_scheduler.T_max=3")
-    run(recipe, tmp_path, "--number_of_epochs=3", "--lr_scheduler.T_max=3", "--accept_changes")
+    options = ["--lr_scheduler.T_max=3", "--loader_kwargs.batch_size=64"]
+    run(recipe, tmp_path, *options, "--number_of_epochs=2")
+    run(recipe, tmp_path, *options, "--number_of_epochs=3", "--accept_changes")
     trained = [record for record in stage_records(tmp_path) if record["stage"] == "train"]
     assert [record["epoch"] for record in trained] == [1, 2, 3]
     assert trained[2]["loss"] < trained[1]["loss"] < trained[0]["loss"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.extended)])
 def test_own_folder_is_learned(recipe, tmp_path, precision):
     folder = make_class_folders(tmp_path / "images")
     options = [f"--data_folder={folder}", "--image_size=12", "--loader_kwargs.batch_size=8"]
@@ -144,6 +126,8 @@ def test_digits_are_split_without_overlap_and_in_equal_shares(recipe):
     parts = (images.train, images.valid, images.test)
     assert sum(map(len, parts)) == 1797
     every_image = torch.cat([part.images for part in parts]).flatten(1)
+    from sklearn.datasets import load_digits  # a second, which no other file's collection need wait for
+
     reference = torch.from_numpy(load_digits().data).float() / 16
     # The same multiset of images: sorted by a fixed random projection, which tells different images apart.
     direction = torch.rand(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -181,19 +165,16 @@ def test_digits_can_be_resized_and_given_colour_channels(recipe):
     assert torch.equal(image[0], image[2])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_impossible_settings_are_named(recipe):
+    for settings, message in (
         ({"image_size": 0}, "image_size is 0"),
         ({"channels": 2}, "channels is 2"),
         ({"split_ratios": (0.7, 0.3)}, "split_ratios"),
         ({"split_ratios": (0.8, 0.15, 0.15)}, "split_ratios"),
         ({"split_ratios": (1.0, 0.0, 0.0)}, "split_ratios"),
-    ],
-)
-def test_impossible_settings_are_named(recipe, settings, message):
-    with pytest.raises(DataError, match=message):
-        recipe.data.load_images(**settings)
+    ):
+        with pytest.raises(DataError, match=message):
+            recipe.data.load_images(**settings)
 
 
 # --- folders
@@ -280,15 +261,16 @@ def test_photo_is_turned_as_the_camera_was_held(recipe, tmp_path):
     assert torch.equal(seen, torch.from_numpy(np.rot90(pixels, k=-1).copy()) / 255)
 
 
-@pytest.mark.parametrize("keep_bytes", [0, 40, -100])
-def test_broken_file_is_named_when_it_is_read(recipe, tmp_path, keep_bytes):
+def test_broken_file_is_named_when_it_is_read(recipe, tmp_path):
     folder = make_class_folders(tmp_path, count=6)
     images = recipe.data.load_images(folder)
     broken = Path(images.train.paths[3])
-    broken.write_bytes(broken.read_bytes()[:keep_bytes])
-    assert images.train[2]["image"].shape == (3, 32, 32)
-    with pytest.raises(DataError, match=f"{broken.parent.name}.{broken.name}"):
-        images.train[3]
+    content = broken.read_bytes()
+    for keep_bytes in (0, 40, -100):
+        broken.write_bytes(content[:keep_bytes])
+        assert images.train[2]["image"].shape == (3, 32, 32)
+        with pytest.raises(DataError, match=f"{broken.parent.name}.{broken.name}"):
+            images.train[3]
 
 
 def test_broken_file_is_named_from_a_worker_process(recipe, tmp_path):
@@ -386,10 +368,10 @@ def test_augmentation_is_fp32_under_bf16(recipe):
 # --- the network
 
 
-@pytest.mark.parametrize(("size", "channels"), [(8, 1), (7, 3), (33, 3)])
-def test_network_scores_images_of_any_size(recipe, size, channels):
-    model = recipe.model.SmallResNet(channels, num_classes=5, widths=(4, 6, 8), blocks_per_stage=2)
-    assert model(torch.rand(2, channels, size, size)).shape == (2, 5)
+def test_network_scores_images_of_any_size(recipe):
+    for size, channels in ((8, 1), (7, 3), (33, 3)):
+        model = recipe.model.SmallResNet(channels, num_classes=5, widths=(4, 6, 8), blocks_per_stage=2)
+        assert model(torch.rand(2, channels, size, size)).shape == (2, 5)
 
 
 def test_every_further_stage_halves_the_image(recipe):

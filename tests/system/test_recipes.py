@@ -2,15 +2,19 @@
 
 import ast
 import re
+import signal
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from PIL import Image
-from recipe_runs import CONFIGS, RECIPES, REPOSITORY
+from programs import DEADLINE_SECONDS, Program, run_python
+from recipe_runs import CONFIGS, RECIPES, REPOSITORY, recipe_modules, stage_records
 
 from amp_recipes.config import check
-from amp_recipes.resume_check.verify import verify_resume
+from amp_recipes.resume_check import verify
 
 TASKS = sorted(path.name for path in RECIPES.iterdir() if (path / "train.py").is_file())
 YAMLS = sorted(path.name for path in CONFIGS.glob("*.yaml"))
@@ -57,67 +61,76 @@ def nodes(path: Path) -> list[ast.AST]:
 # ---------------------------------------------------------------------- the script
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_the_script_is_short(task):
-    lines = (RECIPES / task / "train.py").read_text().splitlines()
-    assert len(lines) <= 150
-    main = next(node for node in nodes(RECIPES / task / "train.py") if getattr(node, "name", "") == "main")
-    assert main.end_lineno - main.body[0].end_lineno <= 18, "main is for the framework to shorten: it should not grow"
+def test_the_scripts_are_short(subtests):
+    for task in TASKS:
+        with subtests.test(task):
+            script = RECIPES / task / "train.py"
+            assert len(script.read_text().splitlines()) <= 150
+            main = next(node for node in nodes(script) if getattr(node, "name", "") == "main")
+            lines = main.end_lineno - main.body[0].end_lineno
+            assert lines <= 18, "main is for the framework to shorten: it should not grow"
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*.py")), ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_no_recipe_scales_or_casts_by_itself(path):
+def test_no_recipe_scales_or_casts_by_itself():
     """Pins (`fwd_default_precision`) are the one precision code that a recipe may have."""
     forbidden = {"GradScaler", "autocast", "TorchAutocast", "amp", "scaler", "unscale_", "half", "bfloat16", "cuda"}
-    for node in nodes(path):
-        name = getattr(node, "attr", None) or getattr(node, "id", None)
-        if isinstance(node, ast.alias):
-            name = node.name.split(".")[-1]
-        assert name not in forbidden, f"{path}:{getattr(node, 'lineno', '?')} has {name}"
+    found = []
+    for path in sorted(RECIPES.glob("*/*.py")):
+        for node in nodes(path):
+            name = getattr(node, "attr", None) or getattr(node, "id", None)
+            if isinstance(node, ast.alias):
+                name = node.name.split(".")[-1]
+            if name in forbidden:
+                found.append(f"{path}:{getattr(node, 'lineno', '?')} has {name}")
+    assert found == []
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_the_script_knows_no_device(task):
-    for node in nodes(RECIPES / task / "train.py"):
-        if isinstance(node, ast.Call):
-            assert all(keyword.arg != "device" for keyword in node.keywords), f"{task}/train.py:{node.lineno}"
-        if isinstance(node, ast.Attribute):
-            assert node.attr not in {"to", "cpu", "device"}, f"{task}/train.py:{node.lineno}: {node.attr}"
+def test_no_script_knows_a_device():
+    found = []
+    for task in TASKS:
+        for node in nodes(RECIPES / task / "train.py"):
+            keywords = {keyword.arg for keyword in node.keywords} if isinstance(node, ast.Call) else set()
+            attribute = node.attr if isinstance(node, ast.Attribute) else None
+            if "device" in keywords or attribute in {"to", "cpu", "device"}:
+                found.append(f"{task}/train.py:{node.lineno}")
+    assert found == []
 
 
 # ---------------------------------------------------------------------- the YAML
 
 
-@pytest.mark.parametrize("config", YAMLS)
-def test_the_yaml_opens_with_what_a_user_must_know(config):
-    text = (CONFIGS / config).read_text()
-    header = text[: re.search(r"^[^#\n]", text, re.MULTILINE).start()]
-    told = {word: re.search(rf"^# {word}:\s+(\S.*)", header, re.MULTILINE) for word in HEADER}
-    assert [word for word, found in told.items() if not found] == []
-    measured = config not in NOT_RUN
-    assert all(re.search(r"\d", told[word][1]) for word in ("Time", "Expect")) == measured
-    assert "TODO" not in text
-    assert launched_by(config).is_file()
+def test_each_yaml_opens_with_what_a_user_must_know(subtests):
+    for config in YAMLS:
+        with subtests.test(config):
+            text = (CONFIGS / config).read_text()
+            header = text[: re.search(r"^[^#\n]", text, re.MULTILINE).start()]
+            told = {word: re.search(rf"^# {word}:\s+(\S.*)", header, re.MULTILINE) for word in HEADER}
+            assert [word for word, found in told.items() if not found] == []
+            measured = config not in NOT_RUN
+            assert all(re.search(r"\d", told[word][1]) for word in ("Time", "Expect")) == measured
+            assert "TODO" not in text
+            assert launched_by(config).is_file()
 
 
-@pytest.mark.parametrize("config", YAMLS)
-def test_every_key_of_the_yaml_has_a_comment(config):
+def uncommented(config: str) -> list[str]:
     text = (CONFIGS / config).read_text()
-    root = yaml.compose(re.sub(r"![\w:.]+", "", text))
     lines = text.splitlines()
     bare = []
-    stack = [root]
+    stack = [yaml.compose(re.sub(r"![\w:.]+", "", text))]
     while stack:
         for key, value in stack.pop().value:
             line = lines[key.start_mark.line]
-            tells_itself = re.search(
-                r"(:|![a-z]+:\S+|!ref <[\w.]+>)\s*$", line
-            )  # an object, or a key that has a comment
+            # An object, or a key that has a comment, tells by itself what it is.
+            tells_itself = re.search(r"(:|![a-z]+:\S+|!ref <[\w.]+>)\s*$", line)
             if "#" not in line and not tells_itself:
                 bare.append(f"configs/{config}:{key.start_mark.line + 1}: {line.strip()}")
             if isinstance(value, yaml.MappingNode):
                 stack.append(value)
-    assert not bare
+    return bare
+
+
+def test_every_key_of_each_yaml_has_a_comment():
+    assert [line for config in YAMLS for line in uncommented(config)] == []
 
 
 @pytest.mark.parametrize("config", YAMLS)
@@ -129,20 +142,22 @@ def test_the_yaml_passes_its_check(config):
 # ---------------------------------------------------------------------- the README
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_the_readme_has_a_table_a_picture_and_files_that_exist(task):
-    folder = RECIPES / task
-    text = (folder / "README.md").read_text()
-    for precision in ("fp32", "bf16", "fp16"):
-        assert re.search(rf"^\| *{precision}\b.*\d", text, re.MULTILINE), f"no row of results for {precision}"
-    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-    assert pictures
-    for picture in pictures:
-        assert (folder / picture).stat().st_size < 200_000
-        with Image.open(folder / picture) as image:
-            image.verify()
-    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
-        assert (folder / target).exists(), f"recipes/{task}/README.md points to {target}"
+def test_each_readme_has_a_table_a_picture_and_files_that_exist(subtests):
+    for task in TASKS:
+        with subtests.test(task):
+            folder = RECIPES / task
+            text = (folder / "README.md").read_text()
+            for precision in ("fp32", "bf16", "fp16"):
+                row = re.search(rf"^\| *{precision}\b.*\d", text, re.MULTILINE)
+                assert row, f"no row of results for {precision}"
+            pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+            assert pictures
+            for picture in pictures:
+                assert (folder / picture).stat().st_size < 200_000
+                with Image.open(folder / picture) as image:
+                    image.verify()
+            targets = re.findall(r"\]\((?!http)([^)#]+)", text)
+            assert [target for target in targets if not (folder / target).exists()] == []
 
 
 def test_the_readme_of_the_project_names_every_recipe():
@@ -153,14 +168,60 @@ def test_the_readme_of_the_project_names_every_recipe():
 # ---------------------------------------------------------------------- the run
 
 
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import train
+
+def die(brain, *_):
+    if brain.optimizer_step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train.Brain.on_fit_batch_end = die
+train.main(sys.argv[2:])
+"""
+
+
+def test_a_killed_run_ends_with_the_weights_and_metrics_of_one_that_was_not(tmp_path):
+    recipe, config = RECIPES / "image_classification", CONFIGS / "image_classification.yaml"
+    words = [*TINY[config.name], "--noprogressbar", "--number_of_epochs=1", "--ckpt_interval_steps=2"]
+    words.append("--loader_kwargs.batch_size=128")
+
+    def ends(folder: str, *options: str) -> tuple[bytes, list]:
+        with recipe_modules("image_classification") as modules:
+            modules.train.main([str(config), *words, *options, f"--output_folder={tmp_path / folder}"])
+        newest = max((tmp_path / folder / "save").glob("CKPT+*"))
+        records = stage_records(tmp_path / folder)
+        return (newest / "modules.safetensors").read_bytes(), [(it["loss"], it["metrics"]) for it in records]
+
+    killed = run_python(
+        "-c", KILLED, recipe, config, *words, "--ckpt_background=false", f"--output_folder={tmp_path / 'killed'}"
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert ends("killed", "--resume=must") == ends("whole")
+
+
+@pytest.fixture
+def forked_runs(monkeypatch):
+    """The runs of a resume check come from the server of Python programs."""
+
+    def run(command, **options):
+        with Program(*command[1:], **options) as program:
+            program.wait(DEADLINE_SECONDS)
+        return program
+
+    monkeypatch.setattr(verify, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("config", sorted(TINY))
-def test_a_killed_run_ends_as_if_it_had_not_been(config, tmp_path):
+def test_a_killed_run_ends_as_if_it_had_not_been(config, tmp_path, forked_runs):
     said = []
     script = launched_by(config)
     words = [*TINY[config], "--noprogressbar"]
     if config == "finetuning.yaml":  # where its tiny model is made
         words.append(f"--cache_folder={tmp_path / 'cache'}")
-    status = verify_resume(script, CONFIGS / config, words, 6, 2, 5, tmp_path / "runs", said.append)
+    status = verify.verify_resume(script, CONFIGS / config, words, 6, 2, 5, tmp_path / "runs", said.append)
     assert status == 0, "\n".join(said)
 
 

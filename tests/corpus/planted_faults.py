@@ -16,7 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
+from cpu import recurrent_in_bf16
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -79,6 +81,16 @@ class Planted:
 
 
 ZOO: dict[str, Planted] = {}
+ONE_PER_KIND = frozenset(
+    (
+        *("matmul_overflow", "cast_overflow", "reduction_overflow", "silent_zero_of_squares", "tiny_eps"),
+        *("cancellation_in_a_variance", "cancellation_in_a_convolution_bf16", "softplus_by_hand", "two_optimizers"),
+        *("backward_of_an_inverse_root", "forward_under_checkpointing", "lstm_on_an_offset_bf16", "wrong_scale"),
+        *("accumulation_of_gradients", "inf_sample_under_accumulation", "nan_samples", "nan_target", "inf_weight"),
+        *("nan_weight_of_an_lstm", "root_of_zero", "overflow_in_the_loss"),
+    )
+)
+"""The networks that the default tier of the tests looks at."""
 
 
 def plant(
@@ -108,6 +120,15 @@ def plant(
 def zoo(**wanted: Any) -> list[Planted]:
     """The planted networks whose fields have these values."""
     return [it for it in ZOO.values() if all(getattr(it, key) == value for key, value in wanted.items())]
+
+
+def cases(networks: list[Planted], in_default_tier: frozenset[str] = ONE_PER_KIND) -> list[Any]:
+    """One case of a test for each network; only those named in `in_default_tier` are not marked extended."""
+    return [pytest.param(it, id=it.name, marks=_tier(it.name in in_default_tier)) for it in networks]
+
+
+def _tier(is_default: bool) -> tuple[Any, ...]:
+    return () if is_default else (pytest.mark.extended,)
 
 
 # ---------------------------------------------------------------------------------------------- training and data
@@ -1206,11 +1227,11 @@ def lstm_of_raw_counters() -> nn.Module:
 
 
 class LstmTagger(nn.Module):
-    """torch's LSTM over raw values; the mean over the moments is not its business."""
+    """torch's LSTM, or GRU, over raw values; the mean over the moments is not its business."""
 
     def __init__(self, offset: bool) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(5, 12, batch_first=True)
+        self.lstm = recurrent_in_bf16()(5, 12, batch_first=True)
         self.block, self.out = Block(12), nn.Linear(12, 5)
         if offset:
             with torch.no_grad():  # each gate looks at differences between features

@@ -38,27 +38,32 @@ def test_drift_ranks_the_culprit_first(rankings):
     assert first >= max(18, AT_LEAST * len(PINNABLE)), "\n".join(missed)
 
 
-@pytest.mark.parametrize("planted", PINNABLE, ids=str)
-def test_the_culprit_is_in_the_ranking_near_the_top(rankings, planted):
-    place = place_of(planted, rankings[planted.name])
-    assert place is not None
-    assert place <= 2 or planted.phase == "backward"
+def test_the_culprit_is_in_the_ranking_near_the_top(rankings, subtests):
+    for planted in PINNABLE:
+        with subtests.test(planted.name):
+            place = place_of(planted, rankings[planted.name])
+            assert place is not None
+            assert place <= 2 or planted.phase == "backward"
 
 
-@pytest.mark.parametrize("planted", PINNABLE, ids=str)
-def test_every_row_is_sound(rankings, planted):
-    names = {name for name, _ in planted.make().named_modules()}
-    ranking = rankings[planted.name]
-    assert len({it.module for it in ranking}) == len(ranking)
-    for row in ranking:
-        assert row.module in names
-        assert row.local_error >= 0 and row.sensitivity >= 0
-        assert 0 <= row.above_max <= 1 and 0 <= row.below_normal <= 1
-        assert not math.isnan(row.sensitivity)
+def test_every_row_is_sound(rankings, subtests):
+    for planted in PINNABLE:
+        names = {name for name, _ in planted.make().named_modules()}
+        ranking = rankings[planted.name]
+        with subtests.test(planted.name):
+            assert len({it.module for it in ranking}) == len(ranking)
+            for row in ranking:
+                assert row.module in names
+                assert row.local_error >= 0 and row.sensitivity >= 0
+                assert 0 <= row.above_max <= 1 and 0 <= row.below_normal <= 1
+                assert not math.isnan(row.sensitivity)
 
 
-@pytest.mark.parametrize("name", [it.name for it in PINNABLE if "hum" in dict(it.make().named_children())])
-def test_a_large_error_without_a_say_in_the_loss_ranks_low(rankings, name):
-    rows = {it.module: it for it in rankings[name]}
-    assert rows["hum.tone"].local_error > 10 * rows["head.out"].local_error
-    assert rows["hum.tone"].sensitivity < rows["head.out"].sensitivity
+def test_a_large_error_without_a_say_in_the_loss_ranks_low(rankings, subtests):
+    humming = [name for name, ranking in rankings.items() if "hum.tone" in {it.module for it in ranking}]
+    assert len(humming) >= 3
+    for name in humming:
+        rows = {it.module: it for it in rankings[name]}
+        with subtests.test(name):
+            assert rows["hum.tone"].local_error > 10 * rows["head.out"].local_error
+            assert rows["hum.tone"].sensitivity < rows["head.out"].sensitivity

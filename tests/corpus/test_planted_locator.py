@@ -1,10 +1,11 @@
 """The planted networks are well in fp32 where precision is to blame; the locator names module and cause in all."""
 
+import functools
 import json
 
 import pytest
 import torch
-from planted_faults import OUTSIDE, ZOO, Batch, Planted, gan_loss, optimizer_of, zoo
+from planted_faults import OUTSIDE, ZOO, Batch, Planted, cases, gan_loss, optimizer_of, zoo
 
 from amp_recipes import Brain
 from amp_recipes.errors import NonfiniteError
@@ -41,7 +42,7 @@ def test_there_are_enough_of_them():
     assert {it.phase for it in NONFINITE} == {"forward", "backward"}
 
 
-@pytest.mark.parametrize("planted", zoo(), ids=str)
+@pytest.mark.parametrize("planted", cases(zoo()))
 def test_the_fault_shows_in_every_window_and_not_in_fp32(planted):
     trial = planted.trial()
     for window in planted.windows(3):
@@ -50,7 +51,7 @@ def test_the_fault_shows_in_every_window_and_not_in_fp32(planted):
         assert trial.run(window).is_finite == (planted in WELL_IN_FP32)
 
 
-@pytest.mark.parametrize("planted", WELL_IN_FP32, ids=str)
+@pytest.mark.parametrize("planted", cases(WELL_IN_FP32))
 def test_it_trains_in_fp32(planted):
     course = planted.trial().train(planted.windows(1) * 10)
     assert course.is_finite
@@ -58,7 +59,7 @@ def test_it_trains_in_fp32(planted):
         assert course.losses[-1] < course.losses[0]
 
 
-@pytest.mark.parametrize("planted", NONFINITE, ids=str)
+@pytest.mark.parametrize("planted", cases(NONFINITE))
 def test_the_first_nonfinite_value_is_where_it_was_planted(planted: Planted):
     trial = planted.trial()
     first = FirstNonfinite(trial.modules)
@@ -71,24 +72,15 @@ def test_the_first_nonfinite_value_is_where_it_was_planted(planted: Planted):
 # ---------------------------------------------------------------------------------------------- the locator
 
 
-@pytest.fixture(scope="module")
-def reports() -> dict[str, NonfiniteReport]:
-    return {it.name: locate(it.trial(), it.windows(1)[0], it.dtype, it.scale) for it in NONFINITE}
+@functools.cache
+def report_of(planted: Planted) -> NonfiniteReport:
+    return locate(planted.trial(), planted.windows(1)[0], planted.dtype, planted.scale)
 
 
-def test_the_locator_names_module_and_cause_in_all(reports):
-    rows = [
-        f"{it.name}: {(found.module, found.cause)}, planted {(it.culprit, it.cause)}: {found.message}"
-        for it in NONFINITE
-        if ((found := reports[it.name]).module, found.cause) != (it.culprit, it.cause)
-    ]
-    assert not rows, "\n".join([f"{len(rows)} of {len(NONFINITE)} are wrong", *rows])
-
-
-@pytest.mark.parametrize("planted", NONFINITE, ids=str)
-def test_the_locator_names_phase_op_and_line(reports, planted):
-    found = reports[planted.name]
-    assert found.phase == planted.phase
+@pytest.mark.parametrize("planted", cases(NONFINITE))
+def test_the_locator_names_module_cause_phase_op_and_line(planted):
+    found = report_of(planted)
+    assert (found.module, found.cause, found.phase) == (planted.culprit, planted.cause, planted.phase), found.message
     assert not planted.ops or found.op.removeprefix("aten::") in planted.ops
     assert found.line is not None and "planted_faults.py:" in found.line
     assert found.message.count(planted.culprit) or planted.culprit == OUTSIDE
@@ -96,11 +88,10 @@ def test_the_locator_names_phase_op_and_line(reports, planted):
         assert f"fp32_modules: [{planted.culprit}]" in found.message
 
 
-@pytest.mark.parametrize("planted", NONFINITE, ids=str)
-def test_the_samples_it_names_do_it_and_the_others_do_not(reports, planted):
-    found = reports[planted.name]
+@pytest.mark.parametrize("planted", cases(NONFINITE))
+def test_the_samples_it_names_do_it_and_the_others_do_not(planted):
     window = planted.windows(1)[0]
-    named = [tuple(it) if isinstance(it, list) else (0, it) for it in found.samples]
+    named = [tuple(it) if isinstance(it, list) else (0, it) for it in report_of(planted).samples]
     if planted.samples is not None:
         assert named == [(1 if planted.window > 1 else 0, it) for it in planted.samples]
     if planted.culprit == OUTSIDE and planted.cause == "precision":
@@ -126,7 +117,7 @@ def taken(batch: Batch, samples: list[int]) -> Batch:
     return tuple(it[samples] for it in batch)
 
 
-@pytest.mark.parametrize("planted", zoo(nonfinite=False), ids=str)
+@pytest.mark.parametrize("planted", cases(zoo(nonfinite=False)))
 def test_the_locator_invents_nothing_where_all_is_finite(planted):
     found = locate(planted.trial(), planted.windows(1)[0], planted.dtype, planted.scale)
     assert found.cause == "not replayable"
@@ -186,26 +177,19 @@ def batches_of(planted: Planted, windows: int = 4) -> list[Batch]:
     return [batch for window in planted.windows(windows) for batch in window]
 
 
-IN_A_RUN = (
-    "matmul_overflow",
-    "convolution_overflow",
-    "attention_overflow",
-    "lstm_with_an_exponential_gate",
-    "accumulation",
-    "two_optimizers",
-    "forward_under_checkpointing",
-    "backward_under_checkpointing",
-    "nan_samples",
-    "nan_target",
-    "inf_sample_under_accumulation",
-    "inf_weight",
-    "log_of_zero",
-)
+IN_A_RUN = [
+    ZOO[name]
+    for name in (
+        *("matmul_overflow", "convolution_overflow", "attention_overflow", "lstm_with_an_exponential_gate"),
+        *("accumulation", "two_optimizers", "forward_under_checkpointing", "backward_under_checkpointing"),
+        *("nan_samples", "nan_target", "inf_sample_under_accumulation", "inf_weight", "log_of_zero"),
+    )
+]
+RUN_BY_DEFAULT = frozenset({"matmul_overflow", "accumulation", "two_optimizers", "nan_target", "inf_weight"})
 
 
-@pytest.mark.parametrize("name", IN_A_RUN)
-def test_a_run_that_goes_nonfinite_says_where(tmp_path, name):
-    planted = ZOO[name]
+@pytest.mark.parametrize("planted", cases(IN_A_RUN, RUN_BY_DEFAULT))
+def test_a_run_that_goes_nonfinite_says_where(tmp_path, planted):
     outside = planted.culprit == OUTSIDE
     culprit = OUTSIDE if outside else f"model.{planted.culprit}"
     brain = recipe(planted, tmp_path)
@@ -224,9 +208,8 @@ def test_a_run_that_goes_nonfinite_says_where(tmp_path, name):
         torch.testing.assert_close(value, before[key], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", [it for it in IN_A_RUN if ZOO[it].cause == "precision"])
-def test_the_pin_that_it_names_lets_the_run_go_on(tmp_path, name):
-    planted = ZOO[name]
+@pytest.mark.parametrize("planted", cases([it for it in IN_A_RUN if it.cause == "precision"], RUN_BY_DEFAULT))
+def test_the_pin_that_it_names_lets_the_run_go_on(tmp_path, planted):
     brain = recipe(planted, tmp_path, fp32_modules=[f"model.{planted.culprit}"])
     brain.fit(range(1), batches_of(planted))
     assert brain.skipped_steps == 0

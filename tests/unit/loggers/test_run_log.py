@@ -151,13 +151,13 @@ def test_a_stage_resumed_in_the_middle_counts_on_from_the_batches_done():
     assert ear.records("advance") == [7]
 
 
-@pytest.mark.parametrize(("loss", "recorded"), [(math.nan, None), (math.inf, math.inf), (0.0, 0.0)])
-def test_a_stage_that_saw_nothing_finite_has_no_loss(loss, recorded):
-    ear = Ear()
-    log = make(ear)
-    log.start_stage("valid", 1, None)
-    log.end_stage(loss, {})
-    assert ear.records("stage")[0].loss == recorded
+def test_a_stage_that_saw_nothing_finite_has_no_loss():
+    for loss, recorded in [(math.nan, None), (math.inf, math.inf), (0.0, 0.0)]:
+        ear = Ear()
+        log = make(ear)
+        log.start_stage("valid", 1, None)
+        log.end_stage(loss, {})
+        assert ear.records("stage")[0].loss == recorded
 
 
 def test_the_summary_adds_up_stages_and_of_training_its_samples(clock):
@@ -189,29 +189,32 @@ def test_the_metrics_of_a_record_are_not_the_recipes_own_dict():
     assert log.summary.last["valid"] == {"loss": 1.0, "acc": 0.5}
 
 
-@pytest.mark.parametrize(("interval", "asked"), [(1, 7), (3, 3), (0, 7), (100, 1)])
-def test_the_device_is_asked_for_its_memory_at_intervals(monkeypatch, interval, asked):
-    answers = []
-    monkeypatch.setattr(run_log, "device_peak_memory", lambda device: answers.append(device) or 100 + len(answers))
-    ear = Ear()
-    log = make(ear, interval=interval)
-    log.start_stage("train", 1, None)
-    for step in range(7):
-        update(log, step)
-    assert answers == [CPU] * asked
-    step = max(1, interval)
-    assert [record.memory_bytes for record in ear.records("step")] == [101 + i // step for i in range(7)]
+def test_the_device_is_asked_for_its_memory_at_intervals(monkeypatch, subtests):
+    for interval, asked in {1: 7, 3: 3, 0: 7, 100: 1}.items():
+        with subtests.test(interval):
+            answers = []
+            monkeypatch.setattr(
+                run_log, "device_peak_memory", lambda device, to=answers: to.append(device) or 100 + len(to)
+            )
+            ear = Ear()
+            log = make(ear, interval=interval)
+            log.start_stage("train", 1, None)
+            for index in range(7):
+                update(log, index)
+            assert answers == [CPU] * asked
+            step = max(1, interval)
+            assert [record.memory_bytes for record in ear.records("step")] == [101 + i // step for i in range(7)]
 
 
-@pytest.mark.parametrize(("device", "peak", "of"), [(123, 123, "device"), (0, 0, "device"), (None, 456, "process")])
-def test_the_peak_is_the_devices_where_it_tells_and_else_the_processes(monkeypatch, device, peak, of):
-    monkeypatch.setattr(run_log, "device_peak_memory", lambda _: device)
+def test_the_peak_is_the_devices_where_it_tells_and_else_the_processes(monkeypatch):
     monkeypatch.setattr(run_log, "process_peak_memory", lambda: 456)
-    ear = Ear()
-    log = make(ear)
-    log.log_summary()
-    assert ear.records("summary") == [log.summary]
-    assert (log.summary.peak_memory_bytes, log.summary.peak_memory_of) == (peak, of)
+    for device, peak, of in [(123, 123, "device"), (0, 0, "device"), (None, 456, "process")]:
+        monkeypatch.setattr(run_log, "device_peak_memory", lambda _, device=device: device)
+        ear = Ear()
+        log = make(ear)
+        log.log_summary()
+        assert ear.records("summary") == [log.summary]
+        assert (log.summary.peak_memory_bytes, log.summary.peak_memory_of) == (peak, of)
 
 
 def test_every_logger_is_closed_also_where_one_fails_and_the_failure_is_told():

@@ -1,13 +1,13 @@
 """What a precision name means, and what is said about a device before training."""
 
 import dataclasses
-import subprocess
-import sys
 import textwrap
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run_python
 
 from amp_recipes.errors import ConfigError, PrecisionError
 from amp_recipes.precision import amp_config
@@ -39,33 +39,32 @@ def pretend_cuda(monkeypatch, capability, bf16_emulated=True, hip=None, count=1)
     monkeypatch.setattr(torch.version, "hip", hip)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [(None, torch.float32), ("fp32", torch.float32), ("fp16", FP16), ("bf16", BF16)]
-)
-def test_a_name_gives_its_dtype(name, dtype):
-    assert AMPConfig.from_name(name) == AMPConfig(dtype)
-    assert dataclasses.asdict(AMPConfig.from_name(name)) == {"dtype": dtype}
+def test_a_name_gives_its_dtype(subtests):
+    for name, dtype in {None: torch.float32, "fp32": torch.float32, "fp16": FP16, "bf16": BF16}.items():
+        with subtests.test(name):
+            assert AMPConfig.from_name(name) == AMPConfig(dtype)
+            assert dataclasses.asdict(AMPConfig.from_name(name)) == {"dtype": dtype}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "nearest"),
-    [("bf61", "bf16"), ("BF16", "bf16"), ("float16", "fp16"), ("bfloat16", "bf16"), ("float32", "fp32")],
-)
-def test_an_unknown_name_lists_the_names_and_suggests_the_nearest(wrong, nearest):
-    with pytest.raises(ValueError) as caught:
-        AMPConfig.from_name(wrong)
-    assert isinstance(caught.value, ConfigError)
-    message = str(caught.value)
-    assert all(part in message for part in (repr(wrong), "fp32", "fp16", "bf16"))
-    assert message.endswith(f"Did you mean {nearest}?")
+def test_an_unknown_name_lists_the_names_and_suggests_the_nearest(subtests):
+    nearest = {"bf61": "bf16", "BF16": "bf16", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+    for wrong, right in nearest.items():
+        with subtests.test(wrong):
+            with pytest.raises(ValueError) as caught:
+                AMPConfig.from_name(wrong)
+            assert isinstance(caught.value, ConfigError)
+            message = str(caught.value)
+            assert all(part in message for part in (repr(wrong), "fp32", "fp16", "bf16"))
+            assert message.endswith(f"Did you mean {right}?")
 
 
-@pytest.mark.parametrize("wrong", ["", "zzz", 16, ["bf16"], torch.bfloat16, True])
-def test_what_is_no_name_is_a_config_error_too(wrong):
-    with pytest.raises(ConfigError, match="expected fp32, fp16 or bf16"):
-        AMPConfig.from_name(wrong)
-    with pytest.raises(ConfigError, match="expected fp32, fp16, bf16 or auto"):
-        resolve_precision(wrong, "cpu")
+def test_what_is_no_name_is_a_config_error_too(subtests):
+    for wrong in ("", "zzz", 16, ["bf16"], torch.bfloat16, True):
+        with subtests.test(repr(wrong)):
+            with pytest.raises(ConfigError, match="expected fp32, fp16 or bf16"):
+                AMPConfig.from_name(wrong)
+            with pytest.raises(ConfigError, match="expected fp32, fp16, bf16 or auto"):
+                resolve_precision(wrong, "cpu")
 
 
 def test_auto_is_no_dtype_and_the_error_says_what_chooses_it():
@@ -73,21 +72,21 @@ def test_auto_is_no_dtype_and_the_error_says_what_chooses_it():
         AMPConfig.from_name("auto")
 
 
-@pytest.mark.parametrize("name", [None, "fp32"])
-@pytest.mark.parametrize("device", ["cpu", "meta", "cuda:7", torch.device("mps")])
-def test_fp32_is_fine_everywhere_without_a_look_at_the_device(name, device):
-    precision = resolve_precision(name, device)
-    assert (precision.name, precision.dtype) == ("fp32", torch.float32)
-    assert precision.device_type == torch.device(device).type
-    assert precision.reason is None
-    assert precision.warning is None
+def test_fp32_is_fine_everywhere_without_a_look_at_the_device(subtests):
+    for device, name in product(["cpu", "meta", "cuda:7", torch.device("mps")], [None, "fp32"]):
+        with subtests.test(f"{name} on {device}"):
+            precision = resolve_precision(name, device)
+            assert (precision.name, precision.dtype) == ("fp32", torch.float32)
+            assert precision.device_type == torch.device(device).type
+            assert precision.reason is None
+            assert precision.warning is None
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", BF16), ("fp16", FP16)])
-def test_a_native_precision_draws_no_warning(monkeypatch, name, dtype):
+def test_a_native_precision_draws_no_warning(monkeypatch):
     pretend(monkeypatch, "cuda", native=[BF16, FP16])
-    precision = resolve_precision(name, "cuda:1")
-    assert precision == amp_config.Precision(name, dtype, "cuda", reason=None, warning=None)
+    for name, dtype in {"bf16": BF16, "fp16": FP16}.items():
+        precision = resolve_precision(name, "cuda:1")
+        assert precision == amp_config.Precision(name, dtype, "cuda", reason=None, warning=None)
 
 
 def test_emulated_bf16_is_one_warning_with_advice(monkeypatch):
@@ -127,10 +126,10 @@ def test_what_cannot_run_names_device_dtype_and_what_would_work(monkeypatch):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_a_device_type_without_autocast_is_an_error_of_its_own(name):
-    with pytest.raises(PrecisionError, match=rf"{name} .*device meta.*no autocast.*Use fp32"):
-        resolve_precision(name, "meta")
+def test_a_device_type_without_autocast_is_an_error_of_its_own():
+    for name in ("bf16", "fp16"):
+        with pytest.raises(PrecisionError, match=rf"{name} .*device meta.*no autocast.*Use fp32"):
+            resolve_precision(name, "meta")
 
 
 def test_a_device_that_is_not_there_is_an_error_that_says_so(monkeypatch):
@@ -144,9 +143,8 @@ def test_a_device_that_is_not_there_is_an_error_that_says_so(monkeypatch):
         resolve_precision("bf16", "coda")
 
 
-@pytest.mark.parametrize(
-    ("device", "native", "expected"),
-    [
+def test_auto_takes_native_bf16_then_fp16_on_a_gpu_then_fp32(monkeypatch, subtests):
+    cases = [
         ("cpu", [BF16, FP16], "bf16"),
         ("cpu", [BF16], "bf16"),
         ("cpu", [FP16], "fp32"),
@@ -155,15 +153,15 @@ def test_a_device_that_is_not_there_is_an_error_that_says_so(monkeypatch):
         ("cuda", [FP16], "fp16"),
         ("cuda", [], "fp32"),
         ("mps", [FP16], "fp16"),
-    ],
-)
-def test_auto_takes_native_bf16_then_fp16_on_a_gpu_then_fp32(monkeypatch, device, native, expected):
-    pretend(monkeypatch, device, native=native, name="the thing")
-    precision = resolve_precision("auto", device)
-    assert precision.name == expected
-    assert precision.dtype is amp_config.PRECISIONS[expected]
-    assert precision.reason.startswith(f"auto: {expected}, because the thing")
-    assert (precision.warning is not None) == (device == "mps")
+    ]
+    for device, native, expected in cases:
+        with subtests.test(f"{device} with {native}"):
+            pretend(monkeypatch, device, native=native, name="the thing")
+            precision = resolve_precision("auto", device)
+            assert precision.name == expected
+            assert precision.dtype is amp_config.PRECISIONS[expected]
+            assert precision.reason.startswith(f"auto: {expected}, because the thing")
+            assert (precision.warning is not None) == (device == "mps")
 
 
 def test_auto_is_fp32_where_there_is_no_autocast():
@@ -172,20 +170,19 @@ def test_auto_is_fp32_where_there_is_no_autocast():
     assert "meta has no autocast" in precision.reason
 
 
-@pytest.mark.parametrize(
-    ("flags", "native"),
-    [
+def test_cpu_capabilities_follow_the_instruction_set(monkeypatch, subtests):
+    cases = [
         ({"avx512_bf16": True, "avx512_fp16": False}, {BF16}),
         ({"amx_bf16": True, "amx_fp16": True}, {BF16, FP16}),
         ({"avx512_fp16": True}, {FP16}),
         ({"architecture": "aarch64", "neon": True, "bf16": True, "fp16_arith": True}, {BF16, FP16}),
         ({"architecture": "aarch64", "neon": True}, set()),
         ({}, set()),
-    ],
-)
-def test_cpu_capabilities_follow_the_instruction_set(monkeypatch, flags, native):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags, raising=False)
-    assert device_capabilities(torch.device("cpu")).native == native
+    ]
+    for flags, native in cases:
+        with subtests.test(str(flags)):
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda flags=flags: flags, raising=False)
+            assert device_capabilities(torch.device("cpu")).native == native
 
 
 def test_a_torch_that_cannot_tell_the_instruction_set_counts_as_not_native(monkeypatch):
@@ -196,22 +193,21 @@ def test_a_torch_that_cannot_tell_the_instruction_set_counts_as_not_native(monke
     assert capabilities.device_name.startswith("this CPU (")
 
 
-@pytest.mark.parametrize(
-    ("capability", "bf16_emulated", "native", "runs"),
-    [
+def test_cuda_capabilities_follow_the_compute_capability(monkeypatch, subtests):
+    cases = [
         ((9, 0), True, {BF16, FP16}, {BF16, FP16}),
         ((8, 0), True, {BF16, FP16}, {BF16, FP16}),
         ((7, 5), True, {FP16}, {BF16, FP16}),  # torch.cuda.is_bf16_supported() is true here
         ((7, 0), False, {FP16}, {FP16}),
         ((5, 3), True, {FP16}, {BF16, FP16}),
         ((5, 2), True, set(), {BF16, FP16}),
-    ],
-)
-def test_cuda_capabilities_follow_the_compute_capability(monkeypatch, capability, bf16_emulated, native, runs):
-    pretend_cuda(monkeypatch, capability, bf16_emulated)
-    capabilities = device_capabilities(torch.device("cuda", 0))
-    assert (capabilities.native, capabilities.runs) == (native, runs)
-    assert capabilities.device_name == "cuda:0 (Test GPU)"
+    ]
+    for capability, bf16_emulated, native, runs in cases:
+        with subtests.test(f"{capability}"):
+            pretend_cuda(monkeypatch, capability, bf16_emulated)
+            capabilities = device_capabilities(torch.device("cuda", 0))
+            assert (capabilities.native, capabilities.runs) == (native, runs)
+            assert capabilities.device_name == "cuda:0 (Test GPU)"
 
 
 def test_rocm_has_both_whatever_its_capability_number(monkeypatch):
@@ -219,11 +215,11 @@ def test_rocm_has_both_whatever_its_capability_number(monkeypatch):
     assert device_capabilities(torch.device("cuda")).native == {BF16, FP16}
 
 
-@pytest.mark.parametrize(("is_14", "dtypes"), [(True, {BF16, FP16}), (False, {FP16})])
-def test_mps_capabilities_follow_macos(monkeypatch, is_14, dtypes):
+def test_mps_capabilities_follow_macos(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: is_14)
-    assert device_capabilities(torch.device("mps")).runs == dtypes
+    for is_14, dtypes in ((True, {BF16, FP16}), (False, {FP16})):
+        monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *_, is_14=is_14: is_14)
+        assert device_capabilities(torch.device("mps")).runs == dtypes
 
 
 def test_xpu_capabilities_follow_the_driver(monkeypatch):
@@ -260,10 +256,10 @@ def test_fp16_parameters_are_named():
     assert fp16_parameters(iter([])) == []
 
 
-@pytest.mark.parametrize("wrong", ["TF32", "high", "fp32", None, True])
-def test_an_unknown_float32_precision_is_a_config_error(wrong):
-    with pytest.raises(ConfigError, match="expected ieee or tf32"):
-        set_float32_precision(wrong)
+def test_an_unknown_float32_precision_is_a_config_error(subtests):
+    for wrong in ("TF32", "high", "fp32", None, True):
+        with subtests.test(repr(wrong)), pytest.raises(ConfigError, match="expected ieee or tf32"):
+            set_float32_precision(wrong)
 
 
 def test_float32_precision_is_set_everywhere_and_leaves_torch_usable():
@@ -291,5 +287,5 @@ def test_float32_precision_is_set_everywhere_and_leaves_torch_usable():
             assert others() == before
         print("fine")
     """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
+    run = run_python("-c", textwrap.dedent(script))
     assert run.stdout.strip() == "fine", run.stderr

@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+from pairwise import pairwise
+from programs import DEADLINE_SECONDS
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils import _pytree as pytree
@@ -155,44 +157,41 @@ class Colour(enum.Enum):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda dtype: TorchAutocast("cpu", dtype),
-        lambda dtype: TorchAutocast("cpu", dtype=dtype),
-        lambda dtype: TorchAutocast(device_type="cpu", dtype=dtype),
-        lambda dtype: TorchAutocast(torch.device("cpu"), dtype, True, True),
-    ],
-)
-def test_autocast_computes_as_torch_autocast_does(make, dtype):
+def test_autocast_computes_as_torch_autocast_does(subtests, dtype):
     x = torch.randn(4, 4)
     with torch.autocast("cpu", dtype):
         expected = x @ x
-    with make(dtype):
-        assert torch.get_autocast_dtype("cpu") is dtype
-        result = x @ x
-    assert result.dtype is dtype
-    assert torch.equal(result, expected)
+    contexts = {
+        "by position": TorchAutocast("cpu", dtype),
+        "dtype by name": TorchAutocast("cpu", dtype=dtype),
+        "both by name": TorchAutocast(device_type="cpu", dtype=dtype),
+        "a device": TorchAutocast(torch.device("cpu"), dtype, True, True),
+    }
+    for name, context in contexts.items():
+        with subtests.test(name):
+            with context:
+                assert torch.get_autocast_dtype("cpu") is dtype
+                result = x @ x
+            assert result.dtype is dtype
+            assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize(
-    "context",
-    [
+def test_float32_does_nothing_not_even_inside_another_autocast(subtests):
+    before = autocast_state()
+    contexts = [
         TorchAutocast("cpu", torch.float32),
         TorchAutocast("cpu", dtype=torch.float32),
         TorchAutocast(device_type="meta", dtype=torch.float32),
         TorchAutocast(dtype=torch.float32),
-    ],
-)
-def test_float32_does_nothing_not_even_inside_another_autocast(context):
-    before = autocast_state()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch.autocast itself warns at float32
-        with context:
-            assert autocast_state() == before
-        with torch.autocast("cpu", BF16), context:
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is BF16
-    assert not context.enabled
+    ]
+    for index, context in enumerate(contexts):
+        with subtests.test(index), warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch.autocast itself warns at float32
+            with context:
+                assert autocast_state() == before
+            with torch.autocast("cpu", BF16), context:
+                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is BF16
+            assert not context.enabled
 
 
 def test_one_instance_may_be_entered_again_and_inside_itself():
@@ -209,7 +208,7 @@ def test_one_instance_may_be_entered_again_and_inside_itself():
 
 def test_threads_that_share_an_instance_do_not_mix_their_states():
     context, failures = TorchAutocast("cpu", BF16), []
-    barrier = threading.Barrier(4, timeout=20)
+    barrier = threading.Barrier(4, timeout=DEADLINE_SECONDS)
 
     def work(outer_dtype):
         try:
@@ -265,15 +264,14 @@ def test_an_index_in_the_device_is_an_error_that_names_the_type():
     assert TorchAutocast(torch.device("cuda:0"), BF16).device_type == "cuda"
 
 
-@pytest.mark.parametrize("device", ["meta", "nonsense"])
-def test_a_device_type_without_autocast_is_an_error_that_names_dtype_and_device(device):
-    with pytest.raises(RuntimeError, match=rf"torch.bfloat16.*'{device}'.*expected one of cpu, cuda"):
-        TorchAutocast(device, BF16)
+def test_a_device_type_without_autocast_is_an_error_that_names_dtype_and_device():
+    for device in ("meta", "nonsense"):
+        with pytest.raises(RuntimeError, match=rf"torch.bfloat16.*'{device}'.*expected one of cpu, cuda"):
+            TorchAutocast(device, BF16)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_wrong_arguments_are_type_errors_at_once(subtests):
+    wrong = [
         lambda: TorchAutocast("cpu", dtype="bf16"),
         lambda: TorchAutocast("cpu", "bf16"),
         lambda: TorchAutocast(0, BF16),
@@ -281,11 +279,10 @@ def test_a_device_type_without_autocast_is_an_error_that_names_dtype_and_device(
         lambda: TorchAutocast("cpu", BF16, dtype=BF16),
         lambda: TorchAutocast("cpu", BF16, precision=1),
         lambda: TorchAutocast("cpu", torch.float32, precision=1),
-    ],
-)
-def test_wrong_arguments_are_type_errors_at_once(make):
-    with pytest.raises(TypeError):
-        make()
+    ]
+    for index, make in enumerate(wrong):
+        with subtests.test(index), pytest.raises(TypeError):
+            make()
 
 
 @pytest.mark.parametrize("fails_in", ["__init__", "__enter__"])
@@ -331,27 +328,29 @@ def function(x, *rest, flag=True, **options):
     return x
 
 
-@pytest.mark.parametrize(
-    "decorate",
-    [
-        fwd_default_precision,
-        fwd_default_precision(),
-        fwd_default_precision(cast_inputs=torch.float32),
-        functools.partial(fwd_default_precision, cast_inputs=torch.float32),
-        lambda f: fwd_default_precision(fwd=f),
-        lambda f: fwd_default_precision(f, torch.float32),
-        lambda f: fwd_default_precision(fwd_default_precision(f)),
-    ],
-)
-def test_every_way_to_decorate_gives_the_same(bf16, decorate):
-    decorated = decorate(function)
-    assert decorated(low()).dtype is torch.float32
-    assert decorated(low(), force_allow_autocast=True).dtype is BF16
-    assert (decorated.__name__, decorated.__doc__) == ("function", "Doc.")
-    assert inspect.unwrap(decorated) is function
-    assert str(inspect.signature(decorated)) == ("(x, *rest, flag=True, force_allow_autocast: bool = False, **options)")
-    assert has_default_precision(decorated)
-    assert not has_default_precision(function)
+DECORATORS = {
+    "as it is": fwd_default_precision,
+    "called": fwd_default_precision(),
+    "called with a dtype": fwd_default_precision(cast_inputs=torch.float32),
+    "partial": functools.partial(fwd_default_precision, cast_inputs=torch.float32),
+    "function by name": lambda f: fwd_default_precision(fwd=f),
+    "all by position": lambda f: fwd_default_precision(f, torch.float32),
+    "twice": lambda f: fwd_default_precision(fwd_default_precision(f)),
+}
+
+
+def test_every_way_to_decorate_gives_the_same(bf16, subtests):
+    signature = "(x, *rest, flag=True, force_allow_autocast: bool = False, **options)"
+    for name, decorate in DECORATORS.items():
+        with subtests.test(name):
+            decorated = decorate(function)
+            assert decorated(low()).dtype is torch.float32
+            assert decorated(low(), force_allow_autocast=True).dtype is BF16
+            assert (decorated.__name__, decorated.__doc__) == ("function", "Doc.")
+            assert inspect.unwrap(decorated) is function
+            assert str(inspect.signature(decorated)) == signature
+            assert has_default_precision(decorated)
+            assert not has_default_precision(function)
 
 
 def test_a_decorator_between_two_decorations_still_runs(bf16):
@@ -451,15 +450,15 @@ def test_the_device_is_not_guessed_from_the_first_tensor():
         torch.set_autocast_enabled("cuda", False)
 
 
-@pytest.mark.parametrize("device_type", AUTOCAST_DEVICE_TYPES)
-def test_autocast_is_noticed_on_every_device_type(device_type):
-    torch.set_autocast_enabled(device_type, True)
-    try:
-        if device_type == torch._C._get_privateuse1_backend_name():
-            pytest.skip("torch.autocast needs the module of that backend")
-        assert fwd_default_precision(lambda: torch.is_autocast_enabled(device_type))() is False
-    finally:
-        torch.set_autocast_enabled(device_type, False)
+def test_autocast_is_noticed_on_every_device_type(subtests):
+    # torch.autocast needs the module of a private backend.
+    for device_type in set(AUTOCAST_DEVICE_TYPES) - {torch._C._get_privateuse1_backend_name()}:
+        with subtests.test(device_type):
+            torch.set_autocast_enabled(device_type, True)
+            try:
+                assert fwd_default_precision(lambda name=device_type: torch.is_autocast_enabled(name))() is False
+            finally:
+                torch.set_autocast_enabled(device_type, False)
 
 
 def test_an_exception_inside_leaves_autocast_on(bf16):
@@ -530,24 +529,24 @@ def shape_of(value):
     return value
 
 
-@pytest.mark.parametrize("index", range(len(both(low()))))
-def test_containers_are_cast_at_any_depth_and_keep_their_types(bf16, index):
+def test_containers_are_cast_at_any_depth_and_keep_their_types(bf16, subtests):
     x = low()
-    given, expected = both(x)[index], both(x.float())[index]
-    before = shape_of(given)
-    arrived, kwargs, _ = seen(given, keyword=given)
-    assert shape_of(arrived) == shape_of(expected)
-    assert shape_of(kwargs["keyword"]) == shape_of(expected)
-    assert shape_of(given) == before  # the caller's own container is left alone
+    for given, expected in zip(both(x), both(x.float()), strict=True):
+        with subtests.test(str(shape_of(given))):
+            before = shape_of(given)
+            arrived, kwargs, _ = seen(given, keyword=given)
+            assert shape_of(arrived) == shape_of(expected)
+            assert shape_of(kwargs["keyword"]) == shape_of(expected)
+            assert shape_of(given) == before  # the caller's own container is left alone
 
 
-@pytest.mark.parametrize("index", range(len(both(low()))))
-def test_a_container_in_which_nothing_is_cast_is_handed_on_itself(bf16, index):
-    given = both(torch.randn(2, 4))[index]
-    arrived, kwargs, _ = seen(given, keyword=given)
-    assert arrived is given
-    assert kwargs["keyword"] is given
-    assert seen([low(), given])[0][1] is given
+def test_a_container_in_which_nothing_is_cast_is_handed_on_itself(bf16, subtests):
+    for given in both(torch.randn(2, 4)):
+        with subtests.test(str(shape_of(given))):
+            arrived, kwargs, _ = seen(given, keyword=given)
+            assert arrived is given
+            assert kwargs["keyword"] is given
+            assert seen([low(), given])[0][1] is given
 
 
 def test_what_a_container_carries_besides_its_items_is_kept(bf16):
@@ -582,51 +581,38 @@ def test_one_tensor_given_twice_stays_one_tensor(bf16):
     assert first is second["again"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float32])
-def test_tensors_of_other_dtypes_pass_untouched(bf16, dtype):
-    x = torch.ones(2, dtype=dtype)
-    assert seen(x)[0] is x
+def test_tensors_of_other_dtypes_pass_untouched(bf16, subtests):
+    for dtype in (torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float32):
+        with subtests.test(str(dtype)):
+            x = torch.ones(2, dtype=dtype)
+            assert seen(x)[0] is x
 
 
-@pytest.mark.parametrize("dtype", [FP16, BF16])
-def test_tensors_of_both_low_dtypes_are_cast(bf16, dtype):
-    for x in (torch.ones(2, dtype=dtype), nn.Parameter(torch.ones(2, dtype=dtype))):
-        assert seen(x)[0].dtype is torch.float32
-    sparse = torch.eye(3, dtype=dtype).to_sparse()
-    assert seen(sparse)[0].dtype is torch.float32
-    assert seen(sparse)[0].is_sparse
+def test_tensors_of_both_low_dtypes_are_cast(bf16, subtests):
+    for dtype in (FP16, BF16):
+        with subtests.test(str(dtype)):
+            for x in (torch.ones(2, dtype=dtype), nn.Parameter(torch.ones(2, dtype=dtype))):
+                assert seen(x)[0].dtype is torch.float32
+            sparse = torch.eye(3, dtype=dtype).to_sparse()
+            assert seen(sparse)[0].dtype is torch.float32
+            assert seen(sparse)[0].is_sparse
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(
-            None,
-            "text",
-            b"bytes",
-            bytearray(b"x"),
-            1,
-            1.5,
-            True,
-            1j,
-            range(3),
-            Colour.RED,
-            len,
-            Opaque,
-            torch.relu,
-        ),
-        *(np.ones(2, dtype=np.float16), np.float32(1), np.bool_(True), np.dtype("float32")),
-        *(torch.float16, torch.device("cpu"), torch.Size([2]), torch.Generator(), torch.strided),
-        *(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.ModuleList(), functools.partial(len)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_holds_no_tensors_passes_silently(bf16, value):
-    autocast_module._seen_types.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert seen(value)[0] is value
-        assert seen({"x": [value]})[0]["x"][0] is value
+WITHOUT_TENSORS = [
+    *(None, "text", b"bytes", bytearray(b"x"), 1, 1.5, True, 1j, range(3), Colour.RED, len, Opaque, torch.relu),
+    *(np.ones(2, dtype=np.float16), np.float32(1), np.bool_(True), np.dtype("float32")),
+    *(torch.float16, torch.device("cpu"), torch.Size([2]), torch.Generator(), torch.strided),
+    *(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.ModuleList(), functools.partial(len)),
+]
+
+
+def test_what_holds_no_tensors_passes_silently(bf16, subtests):
+    for value in WITHOUT_TENSORS:
+        with subtests.test(type(value).__name__), warnings.catch_warnings():
+            autocast_module._seen_types.clear()
+            warnings.simplefilter("error")
+            assert seen(value)[0] is value
+            assert seen({"x": [value]})[0]["x"][0] is value
 
 
 def test_an_unknown_type_passes_with_one_warning_that_names_it(bf16):
@@ -736,18 +722,23 @@ def test_three_decorated_layers_are_one_graph(clean_dynamo):
     assert torch.equal(result, run(x))
 
 
+GRAPH_BATCHES = [
+    {"x": low()},
+    collections.OrderedDict(x=low()),
+    Pair(low(), "text"),
+    Batch(low()),
+    FrozenBatch(low()),
+    SlottedBatch(low()),
+    FrozenSlottedBatch(low()),
+    Registered(low()),
+    collections.deque([low()]),
+]
+
+
 @pytest.mark.parametrize(
     "batch",
     [
-        {"x": low()},
-        collections.OrderedDict(x=low()),
-        Pair(low(), "text"),
-        Batch(low()),
-        FrozenBatch(low()),
-        SlottedBatch(low()),
-        FrozenSlottedBatch(low()),
-        Registered(low()),
-        collections.deque([low()]),
+        *(pytest.param(batch, marks=pytest.mark.extended) for batch in GRAPH_BATCHES),
         [(low(), {"y": Batch(low())}), None, 3],
     ],
     ids=lambda batch: type(batch).__name__,
@@ -814,6 +805,7 @@ def test_inductor_compiles_a_decorated_layer_and_its_backward(clean_dynamo):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.extended
 def test_checkpointing_compiles(clean_dynamo):
     module = ThreePinned()
 
@@ -827,7 +819,7 @@ def test_checkpointing_compiles(clean_dynamo):
     assert torch.equal(result, run(x))
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_export_keeps_the_precision(bf16, strict):
     module, x = ThreePinned(), low()
     program = torch.export.export(module, (x,), strict=strict)
@@ -882,10 +874,12 @@ def make_matmul(forward_decorator, backward_decorator):
     return MatMul, states
 
 
-@pytest.mark.parametrize("cast_inputs", [None, torch.float32, FP16])
-@pytest.mark.parametrize("dtype", [None, BF16, FP16])
-@pytest.mark.parametrize("in_autocast", [False, True], ids=["backward-outside", "backward-inside"])
-@pytest.mark.parametrize("needs_grad", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("cast_inputs", "dtype", "in_autocast", "needs_grad"),
+    pairwise(
+        [None, torch.float32, FP16], [None, BF16, FP16], [False, True], [(True, True), (True, False), (False, True)]
+    ),
+)
 def test_custom_functions_compute_as_with_torch_amp(cast_inputs, dtype, in_autocast, needs_grad):
     ours = make_matmul(custom_fwd(cast_inputs=cast_inputs), custom_bwd)
     theirs = make_matmul(

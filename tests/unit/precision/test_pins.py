@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 import torch._dynamo.testing
+from programs import DEADLINE_SECONDS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -89,26 +90,27 @@ def x_low():
 # --- what is pinned ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("patterns", "names"),
-    [
-        (["embed"], ["embed"]),
-        (["*.norm"], ["blocks.0.norm", "blocks.1.norm"]),
-        (["blocks.?.norm", "embed"], ["embed", "blocks.0.norm", "blocks.1.norm"]),
-        (["heads.*"], ["heads.a", "heads.a.linear", "heads.b"]),  # * matches dots
-        (["type:LayerNorm"], ["blocks.0.norm", "blocks.1.norm"]),
-        (["type:L*Norm", "type:Spy"], ["blocks.0.norm", "blocks.1.norm", "heads.a"]),
-        (["blocks"], ["blocks.0", "blocks.1"]),  # a ModuleList has no forward
-        (["heads"], ["heads.a", "heads.b"]),
-        (["type:ModuleDict"], ["heads.a", "heads.b"]),
-        ([], []),
-        (["embed", "embed", "em*"], ["embed"]),
-    ],
-)
-def test_patterns_pin_by_name_and_by_class(patterns, names):
-    net = Net()
-    assert pin_fp32(net, patterns).names == names
-    assert [name for name, module in net.named_modules() if "forward" in vars(module)] == names
+NAMES_OF_PATTERNS = [
+    (["embed"], ["embed"]),
+    (["*.norm"], ["blocks.0.norm", "blocks.1.norm"]),
+    (["blocks.?.norm", "embed"], ["embed", "blocks.0.norm", "blocks.1.norm"]),
+    (["heads.*"], ["heads.a", "heads.a.linear", "heads.b"]),  # * matches dots
+    (["type:LayerNorm"], ["blocks.0.norm", "blocks.1.norm"]),
+    (["type:L*Norm", "type:Spy"], ["blocks.0.norm", "blocks.1.norm", "heads.a"]),
+    (["blocks"], ["blocks.0", "blocks.1"]),  # a ModuleList has no forward
+    (["heads"], ["heads.a", "heads.b"]),
+    (["type:ModuleDict"], ["heads.a", "heads.b"]),
+    ([], []),
+    (["embed", "embed", "em*"], ["embed"]),
+]
+
+
+def test_patterns_pin_by_name_and_by_class(subtests):
+    for patterns, names in NAMES_OF_PATTERNS:
+        with subtests.test(str(patterns)):
+            net = Net()
+            assert pin_fp32(net, patterns).names == names
+            assert [name for name, module in net.named_modules() if "forward" in vars(module)] == names
 
 
 def test_a_pinned_module_sees_fp32_and_no_autocast():
@@ -351,7 +353,7 @@ class PlainNet(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.extended), True])
 def test_pinned_modules_compile_into_one_graph(clean_dynamo, checkpointing):
     torch.manual_seed(0)
     net = PlainNet(checkpointing)
@@ -377,9 +379,10 @@ def test_pinned_modules_compile_into_one_graph(clean_dynamo, checkpointing):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.extended  # an interpreter imports torch anew
 def test_importing_the_room_does_not_import_the_compiler():
     code = "import sys, amp_recipes.precision; print('torch._dynamo' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert run.stdout.strip() == "False", run.stderr
 
 

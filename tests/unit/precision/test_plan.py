@@ -70,38 +70,39 @@ def warned(caplog):
 # -------------------------------------------------------------- formats
 
 
-@pytest.mark.parametrize(("training", "evaluation"), [("bf16", "fp32"), ("fp16", "bf16"), ("fp32", "bf16")])
-def test_training_and_evaluation_compute_in_the_formats_asked_for(training, evaluation):
-    modules = model()
-    made = plan(modules, precision=training, eval_precision=evaluation)
+def test_training_and_evaluation_compute_in_the_formats_asked_for(subtests):
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    for context, name in ((made.training_ctx, training), (made.evaluation_ctx, evaluation)):
-        with context:
-            assert modules["model"](X).dtype is dtypes[name]
-    assert (made.training.name, made.evaluation.name) == (training, evaluation)
+    for training, evaluation in [("bf16", "fp32"), ("fp16", "bf16"), ("fp32", "bf16")]:
+        with subtests.test(f"{training}, {evaluation}"):
+            modules = model()
+            made = plan(modules, precision=training, eval_precision=evaluation)
+            for context, name in ((made.training_ctx, training), (made.evaluation_ctx, evaluation)):
+                with context:
+                    assert modules["model"](X).dtype is dtypes[name]
+            assert (made.training.name, made.evaluation.name) == (training, evaluation)
 
 
-@pytest.mark.parametrize(
-    ("precision", "eval_precision", "expected"),
-    [
-        ("bf16", "fp32", ["bf16"]),
-        ("fp16", "fp16", ["fp16"]),  # once, though it is asked for twice
-        ("fp16", "bf16", ["fp16", "bf16"]),
-        ("fp32", "bf16", ["bf16"]),
-        ("fp32", "fp32", []),
-    ],
-)
-def test_slow_formats_are_warned_of_at_construction_once_each(cpu, caplog, precision, eval_precision, expected):
-    modules = model()
-    made = plan(modules, precision=precision, eval_precision=eval_precision)
-    messages = warned(caplog)
-    assert [message.split(" on this CPU")[0] for message in messages] == (expected if cpu == "slow" else [])
-    assert all("Use --precision fp32" in message for message in messages)
-    caplog.clear()
-    for context in (made.training_ctx, made.evaluation_ctx) * 2:
-        with context:
-            modules["model"](X)
-    assert warned(caplog) == []
+def test_slow_formats_are_warned_of_at_construction_once_each(cpu, caplog, subtests):
+    slow = {
+        ("bf16", "fp32"): ["bf16"],
+        ("fp16", "fp16"): ["fp16"],  # once, though it is asked for twice
+        ("fp16", "bf16"): ["fp16", "bf16"],
+        ("fp32", "bf16"): ["bf16"],
+        ("fp32", "fp32"): [],
+    }
+    for (precision, eval_precision), expected in slow.items():
+        with subtests.test(f"{precision}, {eval_precision}"):
+            caplog.clear()
+            modules = model()
+            made = plan(modules, precision=precision, eval_precision=eval_precision)
+            messages = warned(caplog)
+            assert [message.split(" on this CPU")[0] for message in messages] == (expected if cpu == "slow" else [])
+            assert all("Use --precision fp32" in message for message in messages)
+            caplog.clear()
+            for context in (made.training_ctx, made.evaluation_ctx) * 2:
+                with context:
+                    modules["model"](X)
+            assert warned(caplog) == []
 
 
 def test_what_auto_chose_is_told_with_the_reason(cpu, caplog):
@@ -125,15 +126,17 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_pinned():
 # -------------------------------------------------------------- scaler
 
 
-@pytest.mark.parametrize(
-    ("precision", "eval_precision", "enabled"),
-    [("fp16", "fp32", True), ("bf16", "fp16", False), ("fp32", "fp16", False)],
-)
-def test_losses_are_scaled_in_fp16_training_only(precision, eval_precision, enabled):
-    made = plan(precision=precision, eval_precision=eval_precision)
-    assert made.scaler.is_enabled() is enabled
-    assert float(made.scaler.scale(torch.tensor(1.0))) == (made.scaler.get_scale() if enabled else 1.0)
-    assert made.updates.scaler is made.scaler
+def test_losses_are_scaled_in_fp16_training_only(subtests):
+    for precision, eval_precision, enabled in [
+        ("fp16", "fp32", True),
+        ("bf16", "fp16", False),
+        ("fp32", "fp16", False),
+    ]:
+        with subtests.test(precision):
+            made = plan(precision=precision, eval_precision=eval_precision)
+            assert made.scaler.is_enabled() is enabled
+            assert float(made.scaler.scale(torch.tensor(1.0))) == (made.scaler.get_scale() if enabled else 1.0)
+            assert made.updates.scaler is made.scaler
 
 
 def test_each_option_of_the_scale_arrives_in_its_own_place():
@@ -220,13 +223,13 @@ def test_pins_whose_forward_nobody_calls_are_reported_once_by_name(caplog):
     assert len(warned(caplog)) == 1
 
 
-@pytest.mark.parametrize("patterns", [[], ["model.*"]])
-def test_pins_that_were_called_and_no_pins_are_not_reported(caplog, patterns):
-    modules = model()
-    made = plan(modules, fp32_modules=patterns)
-    modules["model"](X)
-    made.report_dead_pins()
-    assert warned(caplog) == []
+def test_pins_that_were_called_and_no_pins_are_not_reported(caplog):
+    for patterns in ([], ["model.*"]):
+        modules = model()
+        made = plan(modules, fp32_modules=patterns)
+        modules["model"](X)
+        made.report_dead_pins()
+        assert warned(caplog) == []
 
 
 @pytest.mark.parametrize(

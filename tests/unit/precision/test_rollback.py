@@ -67,7 +67,7 @@ def test_custom_buffers(skips, settle):
         assert torch.equal(buffers(module)[name], expected), name
 
 
-@pytest.mark.parametrize("compiled", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("compiled", [None, pytest.param("eager", marks=pytest.mark.extended), "aot_eager"])
 def test_batch_norm_statistics(compiled, settle):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -269,8 +269,13 @@ CHANGES = [write, replace, replace_memory, replace_strided, lengthen, change_dty
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_buffer_goes_back_whatever_replaces_it(kind, change, settle):
+def test_every_kind_of_buffer_goes_back_whatever_replaces_it(subtests, change, settle):
+    for kind in KINDS:
+        with subtests.test(kind):
+            check_that_buffers_go_back(kind, change, settle)
+
+
+def check_that_buffers_go_back(kind: str, change: Callable, settle: Callable) -> None:
     """Its neighbours, which change in place, go back as well, and it is kept in its new form once it is taken."""
     module = Zoo()
     rollback = BufferRollback(module)

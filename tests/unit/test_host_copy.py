@@ -3,8 +3,8 @@
 import copy
 import math
 import pickle
+from itertools import product
 
-import pytest
 import torch
 
 from amp_recipes import host_copy
@@ -13,10 +13,11 @@ from amp_recipes.host_copy import HostCopy
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_the_values_are_those_of_the_tensor_at_every_dtype(host, dtype):
-    vector = torch.tensor([1 / 3, -math.inf, 6e4, 2.0**-24], dtype=dtype)
-    assert HostCopy(CPU).post(vector).read() == [float(x) for x in vector]
+def test_the_values_are_those_of_the_tensor_at_every_dtype(host, subtests):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        with subtests.test(str(dtype)):
+            vector = torch.tensor([1 / 3, -math.inf, 6e4, 2.0**-24], dtype=dtype)
+            assert HostCopy(CPU).post(vector).read() == [float(x) for x in vector]
 
 
 def test_a_float64_loss_keeps_all_its_bits(host):
@@ -74,30 +75,33 @@ def test_known_is_what_the_kind_of_device_says_until_the_ticket_is_read(host):
     assert ticket.known
 
 
-@pytest.mark.parametrize(
-    ("device", "immediate"), [("cpu", True), ("mps", True), ("cuda:1", False), ("xpu", False), ("meta", True)]
-)
-def test_only_devices_that_queue_their_work_are_waited_for(device, immediate):
-    assert HostCopy(torch.device(device)).immediate is immediate
+def test_only_devices_that_queue_their_work_are_waited_for(subtests):
+    for device, immediate in {"cpu": True, "mps": True, "cuda:1": False, "xpu": False, "meta": True}.items():
+        with subtests.test(device):
+            assert HostCopy(torch.device(device)).immediate is immediate
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-@pytest.mark.parametrize("read_before", [False, True])
-def test_a_copied_ticket_holds_the_values_and_shares_no_place(host, duplicate, read_before):
-    home = HostCopy(CPU)
-    ticket = home.post(torch.tensor([1.0, 2.0]))
-    if read_before:
-        ticket.read()
-    double = duplicate(ticket)
-    home.post(torch.tensor([8.0, 9.0]))
-    assert double.known and double.read() == [1.0, 2.0]
-    assert ticket.read() == [1.0, 2.0]
+DUPLICATES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copied_host_copy_hands_out_places_of_its_own(duplicate):
-    home = HostCopy(CPU)
-    home.post(torch.tensor(1.0)).read()  # a place is free now
-    other = duplicate(home)
-    here, there = home.post(torch.tensor(2.0)), other.post(torch.tensor(3.0))
-    assert (here.read(), there.read()) == ([2.0], [3.0])
+def test_a_copied_ticket_holds_the_values_and_shares_no_place(host, subtests):
+    for (name, duplicate), read_before in product(DUPLICATES.items(), (False, True)):
+        with subtests.test(f"{name}, read before: {read_before}"):
+            home = HostCopy(CPU)
+            ticket = home.post(torch.tensor([1.0, 2.0]))
+            if read_before:
+                ticket.read()
+            double = duplicate(ticket)
+            home.post(torch.tensor([8.0, 9.0]))
+            assert double.known and double.read() == [1.0, 2.0]
+            assert ticket.read() == [1.0, 2.0]
+
+
+def test_a_copied_host_copy_hands_out_places_of_its_own(subtests):
+    for name in ("deepcopy", "pickle"):
+        with subtests.test(name):
+            home = HostCopy(CPU)
+            home.post(torch.tensor(1.0)).read()  # a place is free now
+            other = DUPLICATES[name](home)
+            here, there = home.post(torch.tensor(2.0)), other.post(torch.tensor(3.0))
+            assert (here.read(), there.read()) == ([2.0], [3.0])

@@ -174,15 +174,16 @@ def test_a_window_in_which_nobody_stepped_says_so():
     assert not journal.windows[0].stepped and not journal.windows[0].taken
 
 
-@pytest.mark.parametrize(("verdicts", "taken"), [((True, False), True), ((False, True), True), ((False, False), False)])
-def test_a_window_is_taken_if_any_of_its_updates_was_and_last_is_the_last(verdicts, taken):
-    journal = Journal()
-    journal.ledger.open([1.0], 1)
-    for index, verdict in enumerate(verdicts):
-        journal.ledger.add(Pending(journal, index, taken=verdict), {}, 1)
-    journal.ledger.end([torch.tensor(1.0)], 1, as_differentiated=False)
-    assert journal.windows[0].taken is taken
-    assert journal.windows[0].last.taken is verdicts[-1]
+def test_a_window_is_taken_if_any_of_its_updates_was_and_last_is_the_last(subtests):
+    for verdicts, taken in {(True, False): True, (False, True): True, (False, False): False}.items():
+        with subtests.test(str(verdicts)):
+            journal = Journal()
+            journal.ledger.open([1.0], 1)
+            for index, verdict in enumerate(verdicts):
+                journal.ledger.add(Pending(journal, index, taken=verdict), {}, 1)
+            journal.ledger.end([torch.tensor(1.0)], 1, as_differentiated=False)
+            assert journal.windows[0].taken is taken
+            assert journal.windows[0].last.taken is verdicts[-1]
 
 
 def test_fit_batch_called_without_fit_opens_a_window_by_itself():
@@ -200,29 +201,29 @@ def posts(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize(
-    ("as_differentiated", "made_from", "copies"),
-    [
-        (True, [2], []),  # one update took both losses, and carries them
-        (False, [2], [2]),  # what fit_batch returned is not what was differentiated
-        (True, [1, 1], [2]),  # two updates took one each
-        (True, [3], [2]),  # the update was made from more than the batches' losses
-        (True, [], [2]),  # no update
-    ],
-)
-def test_the_losses_of_a_window_are_its_batches_and_copied_only_if_no_update_carries_them(
-    host, posts, as_differentiated, made_from, copies
-):
-    journal = Journal()
-    journal.ledger.open([1.0, 1.0], 2)
-    for count in made_from:
-        carried = [0.1, 0.2] if made_from == [2] and as_differentiated else [-1.0] * count
-        journal.ledger.add(Pending(journal, "a", carried, known=host == "at_once"), {}, 2)
-    losses = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.1, 0.2)]
-    journal.ledger.end(losses, 2, as_differentiated)
-    journal.ledger.settle()
-    assert losses_of(journal.windows[0]) == [0.1, 0.2]
-    assert posts == copies
+LOSSES = [
+    (True, [2], []),  # one update took both losses, and carries them
+    (False, [2], [2]),  # what fit_batch returned is not what was differentiated
+    (True, [1, 1], [2]),  # two updates took one each
+    (True, [3], [2]),  # the update was made from more than the batches' losses
+    (True, [], [2]),  # no update
+]
+
+
+def test_the_losses_of_a_window_are_its_batches_and_copied_only_if_no_update_carries_them(host, posts, subtests):
+    for as_differentiated, made_from, copies in LOSSES:
+        with subtests.test(f"{as_differentiated}, {made_from}"):
+            posts.clear()
+            journal = Journal()
+            journal.ledger.open([1.0, 1.0], 2)
+            for count in made_from:
+                carried = [0.1, 0.2] if made_from == [2] and as_differentiated else [-1.0] * count
+                journal.ledger.add(Pending(journal, "a", carried, known=host == "at_once"), {}, 2)
+            losses = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.1, 0.2)]
+            journal.ledger.end(losses, 2, as_differentiated)
+            journal.ledger.settle()
+            assert losses_of(journal.windows[0]) == [0.1, 0.2]
+            assert posts == copies
 
 
 def test_losses_on_their_way_are_not_waited_for(monkeypatch):

@@ -41,23 +41,24 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("how", WRAPPED)
-def test_wrapped_and_plain_models_load_each_others_checkpoints(tmp_path, ddp, how):
-    plain = body()
-    wrapped = WRAPPED[how](1, ddp)
-    assert set(wrapped.state_dict()) != set(plain.state_dict())  # or this test tests nothing
-    assert list(clean_names(wrapped).values()) == list(plain.state_dict())
+def test_wrapped_and_plain_models_load_each_others_checkpoints(tmp_path, ddp, subtests):
+    for how, wrap in WRAPPED.items():
+        with subtests.test(how):
+            plain = body()
+            wrapped = wrap(1, ddp)
+            assert set(wrapped.state_dict()) != set(plain.state_dict())  # or this test tests nothing
+            assert list(clean_names(wrapped).values()) == list(plain.state_dict())
 
-    Checkpointer(tmp_path / "wrapped", {"m": wrapped}).save_checkpoint()
-    Checkpointer(tmp_path / "wrapped", {"m": plain}).recover_if_possible()
-    for ours, theirs in zip(plain.state_dict().values(), wrapped.state_dict().values(), strict=True):
-        assert torch.equal(ours, theirs)
+            Checkpointer(tmp_path / how / "wrapped", {"m": wrapped}).save_checkpoint()
+            Checkpointer(tmp_path / how / "wrapped", {"m": plain}).recover_if_possible()
+            for ours, theirs in zip(plain.state_dict().values(), wrapped.state_dict().values(), strict=True):
+                assert torch.equal(ours, theirs)
 
-    other = body(2)
-    Checkpointer(tmp_path / "plain", {"m": other}).save_checkpoint()
-    Checkpointer(tmp_path / "plain", {"m": wrapped}).recover_if_possible()
-    for ours, theirs in zip(other.state_dict().values(), wrapped.state_dict().values(), strict=True):
-        assert torch.equal(ours, theirs)
+            other = body(2)
+            Checkpointer(tmp_path / how / "plain", {"m": other}).save_checkpoint()
+            Checkpointer(tmp_path / how / "plain", {"m": wrapped}).recover_if_possible()
+            for ours, theirs in zip(other.state_dict().values(), wrapped.state_dict().values(), strict=True):
+                assert torch.equal(ours, theirs)
 
 
 def test_a_users_submodule_called_like_a_wrapper_keeps_its_name(tmp_path):

@@ -54,24 +54,25 @@ def through_a_checkpoint(state, folder):
     return back.state
 
 
-@pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("saved", [False, True])
-def test_every_global_generator_draws_again_what_it_drew(tmp_path, seeded, saved):
-    if seeded:
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    draws()
-    state = random_state(CPU)
-    if saved:
-        state = through_a_checkpoint(state, tmp_path)
-    first = draws()
-    other = draws()
-    random.seed(2), np.random.seed(2), torch.manual_seed(2)
-    draws()
-    set_random_state(state)
-    assert draws() == first
-    assert draws() == other
-    set_random_state(state)  # the draws have not changed it
-    assert draws() == first
+def test_every_global_generator_draws_again_what_it_drew(tmp_path, subtests, saved):
+    for seeded in (False, True):
+        with subtests.test(f"seeded: {seeded}"):
+            if seeded:
+                random.seed(1), np.random.seed(1), torch.manual_seed(1)
+            draws()
+            state = random_state(CPU)
+            if saved:
+                state = through_a_checkpoint(state, tmp_path / str(seeded))
+            first = draws()
+            other = draws()
+            random.seed(2), np.random.seed(2), torch.manual_seed(2)
+            draws()
+            set_random_state(state)
+            assert draws() == first
+            assert draws() == other
+            set_random_state(state)  # the draws have not changed it
+            assert draws() == first
 
 
 def test_looking_draws_nothing():
@@ -91,30 +92,30 @@ def numbers(generator):
     return [*generator.normal(size=5)]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda seed: torch.Generator().manual_seed(seed),
-        lambda seed: np.random.default_rng(seed),
-        lambda seed: np.random.Generator(np.random.MT19937(seed)),
-        lambda seed: np.random.Generator(np.random.Philox(seed)),
-        lambda seed: np.random.RandomState(seed),
-        lambda seed: random.Random(seed),
-    ],
-    ids=["torch", "numpy", "numpy_mt", "numpy_philox", "numpy_old", "python"],
-)
+OWN_GENERATORS = {
+    "torch": lambda seed: torch.Generator().manual_seed(seed),
+    "numpy": lambda seed: np.random.default_rng(seed),
+    "numpy_mt": lambda seed: np.random.Generator(np.random.MT19937(seed)),
+    "numpy_philox": lambda seed: np.random.Generator(np.random.Philox(seed)),
+    "numpy_old": lambda seed: np.random.RandomState(seed),
+    "python": lambda seed: random.Random(seed),
+}
+
+
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_generator_of_ones_own_too(tmp_path, make, saved):
-    generator = make(1)
-    assert isinstance(generator, GENERATORS)
-    numbers(generator)
-    state = generator_state(generator)
-    if saved:
-        state = through_a_checkpoint(state, tmp_path)
-    first = numbers(generator)
-    other = make(2)
-    set_generator_state(other, state)
-    assert numbers(other) == first
+def test_a_generator_of_ones_own_too(tmp_path, subtests, saved):
+    for name, make in OWN_GENERATORS.items():
+        with subtests.test(name):
+            generator = make(1)
+            assert isinstance(generator, GENERATORS)
+            numbers(generator)
+            state = generator_state(generator)
+            if saved:
+                state = through_a_checkpoint(state, tmp_path / name)
+            first = numbers(generator)
+            other = make(2)
+            set_generator_state(other, state)
+            assert numbers(other) == first
 
 
 class Devices:
@@ -138,21 +139,23 @@ class Devices:
         return [state.clone() for state in self.states.values()]
 
 
-@pytest.mark.parametrize(("saved", "there"), [(2, 2), (4, 2), (2, 4), (2, 0)])
-def test_each_device_takes_its_own_state_and_another_number_is_one_line(monkeypatch, caplog, saved, there):
-    monkeypatch.setattr(torch, "cuda", Devices(saved).namespace())
-    state = random_state(torch.device("cuda"))
-    assert [int(each) for each in state["cuda"]] == list(range(saved))
-    devices = Devices(there)
-    devices.states = {index: torch.tensor([99], dtype=torch.uint8) for index in range(there)}
-    monkeypatch.setattr(torch, "cuda", devices.namespace())
-    with caplog.at_level(logging.WARNING):
-        set_random_state(state)
-    both = min(saved, there)
-    assert [int(each) for each in devices.states.values()] == [*range(both), *[99] * (there - both)]
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (saved != there)
-    assert all(f"{saved} cuda" in line and f"{there} here" in line for line in said)
+def test_each_device_takes_its_own_state_and_another_number_is_one_line(monkeypatch, caplog, subtests):
+    for saved, there in [(2, 2), (4, 2), (2, 4), (2, 0)]:
+        with subtests.test(f"{saved} saved, {there} there"):
+            caplog.clear()
+            monkeypatch.setattr(torch, "cuda", Devices(saved).namespace())
+            state = random_state(torch.device("cuda"))
+            assert [int(each) for each in state["cuda"]] == list(range(saved))
+            devices = Devices(there)
+            devices.states = {index: torch.tensor([99], dtype=torch.uint8) for index in range(there)}
+            monkeypatch.setattr(torch, "cuda", devices.namespace())
+            with caplog.at_level(logging.WARNING):
+                set_random_state(state)
+            both = min(saved, there)
+            assert [int(each) for each in devices.states.values()] == [*range(both), *[99] * (there - both)]
+            said = [record.getMessage() for record in caplog.records]
+            assert len(said) == (saved != there)
+            assert all(f"{saved} cuda" in line and f"{there} here" in line for line in said)
 
 
 def test_devices_that_are_not_in_use_are_not_asked(monkeypatch):

@@ -1,6 +1,7 @@
 """Schedulers move with the updates of their own optimizer, or with epochs, as torch's do by hand."""
 
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -38,17 +39,22 @@ class Halving(ExponentialLR):
         super().__init__(optimizer, gamma=0.5)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [functools.partial(ExponentialLR, gamma=0.5), by_a_function, Recipes().by_a_method, Halving],
-    ids=["partial", "function", "method", "class"],
-)
-def test_a_scheduler_by_the_step_moves_only_the_optimizers_that_took_the_update(make):
-    optimizers = {"generator": sgd(1.0), "critic": sgd(8.0)}
-    schedulers = Schedulers(make, optimizers, "step")
-    schedulers.after_update(["critic"])
-    schedulers.after_update(["critic", "generator"])
-    assert (rate(optimizers["generator"]), rate(optimizers["critic"])) == (0.5, 2.0)
+MAKERS = {
+    "partial": functools.partial(ExponentialLR, gamma=0.5),
+    "function": by_a_function,
+    "method": Recipes().by_a_method,
+    "class": Halving,
+}
+
+
+def test_a_scheduler_by_the_step_moves_only_the_optimizers_that_took_the_update(subtests):
+    for name, make in MAKERS.items():
+        with subtests.test(name):
+            optimizers = {"generator": sgd(1.0), "critic": sgd(8.0)}
+            schedulers = Schedulers(make, optimizers, "step")
+            schedulers.after_update(["critic"])
+            schedulers.after_update(["critic", "generator"])
+            assert (rate(optimizers["generator"]), rate(optimizers["critic"])) == (0.5, 2.0)
 
 
 def test_a_scheduler_by_the_step_stays_at_the_end_of_an_epoch():
@@ -104,14 +110,14 @@ class StatefulSchedule:
         raise AssertionError("called by the framework")
 
 
-@pytest.mark.parametrize("make", [None, StatefulSchedule()], ids=["none", "the recipe's own object"])
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_without_a_maker_nothing_moves(make, interval):
-    optimizer = sgd()
-    schedulers = Schedulers(make, {"optimizer": optimizer}, interval)
-    schedulers.after_update(["optimizer"])
-    schedulers.after_epoch(1.0)
-    assert schedulers.by_optimizer == {} and rate(optimizer) == 1.0
+def test_without_a_maker_nothing_moves(subtests):
+    for make, interval in product([None, StatefulSchedule()], ["step", "epoch"]):
+        with subtests.test(f"{type(make).__name__} by the {interval}"):
+            optimizer = sgd()
+            schedulers = Schedulers(make, {"optimizer": optimizer}, interval)
+            schedulers.after_update(["optimizer"])
+            schedulers.after_epoch(1.0)
+            assert schedulers.by_optimizer == {} and rate(optimizer) == 1.0
 
 
 def test_an_update_of_an_unknown_optimizer_moves_nothing():
@@ -138,12 +144,12 @@ class FallingClass(LambdaLR):
         super().__init__(optimizer, lambda step: 1 - step / total_updates)
 
 
-@pytest.mark.parametrize("make", [falling, functools.partial(falling, final=0.0), FallingClass])
-def test_a_scheduler_that_takes_the_number_of_updates_is_told_it(make):
-    optimizer = sgd()
-    schedulers = Schedulers(make, {"optimizer": optimizer}, "step", lambda: 4)
-    schedulers.after_update(["optimizer"])
-    assert (rate(optimizer), schedulers.total_updates) == (0.75, 4)
+def test_a_scheduler_that_takes_the_number_of_updates_is_told_it():
+    for make in (falling, functools.partial(falling, final=0.0), FallingClass):
+        optimizer = sgd()
+        schedulers = Schedulers(make, {"optimizer": optimizer}, "step", lambda: 4)
+        schedulers.after_update(["optimizer"])
+        assert (rate(optimizer), schedulers.total_updates) == (0.75, 4)
 
 
 def test_what_the_yaml_gives_wins():

@@ -34,27 +34,31 @@ def limit_by_hand(values, factor=8.0, least_spread=0.05):
     return np.exp(limit) if logarithms else limit
 
 
-@pytest.mark.parametrize("make", [
-    lambda draw: draw.lognormvariate(0, 0.3),
-    lambda draw: draw.lognormvariate(-20, 3),
-    lambda draw: draw.gauss(0, 1),
-    lambda draw: -draw.lognormvariate(2, 0.1),
-    lambda draw: draw.choice([0.0, 1e-8, 0.5, 0.7]),
-    lambda draw: 2.0 + draw.random() * 1e-9,
-], ids=["losses", "tiny", "around zero", "negative", "zeros", "level"])  # fmt: skip
+SERIES = {
+    "losses": lambda draw: draw.lognormvariate(0, 0.3),
+    "tiny": lambda draw: draw.lognormvariate(-20, 3),
+    "around zero": lambda draw: draw.gauss(0, 1),
+    "negative": lambda draw: -draw.lognormvariate(2, 0.1),
+    "zeros": lambda draw: draw.choice([0.0, 1e-8, 0.5, 0.7]),
+    "level": lambda draw: 2.0 + draw.random() * 1e-9,
+}
+
+
 @pytest.mark.parametrize("window", [4, 7, 30])
-def test_the_limit_is_that_of_the_formula_over_the_latest_values(make, window):
-    draw = random.Random(window)
-    values = [make(draw) for _ in range(5 * window)]
-    band = Band(window, 8.0, 0.05)
-    for count, value in enumerate(values, start=1):
-        band.add(value)
-        latest = values[max(0, count - window) : count]
-        if count < window:
-            assert band.limit == math.inf and band.has(1e300)
-        elif any(latest):
-            assert band.limit == pytest.approx(limit_by_hand(latest), rel=1e-9)
-        assert band.values == latest
+def test_the_limit_is_that_of_the_formula_over_the_latest_values(subtests, window):
+    for name, make in SERIES.items():
+        with subtests.test(name):
+            draw = random.Random(window)
+            values = [make(draw) for _ in range(5 * window)]
+            band = Band(window, 8.0, 0.05)
+            for count, value in enumerate(values, start=1):
+                band.add(value)
+                latest = values[max(0, count - window) : count]
+                if count < window:
+                    assert band.limit == math.inf and band.has(1e300)
+                elif any(latest):
+                    assert band.limit == pytest.approx(limit_by_hand(latest), rel=1e-9)
+                assert band.values == latest
 
 
 def test_a_value_is_in_the_band_up_to_its_limit():
@@ -74,10 +78,11 @@ def test_a_series_that_does_not_move_may_still_move_a_little():
     assert band_of([0.0] * 20).has(1e9)  # there is nothing to compare with
 
 
-@pytest.mark.parametrize("values", [[5e-324] * 8, [1e308] * 8, [1e-300, 1e300] * 4, [-1e308, 1e308] * 4], ids=str)
-def test_extreme_values_raise_nothing(values):
-    band = band_of(values)
-    assert not math.isnan(band.limit) and band.has(min(values)) and not math.isnan(band.median)
+def test_extreme_values_raise_nothing(subtests):
+    for values in ([5e-324] * 8, [1e308] * 8, [1e-300, 1e300] * 4, [-1e308, 1e308] * 4):
+        with subtests.test(str(values)):
+            band = band_of(values)
+            assert not math.isnan(band.limit) and band.has(min(values)) and not math.isnan(band.median)
 
 
 def test_a_narrower_window_takes_the_latest_of_a_saved_band():
@@ -284,26 +289,30 @@ def test_a_step_that_raises_leaves_no_lower_rate_behind():
     assert optimizer.param_groups[0]["lr"] == 0.3
 
 
-@pytest.mark.parametrize("make", [
-    lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
-    lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
-    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=30),
-    lambda o: torch.optim.lr_scheduler.SequentialLR(
+SCHEDULES = {
+    "exponential": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=30),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o, [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [4]
     ),
-])  # fmt: skip
-def test_no_schedule_notices(make):
-    plain, lowered = optimizer_with(0.3, 0.07), optimizer_with(0.3, 0.07)
-    rates = LoweredRates(0.1)
-    rates.attach({"optimizer": lowered})
-    schedules = [make(plain), make(lowered)]
-    for step in range(20):
-        rates.active = 5 <= step < 12
-        for optimizer, schedule in zip((plain, lowered), schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-        assert [g["lr"] for g in plain.param_groups] == [g["lr"] for g in lowered.param_groups]
-        assert (weights(plain) == weights(lowered)) is (step < 5)
+}
+
+
+def test_no_schedule_notices(subtests):
+    for name, make in SCHEDULES.items():
+        with subtests.test(name):
+            plain, lowered = optimizer_with(0.3, 0.07), optimizer_with(0.3, 0.07)
+            rates = LoweredRates(0.1)
+            rates.attach({"optimizer": lowered})
+            schedules = [make(plain), make(lowered)]
+            for step in range(20):
+                rates.active = 5 <= step < 12
+                for optimizer, schedule in zip((plain, lowered), schedules, strict=True):
+                    optimizer.step()
+                    schedule.step()
+                assert [g["lr"] for g in plain.param_groups] == [g["lr"] for g in lowered.param_groups]
+                assert (weights(plain) == weights(lowered)) is (step < 5)
 
 
 # ---------------------------------------------------------------------- a loss scaler that pauses

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import pytest
 import torch
 
 from amp_recipes.stage_metrics import StageMetrics, ratios
@@ -24,13 +23,14 @@ def test_without_counts_it_is_the_mean():
     assert metric_of((1,), (2,), (6.0,)) == 3
 
 
-@pytest.mark.parametrize("kind", [bool, torch.bool, torch.int32, torch.float32, torch.bfloat16, np.float32, np.int64])
-def test_totals_of_any_kind_are_summed(kind):
-    if isinstance(kind, torch.dtype):
-        contributions = [(torch.tensor([[1, 0], [1, 1]], dtype=kind), 4), (torch.tensor([0, 1], dtype=kind), 2)]
-        assert metric_of(*contributions) == 4 / 6
-    else:
-        assert metric_of((kind(1), 4), (kind(0), 2)) == 1 / 6
+def test_totals_of_any_kind_are_summed(subtests):
+    for kind in (bool, torch.bool, torch.int32, torch.float32, torch.bfloat16, np.float32, np.int64):
+        with subtests.test(str(kind)):
+            if isinstance(kind, torch.dtype):
+                contributions = [(torch.tensor([[1, 0], [1, 1]], dtype=kind), 4), (torch.tensor([0, 1], dtype=kind), 2)]
+                assert metric_of(*contributions) == 4 / 6
+            else:
+                assert metric_of((kind(1), 4), (kind(0), 2)) == 1 / 6
 
 
 def test_sums_do_not_stand_still_where_float32_would():
@@ -43,15 +43,16 @@ def test_sums_do_not_stand_still_where_float32_would():
     assert metric_of((torch.full((1000,), 0.1, dtype=torch.bfloat16), 1000)) == float(torch.tensor(0.1).bfloat16())
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, torch.tensor([1.0, math.nan]), torch.tensor(-math.inf)])
-def test_what_is_not_finite_is_left_out_with_its_count(bad):
-    assert metric_of((3, 4), (bad, 100), (torch.tensor(1.0), torch.tensor(4))) == 4 / 8
-    assert metric_of((3, 4), (100, bad), (torch.tensor(1.0), torch.tensor(4))) == 4 / 8
-    assert math.isnan(metric_of((bad, 100)))
-    metrics = StageMetrics()
-    metrics.add("it", bad, 1)
-    metrics.add("it", 1, 1)
-    assert metrics.sums()["it"] == (1, 1, 1)
+def test_what_is_not_finite_is_left_out_with_its_count(subtests):
+    for bad in (math.nan, math.inf, torch.tensor([1.0, math.nan]), torch.tensor(-math.inf)):
+        with subtests.test(str(bad)):
+            assert metric_of((3, 4), (bad, 100), (torch.tensor(1.0), torch.tensor(4))) == 4 / 8
+            assert metric_of((3, 4), (100, bad), (torch.tensor(1.0), torch.tensor(4))) == 4 / 8
+            assert math.isnan(metric_of((bad, 100)))
+            metrics = StageMetrics()
+            metrics.add("it", bad, 1)
+            metrics.add("it", 1, 1)
+            assert metrics.sums()["it"] == (1, 1, 1)
 
 
 def test_numbers_and_tensors_may_follow_each_other():

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
@@ -81,14 +80,14 @@ def test_what_cannot_be_kept_is_told_where_it_may_change(caplog):
     assert "hparams" not in told
 
 
-@pytest.mark.parametrize(
-    "value",
-    [3, 2.5, "text", None, True, [1, [2, 3]], {"a": {1: 2.0}}, (1, "b"), {1, 2}, np.float32(0.5), Counter("aab")],
-    ids=repr,
-)
-def test_a_plain_value_that_training_sets_comes_back(value):
-    other = moved(recipe(), lambda made: setattr(made, "kept", value))
-    assert other.kept == value
+PLAIN = [3, 2.5, "text", None, True, [1, [2, 3]], {"a": {1: 2.0}}, (1, "b"), {1, 2}, np.float32(0.5), Counter("aab")]
+
+
+def test_a_plain_value_that_training_sets_comes_back(subtests):
+    for value in PLAIN:
+        with subtests.test(repr(value)):
+            other = moved(recipe(), lambda made: setattr(made, "kept", value))  # noqa: B023
+            assert other.kept == value
 
 
 def test_tensors_and_arrays_come_back_apart_from_the_live_ones():
@@ -245,25 +244,24 @@ def test_large_weights_that_never_changed_and_those_of_the_brain_are_not_saved_a
     assert state.state_dict()["modules"] == {}
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.zeros(3, device="meta"),
-        torch.eye(3).to_sparse(),
-        object(),
-        iter([1]),
-        {torch.zeros(1): 1},
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_a_checkpoint_cannot_hold_is_left_out_and_named_in_the_log(value, caplog):
+def test_what_a_checkpoint_cannot_hold_is_left_out_and_named_in_the_log(caplog, subtests):
     caplog.set_level("INFO")
-    made = recipe(odd=value, fine=1)
-    state = state_of(made)
-    state.begin()
-    made.fine = 2
-    assert list(state.state_dict()["values"]) == ["fine"]
-    assert "odd" in caplog.text
+    odd = {
+        "meta": torch.zeros(3, device="meta"),
+        "sparse": torch.eye(3).to_sparse(),
+        "object": object(),
+        "iterator": iter([1]),
+        "a tensor as a key": {torch.zeros(1): 1},
+    }
+    for name, value in odd.items():
+        caplog.clear()
+        with subtests.test(name):
+            made = recipe(odd=value, fine=1)
+            state = state_of(made)
+            state.begin()
+            made.fine = 2
+            assert list(state.state_dict()["values"]) == ["fine"]
+            assert "odd" in caplog.text
 
 
 def test_a_list_that_holds_itself_is_left_out():
@@ -274,14 +272,15 @@ def test_a_list_that_holds_itself_is_left_out():
     assert not state.state_dict()["values"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float64])
-def test_any_change_of_a_tensor_is_seen(dtype):
-    made = recipe(kept=torch.zeros(3000, dtype=dtype))
-    state = state_of(made)
-    state.begin()
-    assert not state.state_dict()["values"]
-    made.kept[[5, 2999]] = torch.ones(2, dtype=dtype)  # a sum of changes that could cancel
-    assert list(state.state_dict()["values"]) == ["kept"]
+def test_any_change_of_a_tensor_is_seen(subtests):
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float64):
+        with subtests.test(str(dtype)):
+            made = recipe(kept=torch.zeros(3000, dtype=dtype))
+            state = state_of(made)
+            state.begin()
+            assert not state.state_dict()["values"]
+            made.kept[[5, 2999]] = torch.ones(2, dtype=dtype)  # a sum of changes that could cancel
+            assert list(state.state_dict()["values"]) == ["kept"]
 
 
 def pack_and_read(state):

@@ -2,12 +2,10 @@
 
 import functools
 import importlib
-import subprocess
-import sys
 
 import pytest
 import torch
-from repository import REPOSITORY
+from programs import run_python
 from speechbrain_import import speechbrain as sb
 from torch.utils.data import Subset
 
@@ -144,8 +142,7 @@ def test_dynamic_items_in_a_subset_and_with_a_collate_fn_of_the_recipes():
 
 def test_speechbrain_is_not_imported_by_us():
     code = "import sys, amp_recipes; sys.exit(any(it.split('.')[0] == 'speechbrain' for it in sys.modules))"
-    root = REPOSITORY
-    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
+    assert run_python("-c", code).returncode == 0
 
 
 # ---------------------------------------------------------------------- a run with their checkpointer
@@ -181,7 +178,7 @@ def killed_after(batches):
     return KilledBrain
 
 
-@pytest.mark.parametrize("batches", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("batches", [3, 5, *(pytest.param(it, marks=pytest.mark.extended) for it in (2, 4, 8))])
 def test_killed_run_goes_on_bit_for_bit(tmp_path, batches):
     whole = experiment(tmp_path / "whole")
     train(whole)
@@ -297,7 +294,7 @@ def fit_normalized(brain, epochs=3):
     return brain
 
 
-@pytest.mark.parametrize("killed_at", [3, 8])
+@pytest.mark.parametrize("killed_at", [8, pytest.param(3, marks=pytest.mark.extended)])
 def test_their_scheduler_and_statistics_go_on_in_our_checkpoints(tmp_path, killed_at):
     whole = fit_normalized(normalized(tmp_path / "whole"))
     with pytest.raises(Killed):
@@ -395,16 +392,18 @@ def test_run_opts_that_their_parser_made(tmp_path):
     assert brain.grad_accumulation_factor == 3 and brain.nonfinite_patience == 3
 
 
-@pytest.mark.parametrize("name", ["auto_mix_prec", "data_parallel_backend", "jit", "profile_training"])
-def test_option_of_theirs_that_we_do_not_have_says_what_to_do(name, caplog):
-    with pytest.raises(ConfigError, match=f"there is no run option '{name}'. In its place "):
-        LengthBrain({}, run_opts={**RUN_OPTS, name: True})
-    with pytest.raises(ConfigError, match=f"'{name}'. In its place "):
-        parse_arguments(["train.yaml", f"--{name}"])
-    LengthBrain({}, run_opts={**RUN_OPTS, name: False})
-    assert "does nothing here" not in caplog.text
-    LengthBrain({}, hparams={name: True}, run_opts=RUN_OPTS)
-    assert f"'{name}' does nothing here. In its place " in caplog.text
+def test_option_of_theirs_that_we_do_not_have_says_what_to_do(caplog, subtests):
+    for name in ("auto_mix_prec", "data_parallel_backend", "jit", "profile_training"):
+        caplog.clear()
+        with subtests.test(name):
+            with pytest.raises(ConfigError, match=f"there is no run option '{name}'. In its place "):
+                LengthBrain({}, run_opts={**RUN_OPTS, name: True})
+            with pytest.raises(ConfigError, match=f"'{name}'. In its place "):
+                parse_arguments(["train.yaml", f"--{name}"])
+            LengthBrain({}, run_opts={**RUN_OPTS, name: False})
+            assert "does nothing here" not in caplog.text
+            LengthBrain({}, hparams={name: True}, run_opts=RUN_OPTS)
+            assert f"'{name}' does nothing here. In its place " in caplog.text
 
 
 def test_hparams_have_the_access_of_a_simple_namespace():

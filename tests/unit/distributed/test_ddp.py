@@ -89,7 +89,13 @@ def average(rank: int, changed: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    "changed", [{}, {"static_graph": True}, {"find_unused_parameters": True, "static_graph": True}], ids=str
+    "changed",
+    [
+        {},
+        pytest.param({"static_graph": True}, marks=pytest.mark.extended),
+        {"find_unused_parameters": True, "static_graph": True},
+    ],
+    ids=str,
 )
 def test_gradients_are_the_mean_over_ranks_and_modules_stay_themselves(changed):
     modules = make_modules(seed=0)
@@ -389,7 +395,7 @@ def compress(rank: int, dtype: str, scale: float) -> tuple[dict, dict]:
     return plain, take_gradients(modules)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", [pytest.param("bf16", marks=pytest.mark.extended), "fp16"])
 def test_compressed_gradients_are_rounded_and_an_overflow_reaches_all_ranks(name):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
     modules = make_modules()
@@ -414,7 +420,21 @@ def test_compressed_gradients_are_rounded_and_an_overflow_reaches_all_ranks(name
 # ---------------------------------------------------------------------- what cannot be
 
 
-def fail_to_wrap(rank: int, what: str) -> str:
+CANNOT_BE = {
+    "meta": 'parameter more.weight is on the device "meta"',
+    "lazy": "parameter more.weight has no shape yet",
+    "other shape": "the modules differ between processes",
+    "other number": "the modules differ between processes",
+    "sync_batchnorm": "the device is cpu",
+    "static_graph": "does not average gradients that accumulate under a static graph",
+}
+
+
+def fail_to_wrap(rank: int) -> dict[str, str]:
+    return {what: refusal(rank, what) for what in CANNOT_BE}
+
+
+def refusal(rank: int, what: str) -> str:
     modules, changed = make_modules(), {}
     if what == "meta":
         modules["more"] = nn.Linear(2, 2, device="meta")
@@ -432,20 +452,11 @@ def fail_to_wrap(rank: int, what: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("meta", 'parameter more.weight is on the device "meta"'),
-        ("lazy", "parameter more.weight has no shape yet"),
-        ("other shape", "the modules differ between processes"),
-        ("other number", "the modules differ between processes"),
-        ("sync_batchnorm", "the device is cpu"),
-        ("static_graph", "does not average gradients that accumulate under a static graph"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused_on_all_ranks(what, words):
-    for message in in_processes(fail_to_wrap, 2, what):
-        assert words in message
+def test_what_cannot_be_shared_is_refused_on_all_ranks(subtests):
+    of_ranks = in_processes(fail_to_wrap, 2)
+    for what, words in CANNOT_BE.items():
+        with subtests.test(what):
+            assert all(words in messages[what] for messages in of_ranks)
 
 
 def test_synchronised_batchnorms_keep_their_identity_and_their_pins():

@@ -108,7 +108,7 @@ def train_by_hand(accumulate: int) -> list[torch.Tensor]:
     return [parameter.detach() for parameters in parts.values() for parameter in parameters]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.extended), 2])
 def test_two_processes_equal_one_that_accumulates(accumulate):
     expected = train_by_hand(accumulate)
     for found in in_processes(train, 2, accumulate):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from pairwise import pairwise
 from processes import in_processes
 from torch import nn
 
@@ -209,12 +210,15 @@ def check(case: Case, relative: float = 0.0) -> None:
 
 
 UNEVEN = ((4, 3, 3, 2, 2), (3, 3, 2))  # in windows of two: 2, 2, 1 and 2, 1, 0 batches
-every_precision = pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 
 
-@every_precision
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def extended(*values):
+    return pytest.param(*values, marks=pytest.mark.extended)
+
+
+@pytest.mark.parametrize(
+    ("precision", "accumulate", "optimizer"), pairwise(["fp32", "bf16", "fp16"], [1, 2], ["sgd", "adamw"])
+)
 def test_two_ranks_equal_one_process(precision, accumulate, optimizer):
     check(Case(precision=precision, accumulate=accumulate, optimizer=optimizer))
 
@@ -223,20 +227,20 @@ def test_a_fused_optimizer_equals_it_too():
     check(Case(optimizer="fused_adamw", accumulate=2))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", extended("fp16")])
 def test_pins_hold(precision):
     check(Case(precision=precision, accumulate=2, pins=["middle"]))
 
 
-@every_precision
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("precision", "accumulate"),
+    [("fp32", 2), ("bf16", 1), ("fp16", 2), extended("fp32", 1), extended("bf16", 2), extended("fp16", 1)],
+)
 def test_a_nan_on_one_rank_is_skipped_on_both(precision, accumulate):
     check(Case(precision=precision, accumulate=accumulate, nan_at=(1, 2)))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("precision", "accumulate", "weighted"), pairwise(["fp32", "bf16"], [1, 2], [False, True]))
 def test_uneven_data_count_by_their_weight(precision, accumulate, weighted):
     check(Case(UNEVEN, precision=precision, accumulate=accumulate, weighted=weighted))
 
@@ -276,8 +280,10 @@ def test_weights_that_differ_by_rank_count_over_all_ranks():
     check(Case(((3, 3, 4, 2), (7, 2, 5, 3)), accumulate=2, weighted=True))
 
 
-@pytest.mark.parametrize("compression", ["bf16", "fp16"])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "compression"),
+    [("fp32", "bf16"), ("fp16", "fp16"), extended("fp16", "bf16"), extended("fp32", "fp16")],
+)
 def test_compressed_gradients_equal_those_summed_in_that_dtype(compression, precision):
     check(Case(precision=precision, compression=compression, accumulate=2))
 
@@ -286,6 +292,7 @@ def test_looking_for_unused_parameters_changes_nothing():
     check(Case(find_unused_parameters=True, accumulate=2))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_four_ranks_equal_one_process_but_for_rounding(precision):
     case = Case(((3, 3, 3), (2, 3, 3), (3, 3), (4,)), accumulate=2, precision=precision, weighted=True)

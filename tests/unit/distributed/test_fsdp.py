@@ -2,11 +2,11 @@
 
 import copy
 import logging
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from cpu import runs_lstm
 from processes import in_processes
 from sharded_runs import SYMBOLS, WIDTH, Net, batches_of, loss_of
 from torch import nn
@@ -66,8 +66,6 @@ class Pinned(nn.Module):
 
 
 def pinned_run(rank, dtype, pins):
-    if dtype is torch.float16:
-        pins = [*pins, "model.recurrent"]  # a CPU has no LSTM in fp16
     torch.manual_seed(0)
     plain, sharded = (nn.ModuleDict({"model": model}) for model in (lambda it: (it, copy.deepcopy(it)))(Pinned()))
     names = [*pin_fp32(sharded, pins).names, *decorated_modules(sharded)]
@@ -97,19 +95,33 @@ def pinned_run(rank, dtype, pins):
     return seen
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+PINS = {  # what is pinned, and which linear layers then run in fp32
+    "decorated": ([], ["decorated"]),
+    "inside": (["model.group"], ["decorated", "group.0.0", "group.1.0"]),
+    "direct use": (["model.head", "model.blocks.0.attention.out_proj"], ["decorated", "head"]),
+    "all": (["model"], ["decorated", "group.0.0", "group.1.0", "head"]),
+}
+
+
 @pytest.mark.parametrize(
-    ("pins", "fp32"),
+    ("dtype", "name"),
     [
-        ([], ["decorated"]),
-        (["model.group"], ["decorated", "group.0.0", "group.1.0"]),
-        (["model.head", "model.blocks.0.attention.out_proj"], ["decorated", "head"]),
-        (["model"], ["decorated", "group.0.0", "group.1.0", "head"]),
+        (torch.bfloat16, "decorated"),
+        (torch.bfloat16, "inside"),
+        (torch.bfloat16, "direct use"),
+        (torch.float16, "all"),
+        pytest.param(torch.bfloat16, "all", marks=pytest.mark.extended),
+        pytest.param(torch.float16, "decorated", marks=pytest.mark.extended),
+        pytest.param(torch.float16, "inside", marks=pytest.mark.extended),
+        pytest.param(torch.float16, "direct use", marks=pytest.mark.extended),
     ],
-    ids=["decorated", "inside", "direct use", "all"],
+    ids=str,
 )
-def test_pins_hold_bit_for_bit(dtype, pins, fp32):
+def test_pins_hold_bit_for_bit(dtype, name):
     """Parameters, results and gradients: those of autocast with the same pins in one process."""
+    pins, fp32 = PINS[name]
+    if not runs_lstm(dtype):
+        pins = [*pins, "model.recurrent"]
     for seen in in_processes(pinned_run, 2, dtype, pins):
         expected = {f"model.{name}": {torch.float32} for name in fp32}
         low = {f"model.{name}": {dtype} for name in ("group.0.0", "group.1.0", "head") if name not in fp32}
@@ -119,25 +131,25 @@ def test_pins_hold_bit_for_bit(dtype, pins, fp32):
 # ---------------------------------------------------------------------- options
 
 
-@pytest.mark.parametrize(
-    ("options", "plan", "message"),
-    [
-        ({"shard_modules": ["model.block.*"]}, None, "shard_modules: 'model.block.*' matches no module. Did you mean"),
-        ({"shard_replicas": 3}, None, r"shard_replicas \(3\) does not divide the 2 processes"),
-        ({"tensor_parallel": 2}, None, "tensor_parallel is 2, but the YAML has no tensor_parallel_plan"),
-        ({"tensor_parallel": 2}, {"*.up": "rows"}, "'rows' is no style; expected colwise, rowwise or colwise_gathered"),
-        ({"tensor_parallel": 2}, {"*.norm": "colwise"}, r"\(LayerNorm\); only Linear and Embedding can be divided"),
-        ({"strategy": "ddp", "cpu_offload": True}, None, "cpu_offload True is for --strategy fsdp"),
-        ({"gradient_compression": "bf16"}, None, "gradient_compression bf16 is for --strategy ddp"),
-        ({"sync_batchnorm": True}, None, "SyncBatchNorm runs on GPUs only"),
-        ({"activation_checkpointing": ["type:Blok"]}, None, "Did you mean type:Block"),
-    ],
-)
-def test_options_that_cannot_hold_are_refused_at_once(options, plan, message, monkeypatch):
+REFUSED = [
+    ({"shard_modules": ["model.block.*"]}, None, "shard_modules: 'model.block.*' matches no module. Did you mean"),
+    ({"shard_replicas": 3}, None, r"shard_replicas \(3\) does not divide the 2 processes"),
+    ({"tensor_parallel": 2}, None, "tensor_parallel is 2, but the YAML has no tensor_parallel_plan"),
+    ({"tensor_parallel": 2}, {"*.up": "rows"}, "'rows' is no style; expected colwise, rowwise or colwise_gathered"),
+    ({"tensor_parallel": 2}, {"*.norm": "colwise"}, r"\(LayerNorm\); only Linear and Embedding can be divided"),
+    ({"strategy": "ddp", "cpu_offload": True}, None, "cpu_offload True is for --strategy fsdp"),
+    ({"gradient_compression": "bf16"}, None, "gradient_compression bf16 is for --strategy ddp"),
+    ({"sync_batchnorm": True}, None, "SyncBatchNorm runs on GPUs only"),
+    ({"activation_checkpointing": ["type:Blok"]}, None, "Did you mean type:Block"),
+]
+
+
+def test_options_that_cannot_hold_are_refused_at_once(monkeypatch, subtests):
     monkeypatch.setattr("amp_recipes.distributed.checks.initialized", lambda: True)
     monkeypatch.setattr("amp_recipes.distributed.checks.world_size", lambda: 2)
-    with pytest.raises(ConfigError, match=message):
-        distributed.check(options_of(**options), CPU, nn.ModuleDict({"model": Net()}), plan)
+    for options, plan, message in REFUSED:
+        with subtests.test(message), pytest.raises(ConfigError, match=message):
+            distributed.check(options_of(**options), CPU, nn.ModuleDict({"model": Net()}), plan)
 
 
 def test_all_mistakes_are_told_together_and_in_one_process_too():
@@ -159,23 +171,23 @@ def test_what_only_makes_faster_is_left_unheeded_with_a_warning(monkeypatch, cap
     assert "shard_modules is for --strategy fsdp; with ddp it does nothing" in caplog.text
 
 
+def test_parameters_that_each_stand_in_one_place_can_be_sharded():
+    inner = nn.Linear(2, 2)
+    for modules in ({"a": inner, "b": nn.Sequential()}, {"a": inner, "b": nn.Sequential(inner)}):
+        distributed.fsdp.check(nn.ModuleDict(modules))
+
+
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        (lambda: {"a": nn.Linear(2, 2), "b": nn.Sequential()}, None),
-        (lambda: {"a": (a := nn.Linear(2, 2)), "b": nn.Sequential(a)}, None),  # one module inside the other
         (lambda: {"a": (a := Net()), "b": tied(a)}, "a.embedding.weight stands in more than one entry"),
         (lambda: {"a": nn.ParameterList([torch.ones(2)])}, "a.0 stands in a module without a forward"),
         (lambda: {"a": Scalar()}, "a.temperature is a single number without a dimension"),
     ],
 )
 def test_parameters_that_no_module_gathers_are_refused(modules, message):
-    made = nn.ModuleDict(modules())
-    if message is None:
-        distributed.fsdp.check(made)
-        return
     with pytest.raises(ConfigError, match=message):
-        distributed.fsdp.check(made)
+        distributed.fsdp.check(nn.ModuleDict(modules()))
 
 
 class Scalar(nn.Module):
@@ -193,18 +205,14 @@ def tied(model):
     return head
 
 
-@pytest.mark.parametrize(
-    ("options", "sizes"),
-    [
-        ({}, {"shard": 8}),
-        ({"shard_replicas": 2}, {"replicate": 2, "shard": 4}),
-        ({"tensor_parallel": 8}, {"shard": 1, "tensor": 8}),
-        ({"shard_replicas": 2, "tensor_parallel": 2}, {"replicate": 2, "shard": 2, "tensor": 2}),
-    ],
-)
-def test_layouts_of_eight_processes(options, sizes):
-    found = layout(SimpleNamespace(**{"shard_replicas": 1, "tensor_parallel": 1, **options}), 8)
-    assert found == sizes and math.prod(found.values()) == 8
+def test_layouts_of_eight_processes():
+    for replicas, tensor, sizes in [
+        (1, 1, {"shard": 8}),
+        (2, 1, {"replicate": 2, "shard": 4}),
+        (1, 8, {"shard": 1, "tensor": 8}),
+        (2, 2, {"replicate": 2, "shard": 2, "tensor": 2}),
+    ]:
+        assert layout(SimpleNamespace(shard_replicas=replicas, tensor_parallel=tensor), 8) == sizes
 
 
 # ---------------------------------------------------------------------- precision that changes

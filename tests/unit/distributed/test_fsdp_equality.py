@@ -24,8 +24,15 @@ def run(rank, options, batches, optimizer=None, tied=False):
     return weights, brain.optimizer_step, brain.skipped_steps, brain.summary.last
 
 
-@pytest.mark.parametrize("optimizer", [sgd, None], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("ranks", [2, 4])
+def extended(*values):
+    return pytest.param(*values, marks=pytest.mark.extended)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "optimizer"),
+    [(2, None), extended(2, sgd), extended(4, None), extended(4, sgd)],
+    ids=["2-adamw", "2-sgd", "4-adamw", "4-sgd"],
+)
 def test_fp32_with_accumulation_and_clipping(ranks, optimizer):
     options = {"grad_accumulation_factor": 2, "max_grad_norm": 0.1}
     found = in_processes(run, ranks, options, BATCHES, optimizer)
@@ -37,8 +44,19 @@ def test_fp32_with_accumulation_and_clipping(ranks, optimizer):
         assert all((weights[name] == found[0][0][name]).all() for name in weights)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-@pytest.mark.parametrize("pins", [[], ["model.blocks.1.up", "model.head", "type:LayerNorm"]], ids=["", "pins"])
+PINS = ["model.blocks.1.up", "model.head", "type:LayerNorm"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "pins"),
+    [
+        ("bf16", torch.bfloat16, PINS),
+        ("fp16", torch.float16, []),
+        extended("bf16", torch.bfloat16, []),
+        extended("fp16", torch.float16, PINS),
+    ],
+    ids=["bf16-pins", "fp16", "bf16", "fp16-pins"],
+)
 def test_low_precision_casts_what_autocast_casts_in_one_process(precision, dtype, pins):
     """Weights are gathered in low precision where autocast would cast them, and elsewhere in fp32."""
     options = {"precision": precision, "fp32_modules": pins, "max_grad_norm": 0.1, "init_scale": 1024.0}
@@ -50,7 +68,7 @@ def test_low_precision_casts_what_autocast_casts_in_one_process(precision, dtype
         assert furthest(weights, expected) < 1e-6
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["reshard", "keep"])
+@pytest.mark.parametrize("options", [{}, extended({"reshard_after_forward": False})], ids=["reshard", "keep"])
 def test_tied_weights_and_groups_that_hold_copies(options):
     options = {"shard_replicas": 2, "grad_accumulation_factor": 3, "max_grad_norm": 0.1, **options}
     found = in_processes(run, 4, options, BATCHES, sgd, True)
@@ -73,7 +91,7 @@ def run_divided(rank, options, data_rank):
 
 @pytest.mark.parametrize(
     ("ranks", "options", "data_rank"),
-    [(2, {}, [0, 0]), (4, {}, [0, 0, 1, 1]), (4, {"shard_replicas": 2}, [0, 0, 1, 1])],
+    [(2, {}, [0, 0]), extended(4, {}, [0, 0, 1, 1]), extended(4, {"shard_replicas": 2}, [0, 0, 1, 1])],
     ids=["tensor", "shards and tensor", "replicas and tensor"],
 )
 def test_layers_that_several_processes_share(ranks, options, data_rank):

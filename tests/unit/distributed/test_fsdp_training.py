@@ -36,7 +36,7 @@ def averaged_run(rank, reshard):
     return arrays(brain.modules), brain.summary.last["valid"]["loss"], tested
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_evaluation_sees_averaged_weights_and_training_its_own(reshard):
     """What an evaluation has gathered is not what training goes on with, nor the other way round."""
     found = in_processes(averaged_run, 2, reshard)
@@ -94,8 +94,8 @@ def poisoned_runs(rank, options, poison):
 @pytest.mark.parametrize(
     ("options", "poison", "scale"),
     [
-        ({}, float("nan"), None),
-        ({"precision": "bf16"}, float("inf"), None),
+        pytest.param({}, float("nan"), None, marks=pytest.mark.extended),
+        pytest.param({"precision": "bf16"}, float("inf"), None, marks=pytest.mark.extended),
         ({"precision": "fp16", "init_scale": 1024.0}, 1e5, 512.0),  # a finite loss, whose scaled gradients overflow
     ],
     ids=["nan", "inf", "overflow"],
@@ -202,7 +202,10 @@ def gan_run(rank, precision):
     return arrays(brain.modules)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("fp32", torch.float32), pytest.param("bf16", torch.bfloat16, marks=pytest.mark.extended)],
+)
 def test_a_loss_for_one_optimizer_leaves_gradients_with_it_alone(precision, dtype):
     """Two forwards of one module in one backward, and a backward through a module to another's parameters."""
     found = in_processes(gan_run, 2, precision)
@@ -253,7 +256,10 @@ def penalised_run(rank, precision):
     return arrays(brain.modules), brain.optimizer_step
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("fp32", torch.float32), pytest.param("bf16", torch.bfloat16, marks=pytest.mark.extended)],
+)
 def test_a_gradient_penalty(precision, dtype):
     """Its backward computes with weights that the first one had gathered."""
     found = in_processes(penalised_run, 2, precision)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import in_processes
+from programs import DEADLINE_SECONDS
 
 from amp_recipes import distributed
 from amp_recipes.distributed import processes, rendezvous
@@ -116,10 +117,10 @@ def test_numbers_of_the_host_go_over_gloo():
 
 def _meet(first, second):
     """The name that rank 0 gives to a start; rank 1, which comes later, must find the same."""
-    late, found = time.monotonic() + 20, []
+    late, found = time.monotonic() + DEADLINE_SECONDS, []
 
     def come():
-        time.sleep(0.3)
+        time.sleep(0.1)
         found.append(rendezvous._find(second, 1, late))
 
     thread = threading.Thread(target=come)
@@ -157,7 +158,7 @@ def prepare(rank, folder, each_machine):
         with distributed.main_process_first(each_machine):
             found.append(sorted(os.listdir(folder)))
             if rank == 0:
-                time.sleep(0.3)
+                time.sleep(0.1)  # the others would be in by then, if nothing kept them
                 open(os.path.join(folder, name), "w").close()
     return found
 
@@ -186,18 +187,17 @@ def test_a_main_process_that_fails_lets_nobody_wait_for_ever():
 
 def hang_first(rank):
     processes._timeout_minutes = 0.3 / 60
-    if rank == 0:
-        time.sleep(1.5)  # it never comes
-        return None
-    with pytest.raises(ProcessError, match=r"gave no sign of life for 0.3 seconds"), distributed.main_process_first():
-        pytest.fail("went in")
+    if rank == 1:
+        with pytest.raises(ProcessError, match=r"no sign of life for 0\.3 seconds"), distributed.main_process_first():
+            pytest.fail("went in")
+    dist.barrier()  # rank 0 comes no earlier
 
 
 def slow_first(rank):
-    processes._timeout_minutes = 1.5 / 60
+    processes._timeout_minutes = 3 / 60
     with distributed.main_process_first():
         if rank == 0:
-            time.sleep(3)  # twice the time-out, but alive
+            time.sleep(4)  # longer than the time-out, but alive
     return True
 
 

@@ -1,5 +1,6 @@
 """What is computed again in the backward changes nothing but memory."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -51,19 +52,20 @@ def gradients(modules, dtype):
     return [it.grad for it in modules.parameters()], [it.clone() for it in modules.buffers()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("pins", [[], ["model.blocks.1"], ["*.norm"]], ids=["no_pin", "block", "norms"])
-def test_gradients_and_statistics_are_the_same_bits(dtype, pins):
+def test_gradients_and_statistics_are_the_same_bits(subtests):
     """Through dropout (random numbers), BatchNorm (buffers that a forward changes), pins and autocast."""
-    plain, again = modules_of(pins), modules_of(pins)
-    recompute(again, ["blocks"])
-    names = [name for name, _ in again.named_modules()]
-    assert names == [name for name, _ in plain.named_modules()]
-    assert pinned_modules(again) == pinned_modules(plain)
-    for here, there in zip(gradients(plain, dtype), gradients(again, dtype), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
-    assert [block.calls for block in plain["model"].blocks] == [2, 2, 2]
-    assert [block.calls for block in again["model"].blocks] == [4, 4, 4]
+    dtypes, all_pins = [torch.float32, torch.bfloat16, torch.float16], [[], ["model.blocks.1"], ["*.norm"]]
+    for dtype, pins in product(dtypes, all_pins):
+        with subtests.test(f"{dtype} {pins}"):
+            plain, again = modules_of(pins), modules_of(pins)
+            recompute(again, ["blocks"])
+            names = [name for name, _ in again.named_modules()]
+            assert names == [name for name, _ in plain.named_modules()]
+            assert pinned_modules(again) == pinned_modules(plain)
+            for here, there in zip(gradients(plain, dtype), gradients(again, dtype), strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+            assert [block.calls for block in plain["model"].blocks] == [2, 2, 2]
+            assert [block.calls for block in again["model"].blocks] == [4, 4, 4]
 
 
 def numbers_kept(modules):

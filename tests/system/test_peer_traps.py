@@ -43,12 +43,9 @@ def linear(seed: int = 2) -> nn.Linear:
     return nn.Linear(8, 8)
 
 
-@pytest.mark.parametrize("bound", [-1, 0, -0.5])
-def test_negative_or_zero_max_grad_norm_disables_clipping(bound):
+def test_negative_or_zero_max_grad_norm_disables_clipping(subtests):
     """Trap 1: clipping with a bound of -1 flips the sign of every gradient, and the loss rises."""
     batches = make_batches(scale=100.0)
-    brain = Recipe({"model": linear()}, lambda p: SGD(p, lr=0.1), run_opts=options(max_grad_norm=bound))
-    brain.fit(range(1), batches)
     model = linear()
     optimizer = SGD(model.parameters(), lr=0.1)
     for inputs, targets in batches:
@@ -56,8 +53,12 @@ def test_negative_or_zero_max_grad_norm_disables_clipping(bound):
         nn.functional.mse_loss(model(inputs), targets).backward()
         assert torch.cat([p.grad.flatten() for p in model.parameters()]).norm() > 5.0  # a bound would show
         optimizer.step()
-    assert torch.equal(brain.modules.model.weight, model.weight)
-    assert torch.equal(brain.modules.model.bias, model.bias)
+    for bound in (-1, 0, -0.5):
+        with subtests.test(bound):
+            brain = Recipe({"model": linear()}, lambda p: SGD(p, lr=0.1), run_opts=options(max_grad_norm=bound))
+            brain.fit(range(1), batches)
+            assert torch.equal(brain.modules.model.weight, model.weight)
+            assert torch.equal(brain.modules.model.bias, model.bias)
 
 
 @pytest.mark.parametrize("precision", EVERY_PRECISION)
@@ -131,27 +132,23 @@ def autocast_of_another_device(dtype: torch.dtype) -> Iterator[None]:
             torch.set_autocast_dtype("cuda", before[1])
 
 
-@pytest.mark.parametrize("structure", ["dict", "list", "nested"])
-def test_pin_holds_without_a_tensor_among_the_arguments(structure):
+def test_pin_holds_without_a_tensor_among_the_arguments(subtests):
     """Trap 5: a device guessed from top-level tensors only is "cpu" here, and the pin is silently ignored."""
-    wrap = {
-        "dict": lambda x: {"x": x},
-        "list": lambda x: [x],
-        "nested": lambda x: {"inner": [{"x": x}]},
-    }[structure]
+    wraps = {"dict": lambda x: {"x": x}, "list": lambda x: [x], "nested": lambda x: {"inner": [{"x": x}]}}
 
     def product(batch):
         while not isinstance(batch, torch.Tensor):
             batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
         return batch, batch @ batch.t()
 
-    with autocast_of_another_device(torch.float16):
-        x = torch.empty(4, 8, device="cuda")
-        half = torch.empty(4, 8, device="cuda", dtype=torch.float16)
-        assert product(wrap(x))[1].dtype == torch.float16  # what happens without a pin
-        seen, result = fwd_default_precision(product)(wrap(half))
-    assert (seen.dtype, result.dtype) == (torch.float32, torch.float32)
-    assert result.device.type == "cuda"
+    for name, wrap in wraps.items():
+        with subtests.test(name), autocast_of_another_device(torch.float16):
+            x = torch.empty(4, 8, device="cuda")
+            half = torch.empty(4, 8, device="cuda", dtype=torch.float16)
+            assert product(wrap(x))[1].dtype == torch.float16  # what happens without a pin
+            seen, result = fwd_default_precision(product)(wrap(half))
+            assert (seen.dtype, result.dtype) == (torch.float32, torch.float32)
+            assert result.device.type == "cuda"
 
 
 @pytest.fixture
@@ -161,21 +158,21 @@ def yaml_file(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize("given", [["--debug", "False"], ["--debug=False"], ["--debug=false"]])
-def test_debug_false_on_the_command_line_is_false(yaml_file, given):
+def test_debug_false_on_the_command_line_is_false(yaml_file):
     """Trap 8: any word after a flag turned it on."""
-    _, run_opts, _ = parse_arguments([yaml_file, *given])
-    assert run_opts.debug is False
+    for given in (["--debug", "False"], ["--debug=False"], ["--debug=false"]):
+        _, run_opts, _ = parse_arguments([yaml_file, *given])
+        assert run_opts.debug is False
     _, run_opts, _ = parse_arguments([yaml_file, "--debug", "True"])
     assert run_opts.debug is True
 
 
-@pytest.mark.parametrize("joined", [True, False])
-def test_value_on_the_command_line_keeps_its_equals_sign(yaml_file, joined):
+def test_value_on_the_command_line_keeps_its_equals_sign(yaml_file):
     """Trap 8: `--path 's3://x/y?z=1'` lost what stands after the `=`."""
     url = "s3://x/y?z=1&w=2"
-    hparams_file, _, overrides = parse_arguments([yaml_file, *([f"--path={url}"] if joined else ["--path", url])])
-    assert load_hparams(hparams_file, overrides)["path"] == url
+    for given in ([f"--path={url}"], ["--path", url]):
+        hparams_file, _, overrides = parse_arguments([yaml_file, *given])
+        assert load_hparams(hparams_file, overrides)["path"] == url
 
 
 def test_abbreviated_option_on_the_command_line_is_an_error(yaml_file):

@@ -86,17 +86,25 @@ class EvaluatesInside(Recipe):
             self.seen = seen
 
 
-@pytest.mark.parametrize("recipe", [Gan, ByHand, EvaluatesInside], ids=lambda recipe: recipe.__name__)
-@pytest.mark.parametrize("dies_at", [21, 45])
-def test_recipes_with_steps_of_their_own_go_back_and_resume(tmp_path, recipe, dies_at):
+WITH_STEPS = [Gan, ByHand, EvaluatesInside]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dies_at", "epochs"),
+    [
+        *((recipe, 45 if recipe is Gan else 21, 1) for recipe in WITH_STEPS),
+        *(pytest.param(recipe, at, 2, marks=pytest.mark.extended) for recipe in WITH_STEPS for at in (21, 45)),
+    ],
+)
+def test_recipes_with_steps_of_their_own_go_back_and_resume(tmp_path, recipe, dies_at, epochs):
     """Two forwards a batch in the GAN."""
     options = {"recipe": recipe, "spike_steps": 10 if recipe is Gan else 5}
-    whole = fit(make(tmp_path / "whole", **options))
-    assert whole.summary.went_back == 2
+    whole = fit(make(tmp_path / "whole", **options), epochs=epochs)
+    assert whole.summary.went_back == epochs
     assert any("recovery" in record for record in records(tmp_path / "whole"))
     with pytest.raises(Died):
-        fit(make(tmp_path / "run", dies_at=dies_at, **options))
-    assert fit(make(tmp_path / "run", **options)).end == whole.end
+        fit(make(tmp_path / "run", dies_at=dies_at, **options), epochs=epochs)
+    assert fit(make(tmp_path / "run", **options), epochs=epochs).end == whole.end
 
 
 @pytest.mark.parametrize("recipe", [Gan, ByHand])
@@ -139,18 +147,35 @@ def test_a_spike_in_the_first_updates_of_a_second_fit_does_not_go_back_to_the_fi
     assert same(brain.journal.returned[0], before)
 
 
-@pytest.mark.parametrize("counter", [
-    lambda: EpochCounter(3), lambda: range(1, 4), lambda: iter(range(1, 4)), lambda: (e for e in (1, 2, 3)),
-], ids=["EpochCounter", "range", "iterator", "generator"])  # fmt: skip
-@pytest.mark.parametrize("interval", [0, 4])
+COUNTERS = {
+    "EpochCounter": lambda: EpochCounter(2),
+    "range": lambda: range(1, 3),
+    "iterator": lambda: iter(range(1, 3)),
+    "generator": lambda: (epoch for epoch in (1, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("counter", "interval"),
+    [
+        pytest.param(counter, interval, marks=() if interval == 4 * (row % 2) else pytest.mark.extended)
+        for row, counter in enumerate(COUNTERS)
+        for interval in (0, 4)
+    ],
+)
 def test_every_epoch_comes_once_to_its_end_whatever_counts_them(tmp_path, counter, interval):
     brain = make(tmp_path, ckpt_interval_steps=interval)
-    brain.fit(counter(), Samples(), Samples(None), train_loader_kwargs={"batch_size": BATCH})
-    assert [record["epoch"] for record in records(tmp_path, "stage")] == [1, 1, 2, 2, 3, 3]
-    assert brain.summary.went_back == 3 and brain.summary.epochs == 3 and brain.optimizer_step == 72
+    brain.fit(COUNTERS[counter](), Samples(), Samples(None), train_loader_kwargs={"batch_size": BATCH})
+    assert [record["epoch"] for record in records(tmp_path, "stage")] == [1, 1, 2, 2]
+    assert brain.summary.went_back == 2 and brain.summary.epochs == 2 and brain.optimizer_step == 48
 
 
-def test_it_goes_back_over_the_end_of_an_epoch(tmp_path):
+@pytest.mark.parametrize(
+    "counter",
+    [lambda: EpochCounter(3), pytest.param(lambda: range(1, 4), marks=pytest.mark.extended)],
+    ids=["EpochCounter", "range"],
+)
+def test_it_goes_back_over_the_end_of_an_epoch(tmp_path, counter):
     """The first batch of epoch 3 completes a spike that began at the end of epoch 2."""
 
     class Late(Recipe):
@@ -163,14 +188,12 @@ def test_it_goes_back_over_the_end_of_an_epoch(tmp_path):
             late = stage is Stage.TRAIN and (self.epoch, self.step) in [(2, 23), (2, 24), (3, 1)]
             return loss * 1e3 if late else loss
 
-    for counter in (EpochCounter(3), range(1, 4)):
-        folder = tmp_path / type(counter).__name__
-        brain = make(folder, Late, spike_patience=3)
-        brain.fit(counter, Samples(None), Samples(None), train_loader_kwargs={"batch_size": BATCH})
-        assert brain.summary.went_back == 1
-        assert [record["epoch"] for record in records(folder, "stage")] == [1, 1, 2, 2, 2, 2, 3, 3]
-        marked = [(record["epoch"], record["step"]) for record in records(folder) if "recovery" in record]
-        assert marked == [(2, 21), (2, 22), (2, 23), (2, 24), (3, 1), (3, 2)]
+    brain = make(tmp_path, Late, spike_patience=3)
+    brain.fit(counter(), Samples(None), Samples(None), train_loader_kwargs={"batch_size": BATCH})
+    assert brain.summary.went_back == 1
+    assert [record["epoch"] for record in records(tmp_path, "stage")] == [1, 1, 2, 2, 2, 2, 3, 3]
+    marked = [(record["epoch"], record["step"]) for record in records(tmp_path) if "recovery" in record]
+    assert marked == [(2, 21), (2, 22), (2, 23), (2, 24), (3, 1), (3, 2)]
 
 
 def test_the_last_update_of_a_run_may_spike(tmp_path):
@@ -181,12 +204,13 @@ def test_the_last_update_of_a_run_may_spike(tmp_path):
         assert [record["step"] for record in records(folder)][-5:] == [24, 21, 22, 23, 24]
 
 
-def test_early_stopping_and_the_best_are_those_of_the_way_that_was_kept(tmp_path):
+@pytest.mark.parametrize("epochs", [2, pytest.param(4, marks=pytest.mark.extended)])
+def test_early_stopping_and_the_best_are_those_of_the_way_that_was_kept(tmp_path, epochs):
     options = {"early_stop_metric": "loss", "early_stop_patience": 2, "ema_decay": 0.8}
-    whole = fit(make(tmp_path / "whole", **options), epochs=4)
+    whole = fit(make(tmp_path / "whole", **options), epochs=epochs)
     with pytest.raises(Died):
-        fit(make(tmp_path / "run", dies_at=45, **options), epochs=4)
-    assert fit(make(tmp_path / "run", **options), epochs=4).end == whole.end
+        fit(make(tmp_path / "run", dies_at=45, **options), epochs=epochs)
+    assert fit(make(tmp_path / "run", **options), epochs=epochs).end == whole.end
 
 
 def test_the_recipes_own_checkpointer_serves_as_well(tmp_path):
@@ -262,7 +286,7 @@ def test_what_was_unfrozen_since_is_frozen_again(tmp_path):
 # ---------------------------------------------------------------------- asked for, refused, told
 
 
-@pytest.mark.parametrize(("options", "words"), [
+REFUSED = [
     ({}, "no output_folder"),
     ({"on_spike": "wider_precision", "precision": "fp32", "output_folder": "there"}, "no wider one"),
     ({"on_spike": "stop"}, "off, lower_lr or wider_precision"),
@@ -271,11 +295,14 @@ def test_what_was_unfrozen_since_is_frozen_again(tmp_path):
     ({"spike_factor": 0}, "greater than 0"),
     ({"spike_patience": 0}, "1 or more"),
     ({"spike_limit": 0}, "1 or more"),
-], ids=str)  # fmt: skip
-def test_what_cannot_be_is_refused_in_the_constructor(tmp_path, monkeypatch, options, words):
+]
+
+
+def test_what_cannot_be_is_refused_in_the_constructor(tmp_path, monkeypatch, subtests):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=words):
-        make(**options)
+    for options, words in REFUSED:
+        with subtests.test(str(options)), pytest.raises(ConfigError, match=words):
+            make(**options)
 
 
 def test_off_in_a_yaml_is_off():
@@ -283,11 +310,11 @@ def test_off_in_a_yaml_is_off():
     assert type(make(on_spike="off").summary).__name__ == "RunSummary"
 
 
-@pytest.mark.parametrize("options", [{"debug": True}, {"test_only": True}], ids=str)
-def test_where_nothing_is_saved_or_trained_it_does_nothing(tmp_path, options):
-    brain = make(**options)  # not even an output folder
-    fit(brain, batches(), epochs=1)
-    assert brain.summary.spikes == 0
+def test_where_nothing_is_saved_or_trained_it_does_nothing():
+    for options in ({"debug": True}, {"test_only": True}):
+        brain = make(**options)  # not even an output folder
+        fit(brain, batches(), epochs=1)
+        assert brain.summary.spikes == 0
 
 
 def test_a_training_set_that_can_be_read_once_is_refused_before_the_first_step(tmp_path):

@@ -1,8 +1,10 @@
 """A run that is killed in the course of a spike goes on bit for bit, whatever it was doing."""
 
 import os
+from itertools import product
 
 import pytest
+from hosts import HOSTS
 from spiking_runs import Died, batches, die, fit, make, records, terminate
 
 from amp_recipes.checkpoint import Checkpointer, going_back
@@ -17,24 +19,26 @@ def no_waiting_for_the_disk(monkeypatch):
 # ---------------------------------------------------------------------- killed and resumed
 
 
-OPTIONS = [
-    {},
-    {"precision": "fp16", "init_scale": 2.0, "growth_interval": 12, "on_spike": "wider_precision"},
-    {"precision": "bf16", "ema_decay": 0.9, "ckpt_interval_steps": 2},
-    {"grad_accumulation_factor": 2, "ckpt_interval_steps": 2},
-    {"lr_scheduler_interval": "epoch", "spike_steps": 12},
-]
+OPTIONS = {
+    "plain": {},
+    "fp16": {"precision": "fp16", "init_scale": 2.0, "growth_interval": 12, "on_spike": "wider_precision"},
+    "average": {"precision": "bf16", "ema_decay": 0.9, "ckpt_interval_steps": 2},
+    "windows": {"grad_accumulation_factor": 2, "ckpt_interval_steps": 2},
+    "epochs": {"lr_scheduler_interval": "epoch", "spike_steps": 12},
+}
+DEFAULT_DEATHS = [("fp16", 20), ("average", 41), ("windows", 22)]
 
 
-@pytest.fixture(scope="module", params=OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.fixture(scope="module")
 def whole(request, tmp_path_factory):
     """The options, and a run with them that nothing ends."""
+    options = OPTIONS[request.param]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         folder = tmp_path_factory.mktemp("whole")
-        brain = fit(make(folder, **request.param))
+        brain = fit(make(folder, **options))
     assert brain.summary.went_back == 2
-    return request.param, brain.end, last_of_each(folder)
+    return options, brain.end, last_of_each(folder)
 
 
 def last_of_each(folder):
@@ -43,7 +47,15 @@ def last_of_each(folder):
     return {key: (it["loss"], it["lr"], it["grad_norm"], it["scale"]) for key, it in found.items()}
 
 
-@pytest.mark.parametrize("dies_at", [20, 22, 41])  # at the spike's second coming, later in the recovery, at the next
+@pytest.mark.parametrize(
+    ("whole", "dies_at"),  # at the spike's second coming, later in the recovery, at the next
+    [
+        pytest.param(name, at, marks=() if (name, at) in DEFAULT_DEATHS else pytest.mark.extended)
+        for name in OPTIONS
+        for at in (20, 22, 41)
+    ],
+    indirect=["whole"],
+)
 def test_a_run_that_is_killed_goes_on_bit_for_bit_also_in_the_recovery(tmp_path, whole, dies_at):
     options, end, steps = whole
     with pytest.raises(Died):
@@ -57,9 +69,18 @@ def whole_of_one_epoch(tmp_path_factory):
     return fit(make(tmp_path_factory.mktemp("one")), epochs=1).end
 
 
-@pytest.mark.usefixtures("host")  # as on a device that queues its work
-@pytest.mark.parametrize("end_by", [die, terminate], ids=lambda end_by: end_by.__name__)
-@pytest.mark.parametrize("dies_at", [18, 19, 21, 24])
+DEFAULT_ENDS = [(18, terminate, "queued"), (19, die, "at_once"), (21, die, "queued"), (24, terminate, "at_once")]
+
+
+@pytest.mark.parametrize(
+    ("dies_at", "end_by", "host"),
+    [
+        pytest.param(*row, marks=() if row in DEFAULT_ENDS else pytest.mark.extended)
+        for row in product((18, 19, 21, 24), (die, terminate), HOSTS)
+    ],
+    indirect=["host"],
+)
+@pytest.mark.usefixtures("host")
 def test_whatever_ends_it_and_wherever(tmp_path, whole_of_one_epoch, dies_at, end_by):
     """A signal waits for the step, and where that is the spike, for the way back."""
     with pytest.raises((Died, RunInterrupted)):
@@ -67,8 +88,17 @@ def test_whatever_ends_it_and_wherever(tmp_path, whole_of_one_epoch, dies_at, en
     assert fit(make(tmp_path), epochs=1).end == whole_of_one_epoch
 
 
-@pytest.mark.parametrize("ends", [(10,), (36,), (39, 1, 1), (37, 2, 3), (14, 1, 1, 1)], ids=str)
-@pytest.mark.parametrize("interval", [4, 0])
+DEFAULT_SIGNALS = [((36,), 0), ((14, 1, 1, 1), 4)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "interval"),
+    [
+        pytest.param(*row, marks=() if row in DEFAULT_SIGNALS else pytest.mark.extended)
+        for row in product([(10,), (36,), (39, 1, 1), (37, 2, 3), (14, 1, 1, 1)], (4, 0))
+    ],
+    ids=str,
+)
 def test_what_a_signal_has_saved_is_no_place_to_go_back_to(tmp_path, whole_of_two, ends, interval):
     """Or a run that was interrupted would go back to another place than the one that was not."""
     for dies_at in ends:  # in its process
@@ -82,13 +112,29 @@ def whole_of_two(tmp_path_factory):
     return {it: fit(make(tmp_path_factory.mktemp("two"), ckpt_interval_steps=it)).end for it in (0, 4)}
 
 
-@pytest.mark.parametrize("moment", ["make_newest", "save_checkpoint", "delete_checkpoint", "recover_if_possible"])
-@pytest.mark.parametrize("after", [False, True])
-def test_killed_while_it_goes_back_it_does_so_again(tmp_path, monkeypatch, moment, after):
-    """A signal has had the state saved in the midst of the spike, so that there is something to delete as well."""
-    data, options = batches(bad=(17, 18, 19)), {"spike_patience": 3}
-    whole = fit(make(tmp_path / "whole", **options), data, epochs=1)
+SPIKE_OF_THREE = batches(bad=(17, 18, 19)), {"spike_patience": 3}
+MOMENTS = ["make_newest", "save_checkpoint", "delete_checkpoint", "recover_if_possible"]
+
+
+@pytest.fixture(scope="module")
+def whole_with_patience(tmp_path_factory):
+    data, options = SPIKE_OF_THREE
+    whole = fit(make(tmp_path_factory.mktemp("whole"), **options), data, epochs=1)
     assert whole.summary.went_back == 1
+    return whole.end
+
+
+@pytest.mark.parametrize(
+    ("moment", "after"),
+    [
+        pytest.param(moment, after, marks=() if after == row % 2 else pytest.mark.extended)
+        for row, moment in enumerate(MOMENTS)
+        for after in (False, True)
+    ],
+)
+def test_killed_while_it_goes_back_it_does_so_again(tmp_path, monkeypatch, whole_with_patience, moment, after):
+    """A signal has had the state saved in the midst of the spike, so that there is something to delete as well."""
+    data, options = SPIKE_OF_THREE
     with pytest.raises(RunInterrupted):
         fit(make(tmp_path / "run", dies_at=18, end_by=terminate, **options), data, epochs=1)
     armed = []
@@ -117,4 +163,4 @@ def test_killed_while_it_goes_back_it_does_so_again(tmp_path, monkeypatch, momen
             patch.setattr(Checkpointer, moment, dying(getattr(Checkpointer, moment)))
         with pytest.raises(Died):
             fit(make(tmp_path / "run", **options), data, epochs=1)
-    assert fit(make(tmp_path / "run", **options), data, epochs=1).end == whole.end
+    assert fit(make(tmp_path / "run", **options), data, epochs=1).end == whole_with_patience

@@ -2,14 +2,11 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
-from repository import REPOSITORY
+from programs import run_python
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -142,19 +139,16 @@ def test_optimizer_step_limit_holds_in_this_fit_and_in_the_next(accumulation):
         assert brain.optimizer_step == 2
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (TensorDataset(*data(0)), "Training set is empty"),
-        ([], "Training set is empty"),
-        (3, "expected a torch Dataset or an iterable"),
-        (iter([]), "yielded no batch"),
-    ],
-    ids=["dataset", "list", "number", "iterator"],
-)
-def test_no_data_is_said_before_anything_trains(given, message):
-    with pytest.raises(DataError, match=message):
-        make().fit(range(1), given)
+def test_no_data_is_said_before_anything_trains(subtests):
+    cases = {
+        "dataset": (TensorDataset(*data(0)), "Training set is empty"),
+        "list": ([], "Training set is empty"),
+        "number": (3, "expected a torch Dataset or an iterable"),
+        "iterator": (iter([]), "yielded no batch"),
+    }
+    for name, (given, message) in cases.items():
+        with subtests.test(name), pytest.raises(DataError, match=message):
+            make().fit(range(1), given)
 
 
 def test_an_empty_validation_set_is_said_before_the_first_epoch_trains():
@@ -438,17 +432,25 @@ def interrupted_and_resumed(tmp_path, after: int, counter, **options) -> Brain:
     return resumed
 
 
-@pytest.mark.parametrize("counter", [lambda: EpochCounter(3), lambda: range(3), lambda: range(1, 4)])
+COUNTERS = {"counter": lambda: EpochCounter(3), "from 0": lambda: range(3), "from 1": lambda: range(1, 4)}
+SAVED = [
+    (9, {}),  # inside the second epoch, saved at the end of the first
+    (9, {"ckpt_interval_steps": 2}),
+    (10, {"ckpt_interval_steps": 1, "grad_accumulation_factor": 2}),
+    (11, {"ckpt_interval_steps": 1, "precision": "bf16", "ema_decay": 0.9}),
+]
+
+
 @pytest.mark.parametrize(
-    ("after", "options"),
+    ("after", "options", "counter"),
     [
-        (9, {}),  # inside the second epoch, saved at the end of the first
-        (9, {"ckpt_interval_steps": 2}),
-        (10, {"ckpt_interval_steps": 1, "grad_accumulation_factor": 2}),
-        (11, {"ckpt_interval_steps": 1, "precision": "bf16", "ema_decay": 0.9}),
+        pytest.param(*saved, counter, marks=() if row % 3 == column else pytest.mark.extended)
+        for row, saved in enumerate(SAVED)
+        for column, counter in enumerate(COUNTERS)
     ],
 )
 def test_a_run_that_dies_goes_on_where_it_was_saved(tmp_path, after, options, counter):
+    counter = COUNTERS[counter]
     whole = make(output_folder=str(tmp_path / "whole"), **options)
     whole.fit(counter(), batches())
     resumed = interrupted_and_resumed(tmp_path, after, counter, **options)
@@ -632,8 +634,7 @@ def test_notices_reach_the_terminal_of_a_user_without_logging(tmp_path):
         "'fp32_modules': ['model']})\n"
         "logging.getLogger('amp_recipes.x').warning('a warning')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    done = run_python("-c", script)
     assert done.returncode == 0, done.stderr
     assert "pinned to fp32: model" in done.stderr and "auto" in done.stderr
     assert done.stderr.count("a warning") == 1

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from hosts import alternating_hosts
 from spiking_runs import BATCH, SAMPLES, Died, Recipe, Samples, Watched, batches, fit, make, rates, records, same, saved
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -24,7 +25,7 @@ def no_waiting_for_the_disk(monkeypatch):
 
 
 @pytest.mark.usefixtures("host")  # verdicts known at once, and queued
-@pytest.mark.parametrize("on_spike", ["lower_lr", "wider_precision"])
+@alternating_hosts("on_spike", ["lower_lr", "wider_precision"])
 def test_a_run_with_a_spike_is_the_loop_one_would_write_by_hand(tmp_path, on_spike):
     precision = "fp32" if on_spike == "lower_lr" else "bf16"
     brain = make(tmp_path, on_spike=on_spike, precision=precision, max_grad_norm=1.0)
@@ -139,10 +140,10 @@ SOURCES = [plain_loader, shuffled, stream, loader_over_stream, stateful, anew_ea
 
 
 @pytest.mark.parametrize("options", [
-    {},
+    pytest.param({}, marks=pytest.mark.extended),
     {"precision": "fp16", "init_scale": 2.0**10, "growth_interval": 3, "on_spike": "wider_precision"},
     {"ema_decay": 0.9, "grad_accumulation_factor": 5, "lr_scheduler_interval": "epoch", "ckpt_background": True},
-    {"overfit_batches": 3},
+    pytest.param({"overfit_batches": 3}, marks=pytest.mark.extended),
     {"early_stop_metric": "seen", "early_stop_mode": "max", "ckpt_interval_steps": 0},
 ], ids=lambda options: "-".join(options) or "plain")  # fmt: skip
 def test_without_a_spike_the_run_is_the_one_without_the_option(tmp_path, options):
@@ -159,8 +160,15 @@ def test_without_a_spike_the_run_is_the_one_without_the_option(tmp_path, options
 # ---------------------------------------------------------------------- what comes back
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
-@pytest.mark.parametrize("interval", [0, 4])
+@pytest.mark.parametrize(
+    ("source", "interval"),
+    [
+        pytest.param(source, interval, marks=() if interval == 4 * (row % 2) else pytest.mark.extended)
+        for row, source in enumerate(SOURCES)
+        for interval in (0, 4)
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_weights_and_batches_are_those_of_the_checkpoint(tmp_path, source, interval):
     data, kwargs = source()
     brain = make(tmp_path, Watched, ckpt_interval_steps=interval)
@@ -176,23 +184,23 @@ def test_weights_and_batches_are_those_of_the_checkpoint(tmp_path, source, inter
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_learning_rates_are_those_of_the_schedule_but_in_the_recovery(tmp_path, interval):
-    brain = fit(make(tmp_path, lr_scheduler_interval=interval), epochs=3)
+    brain = fit(make(tmp_path, lr_scheduler_interval=interval), epochs=2)
     at = 17  # the batch of sample 70, from 0; the checkpoint before it is after 16
     schedule = [0.01]
-    for count in range(3 * 24):
+    for count in range(2 * 24):
         moves = interval == "step" or count % 24 == 23
         schedule.append(schedule[-1] * 0.97 if moves else schedule[-1])
     expected, place = [], 0
-    for epoch in range(3):
+    for epoch in range(2):
         bad = 24 * epoch + at
         expected += schedule[place : bad + 1]
         expected += [rate * 0.1 for rate in schedule[bad - 1 : bad + 4]]
         place = bad + 4
-    expected += schedule[place : 3 * 24]
+    expected += schedule[place : 2 * 24]
     assert rates(tmp_path) == expected
     assert brain.optimizer.param_groups[0]["lr"] == schedule[-1]
     marked = [record.get("recovery") for record in records(tmp_path)]
-    assert marked.count("lower_lr") == 15 and marked.count(None) == len(marked) - 15
+    assert marked.count("lower_lr") == 10 and marked.count(None) == len(marked) - 10
     assert all("recovery" not in record for record in records(tmp_path)[:18])
 
 
@@ -328,20 +336,20 @@ def test_a_disk_that_is_full_ends_the_run_and_what_is_there_is_intact(tmp_path, 
 
     brain._prepare = prepare_on_full_disk
     with pytest.raises(CheckpointError, match="disk full"):
-        fit(brain)
-    resumed = fit(make(tmp_path))
-    assert resumed.end["weights"] == fit(make(tmp_path / "whole")).end["weights"]
+        fit(brain, epochs=1)
+    resumed = fit(make(tmp_path), epochs=1)
+    assert resumed.end["weights"] == fit(make(tmp_path / "whole"), epochs=1).end["weights"]
 
 
 # ---------------------------------------------------------------------- what is not tried for ever
 
 
 def test_after_spike_limit_it_goes_on_as_it_is(tmp_path, caplog):
-    brain = fit(make(tmp_path, spike_limit=2), epochs=4)
-    assert (brain.summary.spikes, brain.summary.went_back) == (4, 2)
-    assert caplog.text.count("spike_limit is 2") == 2 and brain.optimizer_step == 4 * 24
+    brain = fit(make(tmp_path, spike_limit=1), epochs=3)
+    assert (brain.summary.spikes, brain.summary.went_back) == (3, 1)
+    assert caplog.text.count("spike_limit is 1") == 2 and brain.optimizer_step == 3 * 24
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["spikes"], summary["went_back"]) == (4, 2)
+    assert (summary["spikes"], summary["went_back"]) == (3, 1)
 
 
 def test_a_level_that_stays_is_not_gone_back_from_twice_and_becomes_the_usual(tmp_path, caplog):
@@ -370,7 +378,7 @@ def test_a_schedule_that_jumps_does_not_end_in_a_loop(tmp_path):
                      spike_steps=12)  # fmt: skip
         brain.hparams.lr_scheduler = jump
         try:
-            ends[on_spike] = fit(brain, Samples(None), epochs=3, batch_size=BATCH).summary.last["valid"]["loss"]
+            ends[on_spike] = fit(brain, Samples(None), epochs=2, batch_size=BATCH).summary.last["valid"]["loss"]
         except NonfiniteError:
             ends[on_spike] = float("inf")
     assert brain.summary.went_back >= 1

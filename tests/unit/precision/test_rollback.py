@@ -24,13 +24,17 @@ def never() -> bool:
     raise AssertionError("the host was asked")
 
 
-@pytest.fixture(params=[True, False], ids=["verdict on the host", "verdict on the device"])
+SETTLES = ["verdict on the host", "verdict on the device"]
+in_both_ways = pytest.mark.parametrize("settle", SETTLES, indirect=True)
+
+
+@pytest.fixture(params=[pytest.param(SETTLES[0], marks=pytest.mark.extended), SETTLES[1]])
 def settle(request):
     """Settles as the CPU does, where the host knows the verdict, and as a GPU does."""
 
     def settle(rollback: BufferRollback, skip: torch.Tensor) -> None:
         with torch.no_grad():
-            rollback.settle(None if request.param else skip, lambda: bool(skip))
+            rollback.settle(None if request.param == SETTLES[0] else skip, lambda: bool(skip))
 
     return settle
 
@@ -52,6 +56,7 @@ class Counting(nn.Module):
         self.grown = torch.cat([self.grown, x[:1]])
 
 
+@in_both_ways
 @pytest.mark.parametrize("skips", [(True, False, True), (False, True, False)])
 def test_custom_buffers(skips, settle):
     module, twin = Counting(), Counting()
@@ -117,6 +122,7 @@ def test_a_large_buffer_that_training_leaves_alone_does_not_stay_in_memory(settl
     assert rollback.kept_bytes == 4
 
 
+@in_both_ways
 def test_a_large_buffer_that_changes_later_is_kept_from_then_on(settle):
     module = Masked()
     rollback = BufferRollback(module)
@@ -129,6 +135,7 @@ def test_a_large_buffer_that_changes_later_is_kept_from_then_on(settle):
     assert torch.equal(module.mask, torch.full((2**20,), 2.0))
 
 
+@in_both_ways
 def test_a_first_change_of_a_large_buffer_in_a_skipped_batch_is_said(settle):
     module = Masked()
     rollback = BufferRollback(module)
@@ -182,6 +189,7 @@ def test_a_large_buffer_that_was_written_before_it_was_replaced_is_said(settle):
         settle(rollback, SKIP)
 
 
+@in_both_ways
 def test_a_large_buffer_that_was_let_go_and_then_replaced_goes_back(settle):
     module = Masked()
     rollback = BufferRollback(module)
@@ -268,6 +276,7 @@ def remove(module: nn.Module, key: str) -> None:
 CHANGES = [write, replace, replace_memory, replace_strided, lengthen, change_dtype, expand, clear, remove]
 
 
+@in_both_ways
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_kind_of_buffer_goes_back_whatever_replaces_it(subtests, change, settle):
     for kind in KINDS:
@@ -310,6 +319,7 @@ def check_that_buffers_go_back(kind: str, change: Callable, settle: Callable) ->
     update(SKIP, all_written)
 
 
+@in_both_ways
 def test_a_buffer_that_cannot_be_written_stays_or_goes_back_as_an_object(settle):
     """Expanded over one element: an in-place write to it is an error."""
     module = nn.Module()
@@ -416,6 +426,7 @@ class LazyMean(nn.Module):
         self.mean.mul_(0.5).add_(x)
 
 
+@in_both_ways
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_buffer_made_in_a_good_first_forward_is_kept(announced, settle):
     module = nn.Sequential(LazyMean(announced))
@@ -439,6 +450,7 @@ def test_a_buffer_put_where_none_stood_in_a_skipped_batch_goes(settle):
     assert torch.equal(module.mean, torch.ones(3))
 
 
+@in_both_ways
 def test_buffers_that_appear_in_a_skipped_batch_are_said_once_by_name(settle, recwarn):
     module = nn.ModuleDict({"a": LazyMean(announced=False), "b": nn.LazyBatchNorm1d(), "c": nn.Identity()})
     rollback = BufferRollback(module)

@@ -10,27 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import AutoPeftModelForSequenceClassification
-from recipe_runs import recipe_modules, stage_records
-from repository import REPOSITORY
+import transformers  # loads each part when it is first used
+from programs import DEADLINE_SECONDS
+from recipe_runs import CONFIGS, recipe_modules, stage_records
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaForMaskedLM,
-)
 
 from amp_recipes.errors import ConfigError, DataError
 
-SCRIPT = REPOSITORY / "recipes" / "finetuning" / "train.py"
-CONFIG = REPOSITORY / "configs" / "finetuning.yaml"
+CONFIG = CONFIGS / "finetuning.yaml"
 WORDS = ("good", "bad", "plain", *(f"word{number}" for number in range(20)))
 
 
@@ -61,7 +49,7 @@ def make_tokenizer():
     words = ["[PAD]", "[UNK]", *WORDS]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32
     )
 
@@ -71,12 +59,14 @@ SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidd
 
 def make_llama(dtype=torch.float32):
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32, pad_token_id=0)).to(dtype)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, max_position_embeddings=32, pad_token_id=0)
+    ).to(dtype)
 
 
 def make_bert():
     torch.manual_seed(0)
-    return BertForMaskedLM(BertConfig(**SIZES, max_position_embeddings=32, pad_token_id=0))
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, max_position_embeddings=32, pad_token_id=0))
 
 
 def save_toy(folder, model):
@@ -127,6 +117,7 @@ def load(recipe, file, max_tokens=32, balanced=False, **settings):
 # --- whole runs
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("tuning", "precision"), [("full", "fp32"), ("full", "bf16"), ("full", "fp16"), ("lora", "fp32"), ("lora", "fp16")]
 )
@@ -140,7 +131,7 @@ def test_a_short_run_learns(recipe, tmp_path, model_folder, reviews, tuning, pre
 def test_tested_weights_are_saved_for_transformers(recipe, tmp_path, bert_folder, reviews):
     reported = run(recipe, tmp_path, bert_folder, reviews, "--number_of_epochs=3")[-1]["metrics"]
     saved = tmp_path / "best_model"
-    model = AutoModelForSequenceClassification.from_pretrained(saved, local_files_only=True)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(saved, local_files_only=True)
     check_reported(recipe, model, saved, bert_folder, reviews, reported)
     assert model.config.id2label == {0: "bad", 1: "good", 2: "plain"}
 
@@ -149,6 +140,8 @@ def test_saved_adapter_loads_with_peft(recipe, tmp_path, bert_folder, reviews):
     reported = run(recipe, tmp_path, bert_folder, reviews, "--number_of_epochs=3", "--tuning=lora")[-1]["metrics"]
     saved = tmp_path / "best_model"
     assert not (saved / "model.safetensors").exists()
+    from peft import AutoPeftModelForSequenceClassification  # two seconds, which collection need not wait for
+
     model = AutoPeftModelForSequenceClassification.from_pretrained(saved, num_labels=3, local_files_only=True)
     check_reported(recipe, model, saved, bert_folder, reviews, reported)
     merged, _ = recipe.model.load_fine_tuned(saved)
@@ -160,7 +153,7 @@ def test_averaged_weights_are_saved_where_they_are_tested(recipe, tmp_path, mode
     options = ["--number_of_epochs=3", "--ema_decay=0.8"]
     reported = run(recipe, tmp_path, model_folder, reviews, *options)[-1]["metrics"]
     saved = tmp_path / "best_model"
-    model = AutoModelForSequenceClassification.from_pretrained(saved, local_files_only=True)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(saved, local_files_only=True)
     check_reported(recipe, model, saved, model_folder, reviews, reported)
     trained = load_file(max((tmp_path / "save").glob("CKPT+*")) / "modules.safetensors")
     score = load_file(saved / "model.safetensors")["score.weight"]
@@ -170,7 +163,7 @@ def test_averaged_weights_are_saved_where_they_are_tested(recipe, tmp_path, mode
 def check_reported(recipe, model, saved, model_folder, reviews, reported):
     """The saved model gives the reported accuracy when plain transformers runs it, one text at a time."""
     texts = load(recipe, reviews).test
-    tokenizer = AutoTokenizer.from_pretrained(saved, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(saved, local_files_only=True)
     model.eval()
     right = 0
     for index in range(len(texts)):
@@ -195,7 +188,7 @@ def test_lora_changes_nothing_of_the_pretrained_weights(recipe, tmp_path, bert_f
     assert compared > 30
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.extended)])
 def test_weights_stored_in_low_precision_are_trained_in_fp32(recipe, tmp_path, reviews, dtype):
     folder = save_toy(tmp_path / "model", make_llama(dtype))
     assert {value.dtype for value in load_file(folder / "model.safetensors").values()} == {dtype}
@@ -217,26 +210,25 @@ def test_classify_labels_texts(recipe, tmp_path, model_folder, reviews, capsys):
     assert all(0.5 < float(line[1]) <= 1 for line in lines)
 
 
-@pytest.mark.parametrize("given", ["missing", "adapter"])
-def test_classify_tells_a_wrong_folder_in_a_line(recipe, tmp_path, capsys, given):
-    folder = tmp_path / given
-    if given == "adapter":  # of a model that is not there any more
-        folder.mkdir()
-        (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
-    with pytest.raises(SystemExit) as stopped:
-        recipe.classify.main([str(folder), "a text"])
-    assert stopped.value.code == 2
-    *_, last = capsys.readouterr().err.splitlines()
-    named = tmp_path / ("base" if given == "adapter" else "missing")
-    assert f"error: model_folder '{named}' is not a folder" in last
+def test_classify_tells_a_wrong_folder_in_a_line(recipe, tmp_path, capsys):
+    adapter = tmp_path / "adapter"  # of a model that is not there any more
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
+    for folder, named in ((tmp_path / "missing", tmp_path / "missing"), (adapter, tmp_path / "base")):
+        with pytest.raises(SystemExit) as stopped:
+            recipe.classify.main([str(folder), "a text"])
+        assert stopped.value.code == 2
+        *_, last = capsys.readouterr().err.splitlines()
+        assert f"error: model_folder '{named}' is not a folder" in last
 
 
-@pytest.mark.parametrize("package", ["transformers", "peft"])
-def test_a_missing_package_is_told_with_its_extra(package, bert_folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    said = rf"needs {package} .*pip install 'amp-recipes\[finetuning\]'"
-    with pytest.raises(ConfigError, match=said), recipe_modules("finetuning") as modules:
-        classifier(modules, bert_folder, tuning="lora")
+def test_a_missing_package_is_told_with_its_extra(bert_folder, monkeypatch):
+    for package in ("transformers", "peft"):
+        said = rf"needs {package} .*pip install 'amp-recipes\[finetuning\]'"
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=said):
+            patch.setitem(sys.modules, package, None)
+            with recipe_modules("finetuning") as modules:
+                classifier(modules, bert_folder, tuning="lora")
 
 
 # --- what is trained
@@ -308,8 +300,12 @@ def test_impossible_tunings_are_named(recipe, model_folder):
 
 def test_texts_longer_than_the_model_are_refused(recipe, tmp_path, bert_folder, model_folder):
     torch.manual_seed(0)
-    config = RobertaConfig(**SIZES, max_position_embeddings=34, pad_token_id=0)
-    folders = {bert_folder: 32, model_folder: 32, save_toy(tmp_path / "roberta", RobertaForMaskedLM(config)): 33}
+    config = transformers.RobertaConfig(**SIZES, max_position_embeddings=34, pad_token_id=0)
+    folders = {
+        bert_folder: 32,
+        model_folder: 32,
+        save_toy(tmp_path / "roberta", transformers.RobertaForMaskedLM(config)): 33,
+    }
     for folder, positions in folders.items():
         tokens = torch.full((1, positions), 5)
         model = classifier(recipe, folder, max_tokens=positions)
@@ -483,35 +479,36 @@ def test_class_weights_make_every_class_count_the_same(recipe, tmp_path):
 GOOD_ROWS = "".join(f"good {row},a\nbad {row},b\n" for row in range(6))
 
 
-@pytest.mark.parametrize(
-    ("content", "settings", "message"),
-    [
-        (
-            "review,label\n" + GOOD_ROWS,
-            {},
-            r"a.csv:2: there is no column 'text' \(text_column\); found 'review', 'label'",
-        ),
-        ("text,labels\n" + GOOD_ROWS, {}, "Did you mean --label_column=labels"),
-        ("text,label\ngood,a\n  ,b\n", {}, "a.csv:3: 'text' is empty"),
-        ("text,label\ngood,a\nbad,\n", {}, "a.csv:3: 'label' is empty"),
-        ("text,label\ngood,a\nbad,b,c\n", {}, "a.csv:3: the row has 3 fields, the header 2"),
-        ("text,label\ngood,a\nbad\n", {}, "a.csv:3: the row has 1 fields, the header 2"),
-        ('text,label\ngood,a\n"bad,b\n', {}, "unexpected end of data; double a quote"),
-        ("text,label\n", {}, "holds no row"),
-        ("text,label\n" + "good,a\n" * 9, {}, "every 'label' of the training data is 'a'"),
-        ("text,label\n" + "".join(f"good {n},{'b' if n < 2 else 'a'}\n" for n in range(11)), {}, "no text of b for"),
-        ("text,label\n" + GOOD_ROWS + "ugly,c\n" * 9, {}, "no text of c for .* needs three different texts"),
-        ("text,label\n" + "".join(f"good,{n}\n" for n in range(40)), {}, "is it the column of the classes"),
-        ("text,label\n" + GOOD_ROWS, {"max_tokens": 33}, "max_tokens is 33; the tokenizer takes up to 32"),
-        ("text,label\n" + GOOD_ROWS, {"max_tokens": 0}, "max_tokens is 0"),
-        ("text,label\n" + GOOD_ROWS, {"split_ratios": (0.5, 0.5)}, "split_ratios"),
-        ("text,label\n" + GOOD_ROWS, {"split_ratios": (0.9, 0.2, -0.1)}, "split_ratios"),
-    ],
-)
-def test_what_is_wrong_with_a_table_is_told(recipe, tmp_path, content, settings, message):
-    (tmp_path / "a.csv").write_text(content)
-    with pytest.raises(DataError, match=message):
-        load(recipe, tmp_path / "a.csv", **settings)
+WRONG_TABLES = [
+    (
+        "review,label\n" + GOOD_ROWS,
+        {},
+        r"a.csv:2: there is no column 'text' \(text_column\); found 'review', 'label'",
+    ),
+    ("text,labels\n" + GOOD_ROWS, {}, "Did you mean --label_column=labels"),
+    ("text,label\ngood,a\n  ,b\n", {}, "a.csv:3: 'text' is empty"),
+    ("text,label\ngood,a\nbad,\n", {}, "a.csv:3: 'label' is empty"),
+    ("text,label\ngood,a\nbad,b,c\n", {}, "a.csv:3: the row has 3 fields, the header 2"),
+    ("text,label\ngood,a\nbad\n", {}, "a.csv:3: the row has 1 fields, the header 2"),
+    ('text,label\ngood,a\n"bad,b\n', {}, "unexpected end of data; double a quote"),
+    ("text,label\n", {}, "holds no row"),
+    ("text,label\n" + "good,a\n" * 9, {}, "every 'label' of the training data is 'a'"),
+    ("text,label\n" + "".join(f"good {n},{'b' if n < 2 else 'a'}\n" for n in range(11)), {}, "no text of b for"),
+    ("text,label\n" + GOOD_ROWS + "ugly,c\n" * 9, {}, "no text of c for .* needs three different texts"),
+    ("text,label\n" + "".join(f"good,{n}\n" for n in range(40)), {}, "is it the column of the classes"),
+    ("text,label\n" + GOOD_ROWS, {"max_tokens": 33}, "max_tokens is 33; the tokenizer takes up to 32"),
+    ("text,label\n" + GOOD_ROWS, {"max_tokens": 0}, "max_tokens is 0"),
+    ("text,label\n" + GOOD_ROWS, {"split_ratios": (0.5, 0.5)}, "split_ratios"),
+    ("text,label\n" + GOOD_ROWS, {"split_ratios": (0.9, 0.2, -0.1)}, "split_ratios"),
+]
+
+
+def test_what_is_wrong_with_a_table_is_told(recipe, tmp_path, subtests):
+    for content, settings, message in WRONG_TABLES:
+        with subtests.test(message):
+            (tmp_path / "a.csv").write_text(content)
+            with pytest.raises(DataError, match=message):
+                load(recipe, tmp_path / "a.csv", **settings)
 
 
 def test_wrong_files_are_told(recipe, tmp_path, reviews):
@@ -536,6 +533,7 @@ def test_wrong_files_are_told(recipe, tmp_path, reviews):
 # --- the defaults
 
 
+@pytest.mark.extended  # reads the whole standard library
 def test_default_data_has_six_subjects_or_more_and_no_file_in_two_sets(recipe, tmp_path):
     path = recipe.defaults.make_functions(tmp_path)
     examples = recipe.data.read_examples(path, "text", "label", "file")
@@ -547,6 +545,16 @@ def test_default_data_has_six_subjects_or_more_and_no_file_in_two_sets(recipe, t
     for part, share in zip(parts, (0.7, 0.15, 0.15), strict=True):
         assert len(part) == pytest.approx(len(examples) * share, rel=0.25)
         assert {example.label for example in part} == {example.label for example in examples}
+
+
+def test_default_data_are_functions_labelled_by_the_subject_of_their_file(recipe, tmp_path, monkeypatch):
+    files = list(recipe.stdlib_texts.source_files())
+    few = [(name, path) for name, path in files if recipe.stdlib_texts.subject_of(name) in ("email", "testing")][:8]
+    monkeypatch.setattr(recipe.stdlib_texts, "source_files", lambda: iter([*few, *files[:5]]))
+    examples = recipe.data.read_examples(recipe.defaults.make_functions(tmp_path), "text", "label", "file")
+    assert len(examples) >= 10
+    assert {example.label for example in examples} <= {"email", "testing"}
+    assert all(recipe.stdlib_texts.subject_of(example.group) == example.label for example in examples)
 
 
 def test_pretraining_text_and_default_data_share_no_file(recipe):
@@ -577,7 +585,7 @@ def test_two_processes_make_a_default_once(recipe, tmp_path):
     processes = [context.Process(target=make_in_process, args=(tmp_path, answers)) for _ in range(3)]
     for process in processes:
         process.start()
-    assert [answers.get(timeout=60) for _ in processes] == [20, 20, 20]
+    assert [answers.get(timeout=DEADLINE_SECONDS) for _ in processes] == [20, 20, 20]
     for process in processes:
         process.join()
     assert next(tmp_path.glob("*/made")).read_text() == "made\n"
@@ -597,6 +605,7 @@ def test_what_was_left_unfinished_is_made_again(recipe, tmp_path):
 
 def test_tiny_model_is_the_same_when_made_again(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe.tiny_model, "BATCH_SIZE", 2)
+    monkeypatch.setattr(recipe.tiny_model, "VOCABULARY", 300)
     for name in ("a", "b"):
         recipe.tiny_model.pretrain(tmp_path / name, updates=3)
     for file in ("model.safetensors", "tokenizer.json", "config.json"):

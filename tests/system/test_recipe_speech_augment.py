@@ -57,8 +57,13 @@ def test_pictures_do_not_depend_on_the_others_of_the_batch(recipe):
         torch.testing.assert_close(together[row], features(*in_batch(recipe, wave))[0][0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("band_means", [0.0, 0.5, 1.0])
-def test_pictures_equal_a_computation_in_float64_of_one_recording(recipe, band_means):
+def test_pictures_equal_a_computation_in_float64_of_one_recording(recipe, subtests):
+    for band_means in (0.0, 0.5, 1.0):
+        with subtests.test(band_means):
+            check_pictures(recipe, band_means)
+
+
+def check_pictures(recipe, band_means):
     features = recipe.augment.WordPicture(RATE, frames=20, band_means=band_means, max_hz=4000.0).eval()
     said = speech()
     found, _ = features(*in_batch(recipe, torch.cat((torch.zeros(2000), said, torch.zeros(3000))), speech(0.7)))
@@ -116,16 +121,14 @@ def test_training_draws_each_time_and_evaluation_never(recipe):
     assert torch.equal(recipe.augment.WordPicture(RATE, **STILL)(*batch)[0], still)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [{"warp_range": (1.1, 1.25)}, {"channel_db": 6.0}, {"end_jitter": 0.1}, {"rhythm_jitter": 0.4}],
-)
-def test_each_change_of_training_changes_something(recipe, setting):
+def test_each_change_of_training_changes_something(recipe, subtests):
     still = recipe.augment.WordPicture(RATE, **STILL)
-    changed = recipe.augment.WordPicture(RATE, **{**STILL, **setting})
     batch = in_batch(recipe, speech())
-    torch.manual_seed(0)
-    assert (changed(*batch)[0] - still(*batch)[0]).abs().max() > 0.02
+    for name, value in (("warp_range", (1.1, 1.25)), ("channel_db", 6.0), ("end_jitter", 0.1), ("rhythm_jitter", 0.4)):
+        with subtests.test(name):
+            changed = recipe.augment.WordPicture(RATE, **{**STILL, name: value})
+            torch.manual_seed(0)
+            assert (changed(*batch)[0] - still(*batch)[0]).abs().max() > 0.02
 
 
 def test_time_never_runs_backwards(recipe):
@@ -161,46 +164,44 @@ def test_channels_have_the_deviation_that_was_asked_for(recipe):
     assert gains.diff(dim=1).square().mean().sqrt() < 2.5
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_pin_keeps_the_features_exact_under_autocast(recipe, dtype):
+def test_pin_keeps_the_features_exact_under_autocast(recipe, subtests):
     features = recipe.augment.WordPicture(RATE).eval()
     batch = in_batch(recipe, speech() * 1e-3)
     expected, _ = features(*batch)
-    with torch.autocast("cpu", dtype=dtype):
-        assert torch.equal(features(*batch)[0], expected)
-        assert not torch.equal(features(*batch, force_allow_autocast=True)[0].float(), expected)
+    for dtype in (torch.bfloat16, torch.float16):
+        with subtests.test(str(dtype)), torch.autocast("cpu", dtype=dtype):
+            assert torch.equal(features(*batch)[0], expected)
+            assert not torch.equal(features(*batch, force_allow_autocast=True)[0].float(), expected)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        *({"warp_range": [1.2, 0.8]}, {"warp_range": [0.1, 1]}, {"channel_db": -1}, {"silence_db": 0}),
-        *({"floor_db": 0}, {"frames": 0}, {"band_means": 1.5}, {"silence_jitter_db": 40}),
-        *({"end_jitter": 0.5}, {"rhythm_jitter": 0.5}),
-    ],
-)
-def test_settings_without_sense_are_refused(recipe, setting):
-    with pytest.raises(ConfigError, match=next(iter(setting))):
-        recipe.augment.WordPicture(RATE, **setting)
+def test_settings_without_sense_are_refused(recipe, subtests):
+    for name, value in (
+        *(("warp_range", [1.2, 0.8]), ("warp_range", [0.1, 1]), ("channel_db", -1), ("silence_db", 0)),
+        *(("floor_db", 0), ("frames", 0), ("band_means", 1.5), ("silence_jitter_db", 40)),
+        *(("end_jitter", 0.5), ("rhythm_jitter", 0.5)),
+    ):
+        with subtests.test(f"{name} {value}"), pytest.raises(ConfigError, match=name):
+            recipe.augment.WordPicture(RATE, **{name: value})
 
 
-@pytest.mark.parametrize("frames, num_mels", [(4, 12), (32, 24), (33, 41)])
-def test_words_are_classified_each_by_itself(recipe, frames, num_mels):
-    torch.manual_seed(0)
-    model = recipe.model.WordClassifier(frames, num_mels, 5, width=8, channels=(4, 6))
-    pictures, lengths = torch.randn(3, frames, num_mels), torch.full((3,), frames)
-    model(pictures, lengths)[0].sum().backward()
-    assert all(it.grad is not None for it in model.parameters())
-    scores, steps = model.eval()(pictures, lengths)
-    assert scores.shape == (3, 5)
-    assert steps.tolist() == [frames] * 3
-    torch.testing.assert_close(model(pictures[1:2], lengths[1:2])[0][0], scores[1])
+def test_words_are_classified_each_by_itself(recipe, subtests):
+    for frames, num_mels in ((4, 12), (32, 24), (33, 41)):
+        with subtests.test(f"{frames} frames, {num_mels} bands"):
+            torch.manual_seed(0)
+            model = recipe.model.WordClassifier(frames, num_mels, 5, width=8, channels=(4, 6))
+            pictures, lengths = torch.randn(3, frames, num_mels), torch.full((3,), frames)
+            model(pictures, lengths)[0].sum().backward()
+            assert all(it.grad is not None for it in model.parameters())
+            scores, steps = model.eval()(pictures, lengths)
+            assert scores.shape == (3, 5)
+            assert steps.tolist() == [frames] * 3
+            torch.testing.assert_close(model(pictures[1:2], lengths[1:2])[0][0], scores[1])
 
 
-@pytest.mark.parametrize("setting", [{"frames": 3}, {"num_mels": 11}, {"channels": [4]}])
-def test_pictures_that_are_too_small_are_refused(recipe, setting):
-    with pytest.raises(ConfigError, match=next(iter(setting))):
-        recipe.model.WordClassifier(**{"frames": 32, "num_mels": 24, "num_outputs": 5, **setting})
+def test_pictures_that_are_too_small_are_refused(recipe):
+    for name, value in (("frames", 3), ("num_mels", 11), ("channels", [4])):
+        with pytest.raises(ConfigError, match=name):
+            recipe.model.WordClassifier(**{"frames": 32, "num_mels": 24, "num_outputs": 5, name: value})
 
 
 def test_extra_synthetic_speech_is_for_training_only(recipe, tmp_path):

@@ -103,6 +103,14 @@ def test_scripts_run_from_the_shell_as_the_readme_says(tmp_path, ctc_options):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_keywords_train_a_few_steps(recipe, keyword_options, tmp_path):
+    few = ["--number_of_epochs=1", "--synthetic.counts=[12, 3, 3]"]
+    recipe.train.main([str(KEYWORDS), *keyword_options, *few, f"--output_folder={tmp_path}"])
+    assert [record["stage"] for record in stage_records(tmp_path)] == ["train", "valid", "test"]
+    assert all(math.isfinite(record["loss"]) for record in stage_records(tmp_path))
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_short_run_tells_keywords_apart(recipe, keyword_options, tmp_path, precision):
     options = [*keyword_options, f"--precision={precision}", "--number_of_epochs=20", f"--output_folder={tmp_path}"]
@@ -113,18 +121,23 @@ def test_a_short_run_tells_keywords_apart(recipe, keyword_options, tmp_path, pre
     assert tested["metrics"]["accuracy"] > 0.6
 
 
-@pytest.mark.parametrize("encoder", ["gru", "conformer"])
-def test_other_encoders_train_at_each_precision(recipe, ctc_options, tmp_path, encoder):
+ENCODERS = [("gru", "bf16"), ("conformer", "fp32"), ("gru", "fp32"), ("gru", "fp16"), ("conformer", "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("encoder", "precision"),
+    [*ENCODERS[:2], *(pytest.param(*it, marks=pytest.mark.extended) for it in [*ENCODERS[2:], ("conformer", "fp16")])],
+)
+def test_other_encoders_train_at_each_precision(recipe, ctc_options, tmp_path, encoder, precision):
     text = CTC.read_text().replace("kind: lstm", "kind: gru").replace('["type:LSTM"]', "[]")
     if encoder == "conformer":
         text = text.replace("model.RecurrentEncoder", "model.ConformerEncoder").replace("    kind: gru", "    heads: 2")
     settings = tmp_path / "settings.yaml"
     settings.write_text(text)
-    for precision in ("fp32", "bf16", "fp16"):
-        folder = tmp_path / precision
-        recipe.train.main([str(settings), *ctc_options, f"--precision={precision}", f"--output_folder={folder}"])
-        assert [record["stage"] for record in stage_records(folder)] == ["train", "valid", "test"]
-        assert all(math.isfinite(record["loss"]) for record in stage_records(folder))
+    folder = tmp_path / "run"
+    recipe.train.main([str(settings), *ctc_options, f"--precision={precision}", f"--output_folder={folder}"])
+    assert [record["stage"] for record in stage_records(folder)] == ["train", "valid", "test"]
+    assert all(math.isfinite(record["loss"]) for record in stage_records(folder))
 
 
 def test_reported_errors_are_those_of_the_best_weights_over_the_whole_set(recipe, ctc_options, tmp_path):
@@ -236,13 +249,13 @@ def test_what_killed_processes_left_is_removed_and_what_runs_is_not(recipe, tmp_
         recipe.synthesis.synthesize(folder=tmp_path, **arguments)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [([], [1, 1, 1], [1, 1]), (["a"], [1, 1], [1, 1]), (["a"], [1, 0, 1], [1, 1]), (["a"], [1, 1, 1], [2, 1])],
-)
-def test_impossible_synthesis_is_refused(recipe, arguments):
-    with pytest.raises(DataError, match="synthetic: "):
-        recipe.synthesis.write_prompts(*arguments, data_seed=0)
+def test_impossible_synthesis_is_refused(recipe):
+    for arguments in (
+        *(([], [1, 1, 1], [1, 1]), (["a"], [1, 1], [1, 1])),
+        *((["a"], [1, 0, 1], [1, 1]), (["a"], [1, 1, 1], [2, 1])),
+    ):
+        with pytest.raises(DataError, match="synthetic: "):
+            recipe.synthesis.write_prompts(*arguments, data_seed=0)
 
 
 def test_too_few_words_for_disjoint_phrases_are_refused(recipe):
@@ -265,13 +278,14 @@ def test_channels_are_mixed_down_and_rates_changed(recipe, tmp_path):
         torch.testing.assert_close(amplitudes.max(), torch.tensor(0.25, dtype=torch.float64), rtol=0.05, atol=0)
 
 
-@pytest.mark.parametrize("speed", [0.8, 1.25])
-def test_speed_changes_duration_and_pitch(recipe, tmp_path, speed):
+def test_speed_changes_duration_and_pitch(recipe, tmp_path, subtests):
     soundfile.write(tmp_path / "a.wav", tone(1.0, 400), RATE)
-    wave = recipe.data.read_audio(tmp_path / "a.wav", RATE, speed)
-    assert len(wave) == pytest.approx(RATE / speed, abs=2)
-    spectrum = torch.fft.rfft(wave[1000:5000].double() * torch.hann_window(4000, dtype=torch.float64)).abs()
-    assert spectrum.argmax().item() * RATE / 4000 == pytest.approx(400 * speed, abs=2)
+    for speed in (0.8, 1.25):
+        with subtests.test(speed):
+            wave = recipe.data.read_audio(tmp_path / "a.wav", RATE, speed)
+            assert len(wave) == pytest.approx(RATE / speed, abs=2)
+            spectrum = torch.fft.rfft(wave[1000:5000].double() * torch.hann_window(4000, dtype=torch.float64)).abs()
+            assert spectrum.argmax().item() * RATE / 4000 == pytest.approx(400 * speed, abs=2)
 
 
 def test_speed_follows_torchs_generator(recipe, tmp_path):
@@ -285,13 +299,13 @@ def test_speed_follows_torchs_generator(recipe, tmp_path):
     assert len(set(lengths)) == 5 and min(lengths) >= RATE / 4 and max(lengths) <= RATE
 
 
-@pytest.mark.parametrize("content", [b"", b"RIFF nonsense", b"ID3 text"])
-def test_file_that_is_no_audio_is_named(recipe, tmp_path, content):
-    (tmp_path / "bad.wav").write_bytes(content)
-    with pytest.raises(DataError, match=r"bad\.wav: not readable as audio"):
-        recipe.data.read_audio(tmp_path / "bad.wav", RATE)
-    with pytest.raises(DataError, match=r"bad\.wav: not readable as audio"):
-        recipe.data.measure_duration(tmp_path / "bad.wav")
+def test_file_that_is_no_audio_is_named(recipe, tmp_path):
+    for content in (b"", b"RIFF nonsense", b"ID3 text"):
+        (tmp_path / "bad.wav").write_bytes(content)
+        with pytest.raises(DataError, match=r"bad\.wav: not readable as audio"):
+            recipe.data.read_audio(tmp_path / "bad.wav", RATE)
+        with pytest.raises(DataError, match=r"bad\.wav: not readable as audio"):
+            recipe.data.measure_duration(tmp_path / "bad.wav")
     with pytest.raises(DataError, match=r"nowhere\.wav: not readable as audio"):
         recipe.data.read_audio(tmp_path / "nowhere.wav", RATE)
 
@@ -336,24 +350,25 @@ def test_csv_and_json_lines_list_the_same(recipe, tmp_path):
         assert recipe.data.read_audio(second.path, RATE).shape == (6000,)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"path": "a.wav"}', r"list\.jsonl:1: lacks text"),
-        ('{"path": "a.wav", "text": 7, "duration": 1}', r"list\.jsonl:1: lacks text"),
-        ('{"path": "a.wav", "text": "a", "duration": "long"}', r"list\.jsonl:1: duration is 'long'"),
-        ('{"path": "a.wav", "text": "a", "duration": -1}', r"list\.jsonl:1: duration is -1"),
-        ('{"path": "a.wav", "text": "a", "duration": 1, "split": "dev"}', r"split is 'dev'; expected one of train"),
-        ('{"path": "a.wav", "text": "a"}', r"a\.wav: not readable as audio"),
-        ('\n["a.wav"]', r"list\.jsonl:2: is not a JSON object"),
-        ("path,text", r"not one JSON object a line"),
-        ("", r"lists no recording"),
-    ],
-)
-def test_manifest_mistakes_tell_the_line(recipe, tmp_path, content, message):
-    (tmp_path / "list.jsonl").write_text(content)
-    with pytest.raises(DataError, match=message):
-        recipe.data.read_manifest(tmp_path / "list.jsonl")
+WRONG_MANIFESTS = [
+    ('{"path": "a.wav"}', r"list\.jsonl:1: lacks text"),
+    ('{"path": "a.wav", "text": 7, "duration": 1}', r"list\.jsonl:1: lacks text"),
+    ('{"path": "a.wav", "text": "a", "duration": "long"}', r"list\.jsonl:1: duration is 'long'"),
+    ('{"path": "a.wav", "text": "a", "duration": -1}', r"list\.jsonl:1: duration is -1"),
+    ('{"path": "a.wav", "text": "a", "duration": 1, "split": "dev"}', r"split is 'dev'; expected one of train"),
+    ('{"path": "a.wav", "text": "a"}', r"a\.wav: not readable as audio"),
+    ('\n["a.wav"]', r"list\.jsonl:2: is not a JSON object"),
+    ("path,text", r"not one JSON object a line"),
+    ("", r"lists no recording"),
+]
+
+
+def test_manifest_mistakes_tell_the_line(recipe, tmp_path, subtests):
+    for content, message in WRONG_MANIFESTS:
+        with subtests.test(message):
+            (tmp_path / "list.jsonl").write_text(content)
+            with pytest.raises(DataError, match=message):
+                recipe.data.read_manifest(tmp_path / "list.jsonl")
 
 
 def test_wrong_places_are_explained(recipe, tmp_path):
@@ -369,19 +384,17 @@ def test_wrong_places_are_explained(recipe, tmp_path):
         load(recipe, data_folder="a", manifest="b.csv")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "name", "label", "speaker"),
-    [
+def test_file_names_tell_label_and_speaker(recipe, tmp_path, subtests):
+    for pattern, name, label, speaker in (
         ("{label}_{speaker}_{index}", "7_jackson_12.wav", "7", "jackson"),
         ("{label}/{speaker}_nohash_{index}", "yes/0a7c_nohash_0.wav", "yes", "0a7c"),
         ("{speaker}/{label}", "ann/far away.FLAC", "far away", "ann"),
         ("{label}.{take}", "a+b.1.ogg", "a+b", None),
-    ],
-)
-def test_file_names_tell_label_and_speaker(recipe, tmp_path, pattern, name, label, speaker):
-    save_tones(tmp_path, [name, ".hidden/x.wav"])
-    (found,) = recipe.data.list_folder(tmp_path, pattern)
-    assert (found.text, found.speaker, found.duration) == (label, speaker, 0.5)
+    ):
+        with subtests.test(pattern):
+            folder = save_tones(tmp_path / label, [name, ".hidden/x.wav"])
+            (found,) = recipe.data.list_folder(folder, pattern)
+            assert (found.text, found.speaker, found.duration) == (label, speaker, 0.5)
 
 
 def test_names_that_do_not_fit_are_named(recipe, tmp_path):
@@ -423,18 +436,15 @@ def test_split_by_ratio_follows_its_own_seed(recipe):
     assert recipe.data.split_recordings(recordings, None, None, (0.5, 0.25, 0.25), 8) != parts
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_impossible_splits_are_refused(recipe):
+    for settings, message in (
         (("nobody", None, (0.8, 0.1, 0.1)), "test_speaker 'nobody' is nobody here; the speakers are s0, s1, s2, s3"),
         (("s1", "s1", (0.8, 0.1, 0.1)), "both 's1'"),
         ((None, None, (0.8, 0.1)), "split_ratios"),
         ((None, None, (0.9, 0.1, 0.1)), "split_ratios"),
-    ],
-)
-def test_impossible_splits_are_refused(recipe, settings, message):
-    with pytest.raises(DataError, match=message):
-        recipe.data.split_recordings(some_recordings(recipe), *settings, 0)
+    ):
+        with pytest.raises(DataError, match=message):
+            recipe.data.split_recordings(some_recordings(recipe), *settings, 0)
 
 
 def test_a_speaker_may_be_a_number(recipe, tmp_path):
@@ -490,10 +500,10 @@ def test_speed_counts_for_what_is_too_short(recipe, tmp_path):
         load(recipe, data_folder=tmp_path, speed_range=(0.8, 1.25))
 
 
-@pytest.mark.parametrize("settings", [{"speed_range": (1.1, 0.9)}, {"speed_range": (0.0, 1.0)}, {"unfit": "drop"}])
-def test_impossible_settings_are_named(recipe, settings):
-    with pytest.raises(DataError, match=f"{next(iter(settings))} is"):
-        load(recipe, **settings)
+def test_impossible_settings_are_named(recipe):
+    for name, value in (("speed_range", (1.1, 0.9)), ("speed_range", (0.0, 1.0)), ("unfit", "drop")):
+        with pytest.raises(DataError, match=f"{name} is"):
+            load(recipe, **{name: value})
 
 
 # --- the features
@@ -512,13 +522,13 @@ def test_filters_are_triangles_at_equal_distances_in_mel(recipe):
     torch.testing.assert_close(filters.sum(dim=0)[inside], torch.ones(inside.stop - inside.start).double())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((80, 64, RATE, 0, 4000), "mel band 0 of 80 is narrower"), ((4, 512, RATE, 0, 5000), "expected 0 <= min_hz")],
-)
-def test_impossible_bands_are_refused(recipe, arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        recipe.features.mel_filterbank(*arguments)
+def test_impossible_bands_are_refused(recipe):
+    for arguments, message in (
+        ((80, 64, RATE, 0, 4000), "mel band 0 of 80 is narrower"),
+        ((4, 512, RATE, 0, 5000), "expected 0 <= min_hz"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            recipe.features.mel_filterbank(*arguments)
 
 
 def reference_features(wave: np.ndarray, filters: np.ndarray, floor: float) -> np.ndarray:
@@ -611,8 +621,13 @@ def encoders(recipe) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm", "conformer"])
-@pytest.mark.parametrize("pool_frames", [False, True])
-def test_scores_do_not_depend_on_the_others_of_the_batch(recipe, kind, pool_frames):
+def test_scores_do_not_depend_on_the_others_of_the_batch(recipe, kind, subtests):
+    for pool_frames in (False, True):
+        with subtests.test("pooled" if pool_frames else "in each frame"):
+            check_alone_and_together(recipe, kind, pool_frames)
+
+
+def check_alone_and_together(recipe, kind, pool_frames):
     torch.manual_seed(0)
     front = recipe.model.ConvolutionalFront(10, 16, (4, 6), (2, 2))
     model = recipe.model.SpeechModel(front, encoders(recipe)[kind], 16, 5, pool_frames).eval()
@@ -694,13 +709,13 @@ def test_beam_search_finds_the_most_probable_reading_and_the_best_path_need_not(
     assert differs > 0
 
 
-@pytest.mark.parametrize("beam_size", [1, 8])
-def test_decoding_reads_valid_steps_only(recipe, beam_size):
-    objective = recipe.objectives.CharacterCTC("ab", beam_size=beam_size)
-    path = torch.tensor([[1, 1, 0, 1, 2, 2], [0, 2, 0, 0, 1, 1]])
-    scores = torch.nn.functional.one_hot(path, 3) * 20.0
-    assert objective.decode(scores, torch.tensor([6, 4])) == ["aab", "b"]
-    assert objective.decode(scores.to(torch.bfloat16), torch.tensor([2, 1])) == ["a", ""]
+def test_decoding_reads_valid_steps_only(recipe):
+    for beam_size in (1, 8):
+        objective = recipe.objectives.CharacterCTC("ab", beam_size=beam_size)
+        path = torch.tensor([[1, 1, 0, 1, 2, 2], [0, 2, 0, 0, 1, 1]])
+        scores = torch.nn.functional.one_hot(path, 3) * 20.0
+        assert objective.decode(scores, torch.tensor([6, 4])) == ["aab", "b"]
+        assert objective.decode(scores.to(torch.bfloat16), torch.tensor([2, 1])) == ["a", ""]
 
 
 def test_errors_are_counted_over_words_and_characters(recipe):
@@ -728,15 +743,16 @@ def test_texts_become_labels_and_back(recipe):
         recipe.objectives.CharacterCTC("a", beam_size=0)
 
 
-@pytest.mark.parametrize("labels", [[1], [1, 1], [1, 2, 2, 2], [2, 1, 2]])
-def test_steps_needed_are_those_from_which_ctc_is_finite(recipe, labels):
+def test_steps_needed_are_those_from_which_ctc_is_finite(recipe, subtests):
     objective = recipe.objectives.CharacterCTC("ab")
-    batch = {"target": torch.tensor([labels]), "num_labels": torch.tensor([len(labels)])}
-    needed = objective.steps_needed(labels)
-    for steps, finite in ((needed, True), (needed - 1, False)):
-        if steps:
-            loss = objective.loss(torch.randn(1, steps, 3), torch.tensor([steps]), batch)
-            assert math.isfinite(loss.item()) == finite
+    for labels in ([1], [1, 1], [1, 2, 2, 2], [2, 1, 2]):
+        with subtests.test(str(labels)):
+            batch = {"target": torch.tensor([labels]), "num_labels": torch.tensor([len(labels)])}
+            needed = objective.steps_needed(labels)
+            for steps, finite in ((needed, True), (needed - 1, False)):
+                if steps:
+                    loss = objective.loss(torch.randn(1, steps, 3), torch.tensor([steps]), batch)
+                    assert math.isfinite(loss.item()) == finite
 
 
 def test_keywords_are_counted_and_checked(recipe):

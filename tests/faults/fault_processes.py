@@ -159,7 +159,7 @@ def _times(amounts: Amounts, kinds: int = 1) -> int:
 
 def _plan(amounts: Amounts, **options: Any) -> Plan:
     """What is trained: two epochs."""
-    return Plan("", "", samples=24 if amounts.quick else 48, options=options)
+    return Plan("", "", samples=16 if amounts.quick else 48, options=options)
 
 
 def _random_fault(chance: Random, whole: Whole, action: str, phases: Sequence[str] = _PHASES) -> Fault:
@@ -408,7 +408,7 @@ def inf_on_one_rank(amounts: Amounts, folder: Path, strategy: str) -> Tally:
     for number in range(_times(amounts, 3)):
         precision = ("fp32", "bf16", "fp16")[number % 3]
         options = {"strategy": strategy, "precision": precision, "init_scale": 1024.0}
-        fault = Fault("forward", chance.randint(1, 6), "inf", [chance.randint(0, 1)])
+        fault = Fault("forward", chance.randint(1, 4), "inf", [chance.randint(0, 1)])
         with new_folder(folder) as place:
             plan = replace(_plan(amounts, **options), folder=str(place / "run"), epochs=1, faults=[fault])
             launch = Launch(plan, place).end()

@@ -66,15 +66,23 @@ STEPS = {
 }
 
 
-@pytest.fixture(scope="module")
-def counted_steps():
-    """What each rank counted in each of the steps: those of as many ranks are taken in the same processes."""
-    found = {}
-    for ranks in {run.ranks for run in STEPS.values()}:
-        names = [name for name, run in STEPS.items() if run.ranks == ranks]
-        of_ranks = in_processes(count_steps, ranks, SMALL, [STEPS[name] for name in names])
-        found |= dict(zip(names, zip(*of_ranks, strict=True), strict=True))
-    return found
+SHORT = ["ddp, gradients in bf16", "fsdp", "tensor parallel"]
+in_three_parts = pytest.fixture(
+    scope="module", params=["short", *(pytest.param(ranks, marks=pytest.mark.extended) for ranks in (2, 4))]
+)
+
+
+def counted(count, runs: dict[str, Run], part: str | int) -> list[tuple]:
+    """(name, run, what each rank counted) of the short runs, or the others of so many ranks, in the same processes."""
+    ranks = 2 if part == "short" else part
+    chosen = {name: it for name, it in runs.items() if it.ranks == ranks and (name in SHORT) == (part == "short")}
+    of_ranks = in_processes(count, ranks, SMALL, list(chosen.values()))
+    return list(zip(chosen, chosen.values(), zip(*of_ranks, strict=True), strict=True))
+
+
+@in_three_parts
+def counted_steps(request):
+    return counted(count_steps, STEPS, request.param)
 
 
 def given_bytes(run: Run) -> dict[str, float]:
@@ -85,28 +93,37 @@ def given_bytes(run: Run) -> dict[str, float]:
     return given
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_sends_and_holds_what_the_formulas_say(counted_steps, name):
-    run = STEPS[name]
-    own = memory(SMALL, run)
-    assert len(counted_steps[name]) == run.ranks
-    for counted in counted_steps[name]:
-        assert counted.given == given_bytes(run)
-        held_bytes = (counted.parameters, counted.gradients, counted.optimizer)
-        assert held_bytes == (own.parameters, own.gradients, own.optimizer)
+def test_a_step_sends_and_holds_what_the_formulas_say(counted_steps, subtests):
+    for name, run, of_ranks in counted_steps:
+        with subtests.test(name):
+            own = memory(SMALL, run)
+            assert len(of_ranks) == run.ranks
+            for counts in of_ranks:
+                assert counts.given == given_bytes(run)
+                held_bytes = (counts.parameters, counts.gradients, counts.optimizer)
+                assert held_bytes == (own.parameters, own.gradients, own.optimizer)
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_writes_to_its_sockets_what_a_ring_sends(counted_steps, name):
+def test_a_step_writes_to_its_sockets_what_a_ring_sends(counted_steps, subtests):
     """Gloo makes a reduce-scatter of an all-reduce, at twice the bytes; and each message has a header."""
-    sent = sum(each.sent * (2 if each.kind == "reduce-scatter" else 1) for each in collectives(SMALL, STEPS[name]))
-    for counted in counted_steps[name]:
-        headers = 700 * STEPS[name].ranks / 2 * sum(counted.calls.values())
-        assert sent <= counted.written <= 1.001 * sent + headers
+    for name, run, of_ranks in counted_steps:
+        with subtests.test(name):
+            sent = sum(each.sent * (2 if each.kind == "reduce-scatter" else 1) for each in collectives(SMALL, run))
+            for counts in of_ranks:
+                headers = 700 * run.ranks / 2 * sum(counts.calls.values())
+                assert sent <= counts.written <= 1.001 * sent + headers
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("run", [FP32_RUN, BF16_RUN], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("run", "checkpointing"),
+    [
+        (FP32_RUN, False),
+        (BF16_RUN, True),
+        pytest.param(FP32_RUN, True, marks=pytest.mark.extended),
+        pytest.param(BF16_RUN, False, marks=pytest.mark.extended),
+    ],
+    ids=["fp32", "bf16-checkpointed", "fp32-checkpointed", "bf16"],
+)
 def test_a_forward_keeps_what_the_formulas_say(run, checkpointing):
     run = replace(run, ranks=1, checkpointing=checkpointing)
     weights = cast_weights(SMALL, run)
@@ -144,25 +161,19 @@ FITS = {
 }
 
 
-@pytest.fixture(scope="module")
-def counted_fits():
-    """What each rank of a Brain counted."""
-    found = {}
-    for ranks in {run.ranks for run in FITS.values()}:
-        names = [name for name, run in FITS.items() if run.ranks == ranks]
-        of_ranks = in_processes(count_fits, ranks, SMALL, [FITS[name] for name in names])
-        found |= dict(zip(names, zip(*of_ranks, strict=True), strict=True))
-    return found
+@in_three_parts
+def counted_fits(request):
+    return counted(count_fits, FITS, request.param)
 
 
-@pytest.mark.parametrize("name", FITS)
-def test_a_brain_sends_and_holds_what_the_formulas_say(counted_fits, name):
-    run = FITS[name]
-    own = memory(SMALL, run)
-    for counted in counted_fits[name]:
-        assert counted.given == given_bytes(run)
-        assert (counted.parameters, counted.optimizer) == (own.parameters, own.optimizer)
-        assert 0 < counted.guards < 500
+def test_a_brain_sends_and_holds_what_the_formulas_say(counted_fits, subtests):
+    for name, run, of_ranks in counted_fits:
+        with subtests.test(name):
+            own = memory(SMALL, run)
+            for counts in of_ranks:
+                assert counts.given == given_bytes(run)
+                assert (counts.parameters, counts.optimizer) == (own.parameters, own.optimizer)
+                assert 0 < counts.guards < 500
 
 
 @pytest.mark.parametrize("run", [replace(BF16_RUN, ranks=1), BRAIN_SHARDED], ids=["alone", "fsdp"])

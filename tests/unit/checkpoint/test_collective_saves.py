@@ -3,6 +3,7 @@
 import os
 import warnings
 from datetime import timedelta
+from itertools import product
 
 import pytest
 import torch
@@ -89,6 +90,16 @@ def test_what_is_to_go_is_gone_on_every_rank_when_the_save_returns(tmp_path):
     assert in_processes(keep_only, 2, tmp_path) == [expected, expected]
 
 
+REASONS = {"nan": "nonfinite parameters (NaN or infinite): modules.weight", "disk": "disk full", "state": "division"}
+
+
+def failing_in_every_way(rank, folder):
+    ways = product(REASONS, [False, True])
+    return {
+        (how, background): failing(rank, folder / f"{how} {background}", how, background) for how, background in ways
+    }
+
+
 def failing(rank, folder, how, background):
     net = model(1.0)
     checkpointer = Checkpointer(folder, {"modules": net})
@@ -122,13 +133,13 @@ def _full():
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("how", ["nan", "disk", "state"])
-@pytest.mark.parametrize("background", [False, True])
-def test_what_fails_on_rank_0_is_raised_on_all_and_the_next_save_works(tmp_path, how, background):
-    what = {"nan": "nonfinite parameters (NaN or infinite): modules.weight", "disk": "disk full", "state": "division"}
-    for text, number, left in in_processes(failing, 2, tmp_path, how, background):
-        assert what[how] in text and "CKPT+000002 not written" in text and "CKPT+000001 is intact" in text
-        assert (number, left) == (2, ["CKPT+000001", "CKPT+000002"])
+def test_what_fails_on_rank_0_is_raised_on_all_and_the_next_save_works(tmp_path, subtests):
+    of_ranks = in_processes(failing_in_every_way, 2, tmp_path)
+    for how, background in of_ranks[0]:
+        with subtests.test(f"{how}, {'background' if background else 'foreground'}"):
+            for text, number, left in (found[how, background] for found in of_ranks):
+                assert REASONS[how] in text and "CKPT+000002 not written" in text and "CKPT+000001 is intact" in text
+                assert (number, left) == (2, ["CKPT+000001", "CKPT+000002"])
 
 
 def bad_key(rank, folder):
@@ -144,7 +155,7 @@ def test_an_error_of_what_follows_the_save_is_raised_on_all(tmp_path):
 def alone(rank, folder):
     dist.destroy_process_group()
     store = (folder.parent / f"{folder.name}-store").as_uri()
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=2))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=4))
     checkpointer = Checkpointer(folder, {"modules": model()})
     checkpointer.save_checkpoint()
     return told(checkpointer.save_checkpoint) if rank == 0 else None

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -159,6 +158,10 @@ def load(rank, folder, strategy):
 EQUAL = {name: {"modules": True, "optimizer": True, "ema": True} for name in ("fresh", "trained")}
 # From a strategy and a number of processes to others; each is loaded from and into at least twice.
 COURSES = [
+    ((2, "fsdp"), [(1, "ddp")]),
+    ((1, "ddp"), [(2, "tp+fsdp")]),
+]
+LONG_COURSES = [
     ((1, "ddp"), [(2, "fsdp"), (4, "tp+fsdp")]),
     ((2, "ddp"), [(1, "ddp"), (4, "fsdp")]),
     ((2, "fsdp"), [(1, "ddp"), (4, "fsdp"), (2, "ddp")]),
@@ -168,7 +171,11 @@ COURSES = [
 ]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), COURSES, ids=lambda it: str(it[0]) + it[1] if type(it) is tuple else None)
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [*COURSES, *(pytest.param(*course, marks=pytest.mark.extended) for course in LONG_COURSES)],
+    ids=lambda it: str(it[0]) + it[1] if type(it) is tuple else None,
+)
 def test_a_load_in_any_number_of_processes_and_strategy_is_equal_bit_for_bit(tmp_path, saved, loaded):
     count, strategy = saved
     in_processes(save, count, tmp_path, strategy, strategy == "fsdp" and count == 2)
@@ -183,17 +190,18 @@ def test_a_load_in_any_number_of_processes_and_strategy_is_equal_bit_for_bit(tmp
 # -------------------------------------------------------------- what lies on the disk
 
 
-def test_the_files_hold_each_element_once_and_no_code(tmp_path):
-    in_processes(save, 4, tmp_path, "hsdp")
+# 4 ranks hold 2 copies of the model, in 2 parts each: ranks 0 and 1 write theirs.
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "fsdp"), pytest.param(4, "hsdp", marks=pytest.mark.extended)])
+def test_the_files_hold_each_element_once_and_no_code(tmp_path, ranks, strategy):
+    in_processes(save, ranks, tmp_path, strategy)
     folder = tmp_path / "CKPT+000001"
     files = sorted(it.name for it in folder.iterdir())
-    # 4 ranks hold 2 copies of the model, in 2 parts each: ranks 0 and 1 write theirs.
     assert files == [
         "MANIFEST.sha256", "ema.safetensors", "ema@00000.safetensors", "ema@00001.safetensors", "meta.json",
         "modules.safetensors", "modules@00000.safetensors", "modules@00001.safetensors", "optimizer.safetensors",
         "optimizer@00000.safetensors", "optimizer@00001.safetensors",
     ]  # fmt: skip
-    assert json.loads((folder / "meta.json").read_text())["shards"] == 4
+    assert json.loads((folder / "meta.json").read_text())["shards"] == ranks
     manifest = (folder / "MANIFEST.sha256").read_text()
     assert all(name in manifest for name in files[1:])
     sizes = sum((folder / name).stat().st_size - header(folder / name) for name in files if name.startswith("modules"))
@@ -222,18 +230,31 @@ def watched_load(rank, folder, strategy):
     return sorted(set(hashed) - {"meta.json"}), {file for file, _ in read}, sum(count for _, count in read)
 
 
-def test_each_rank_reads_its_own_part_and_each_file_is_verified_once(tmp_path):
-    in_processes(save, 2, tmp_path, "fsdp")
-    files = sorted(it.name for it in (tmp_path / "CKPT+000001").glob("*.safetensors"))
-    everything = sum(in_processes(watched_load, 1, tmp_path, "ddp")[0][2:])
-    found = in_processes(watched_load, 2, tmp_path, "fsdp")
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """A folder of checkpoints of two processes under fsdp."""
+    folder = tmp_path_factory.mktemp("sharded")
+    in_processes(save, 2, folder, "fsdp")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """A folder of checkpoints of one process."""
+    folder = tmp_path_factory.mktemp("single")
+    in_processes(save, 1, folder, "ddp")
+    return folder
+
+
+def test_each_rank_reads_its_own_part_and_each_file_is_verified_once(sharded, single):
+    files = sorted(it.name for it in (sharded / "CKPT+000001").glob("*.safetensors"))
+    everything = sum(in_processes(watched_load, 1, sharded, "ddp")[0][2:])
+    found = in_processes(watched_load, 2, sharded, "fsdp")
     assert sorted([*found[0][0], *found[1][0]]) == files
     for rank, (_, read, count) in enumerate(found):
         assert {it.partition("@")[2] for it in read} == {"", f"{rank:05d}.safetensors"}
         assert count < 0.65 * everything  # what is not sharded is read by both
-    (tmp_path / "single").mkdir()
-    in_processes(save, 1, tmp_path / "single", "ddp")
-    for _, _, count in in_processes(watched_load, 2, tmp_path / "single", "fsdp"):
+    for _, _, count in in_processes(watched_load, 2, single, "fsdp"):
         assert count < 0.65 * everything
 
 
@@ -420,11 +441,18 @@ def begin_with(rank, folder, strategy):
     return equal
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_run_begins_with_the_averaged_weights_of_another(tmp_path, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "other"),
+    [
+        ("fsdp", "ddp"),
+        ("ddp", "fsdp"),
+        pytest.param("fsdp", "fsdp", marks=pytest.mark.extended),
+        pytest.param("ddp", "ddp", marks=pytest.mark.extended),
+    ],
+)
+def test_a_run_begins_with_the_averaged_weights_of_another(tmp_path, strategy, other):
     in_processes(save, 2, tmp_path, strategy)
-    for other in ("ddp", "fsdp"):
-        assert in_processes(begin_with, 2, tmp_path, other) == [[True, True]] * 2
+    assert in_processes(begin_with, 2, tmp_path, other) == [[True, True]] * 2
 
 
 # -------------------------------------------------------------- as one file
@@ -436,15 +464,12 @@ def save_again(rank, folder, to):
     Checkpointer(to, named(*parts)).save_checkpoint({"epoch": 1})
 
 
-def test_a_sharded_checkpoint_is_exported_as_one_of_a_single_process(tmp_path):
-    for name in ("sharded", "single"):
-        (tmp_path / name).mkdir()
-    in_processes(save, 2, tmp_path / "sharded", "fsdp")
-    in_processes(save_again, 1, tmp_path / "sharded", tmp_path / "single")
-    export_run(tmp_path / "sharded", tmp_path / "first")
-    export_run(tmp_path / "single", tmp_path / "second")
+def test_a_sharded_checkpoint_is_exported_as_one_of_a_single_process(tmp_path, sharded):
+    in_processes(save_again, 1, sharded, tmp_path / "again")
+    export_run(sharded, tmp_path / "first")
+    export_run(tmp_path / "again", tmp_path / "second")
     files = [tmp_path / name / "model.safetensors" for name in ("first", "second")]
-    assert [it.read_bytes()[header(it) :] for it in files[:1]] == [it.read_bytes()[header(it) :] for it in files[1:]]
+    assert files[0].read_bytes()[header(files[0]) :] == files[1].read_bytes()[header(files[1]) :]
     found, other = map(load_file, files)
     assert found.keys() == other.keys() == Net().state_dict().keys() and all(map(same, found.values(), other.values()))
 
@@ -562,18 +587,19 @@ def dying(function, calls, point):
     return call
 
 
-def test_a_rank_killed_inside_a_save_leaves_the_old_checkpoint_and_no_torn_one(tmp_path):
-    (tmp_path / "whole").mkdir()
-    _, calls = in_processes(save_and_die, 2, tmp_path / "whole", 10**9, False)
+@pytest.fixture(scope="module")
+def calls_of_a_save(tmp_path_factory):
+    _, calls = in_processes(save_and_die, 2, tmp_path_factory.mktemp("whole"), 10**9, False)
     assert calls >= 9  # three files
-    for point in (0, 2, calls // 2, calls):
-        folder = tmp_path / str(point)
-        folder.mkdir()
-        began = time.monotonic()
-        with pytest.raises(AssertionError, match="rank 1: ended without an answer"):
-            in_processes(save_and_die, 2, folder, point, point % 2 == 0)
-        assert time.monotonic() - began < 30  # no wait for the one that is gone
-        assert "were not heard" in (folder / "told").read_text()
-        checkpointer = Checkpointer(folder)
-        assert [it.meta["epoch"] for it in checkpointer.list_checkpoints()] == [1]
-        assert checkpointer.read(checkpointer.find_checkpoint()).keys() == {"modules", "optimizer", "ema"}
+    return calls
+
+
+@pytest.mark.parametrize("part", [0.5, *(pytest.param(it, marks=pytest.mark.extended) for it in (0.0, 0.1, 1.0))])
+def test_a_rank_killed_inside_a_save_leaves_the_old_checkpoint_and_no_torn_one(tmp_path, calls_of_a_save, part):
+    point = int(part * calls_of_a_save)
+    with pytest.raises(AssertionError, match="rank 1: ended without an answer"):
+        in_processes(save_and_die, 2, tmp_path, point, point % 2 == 0)
+    assert "were not heard" in (tmp_path / "told").read_text()
+    checkpointer = Checkpointer(tmp_path)
+    assert [it.meta["epoch"] for it in checkpointer.list_checkpoints()] == [1]
+    assert checkpointer.read(checkpointer.find_checkpoint()).keys() == {"modules", "optimizer", "ema"}

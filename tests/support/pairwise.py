@@ -13,20 +13,32 @@ def pairwise(*factors: Sequence[Any]) -> list[Any]:
     The default tier has a part of them in which every two values of two factors meet once or more. The others are
     marked `extended`.
     """
-    rows = list(product(*(range(len(factor)) for factor in factors)))
+    rows = _rows(factors)
     missing = {pair for row in rows for pair in _pairs(row)}
     chosen = set()
     while missing:
         best = max(rows, key=lambda row: len(missing.intersection(_pairs(row))))
         chosen.add(best)
         missing.difference_update(_pairs(best))
-    return [
-        pytest.param(
-            *(factor[at] for factor, at in zip(factors, row, strict=True)),
-            marks=() if row in chosen else pytest.mark.extended,
-        )
-        for row in rows
-    ]
+    return _params(factors, chosen)
+
+
+def each_once(*factors: Sequence[Any]) -> list[Any]:
+    """As `pairwise`, with fewer by default: each value of each factor comes once or more."""
+    count = max(map(len, factors))
+    return _params(factors, {tuple(at % len(factor) for factor in factors) for at in range(count)})
+
+
+def _params(factors: Sequence[Sequence[Any]], by_default: set[tuple[int, ...]]) -> list[Any]:
+    params = []
+    for row in _rows(factors):
+        values = [factor[at] for factor, at in zip(factors, row, strict=True)]
+        params.append(pytest.param(*values, marks=() if row in by_default else pytest.mark.extended))
+    return params
+
+
+def _rows(factors: Sequence[Sequence[Any]]) -> list[tuple[int, ...]]:
+    return list(product(*(range(len(factor)) for factor in factors)))
 
 
 def _pairs(row: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:

@@ -7,11 +7,11 @@ import os
 import random
 import signal
 import time
-from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from pairwise import each_once
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -184,13 +184,6 @@ def interrupted(folder, ends_at, source=dataset, by=die, **options):
         fit(first, source)
     second = fit(make(str(folder), **options), source)
     return second, [first.journal.lines, second.journal.lines]
-
-
-def each_once(*factors):
-    """All combinations for `parametrize`: by default those in which each value of each factor comes once or more."""
-    count = max(map(len, factors))
-    by_default = [tuple(factor[at % len(factor)] for factor in factors) for at in range(count)]
-    return [pytest.param(*case, marks=() if case in by_default else pytest.mark.extended) for case in product(*factors)]
 
 
 @pytest.mark.parametrize(("source", "ends_at"), each_once(SOURCES, [2, 6, 7, 9, 13]))

@@ -211,7 +211,8 @@ def test_a_child_can_take_the_folder_once_its_parent_has_let_go(tmp_path):
     assert in_a_child(take) == "True"
 
 
-def test_a_holder_that_has_not_written_its_name_is_another_process(tmp_path, monkeypatch, subtests):
+@pytest.mark.parametrize("left_behind", ["", "{", '{"pid": 1}', "null", '{"pid": "x", "host": 1, "since": 2}'])
+def test_a_holder_that_has_not_written_its_name_is_another_process(tmp_path, monkeypatch, left_behind):
     monkeypatch.setattr(folder_lock, "_NAME_WITHIN_SECONDS", 0.1)
     code = """\
 folder_lock._write_name = lambda descriptor: os.pwrite(descriptor, sys.argv[2].encode(), 0)
@@ -219,13 +220,10 @@ lock_folder(sys.argv[1])
 say('locked')
 signal.pause()
 """
-    left_behind = ["", "{", '{"pid": 1}', "null", '{"pid": "x", "host": 1, "since": 2}']
-    for number, text in enumerate(left_behind):
-        folder = tmp_path / str(number)
-        with subtests.test(text), process(code, folder, text) as other:
-            assert other.stdout.readline() == "locked\n"
-            with pytest.raises(FolderInUseError, match=r"in use by another process\. Wait"):
-                lock_folder(folder)
+    with process(code, tmp_path, left_behind) as other:
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(FolderInUseError, match=r"in use by another process\. Wait"):
+            lock_folder(tmp_path)
 
 
 def test_the_name_of_a_dead_holder_is_not_given_for_that_of_the_one_that_is_writing_its_own(tmp_path, monkeypatch):
@@ -335,22 +333,20 @@ def test_a_process_keeps_only_its_latest_locks(tmp_path):
     assert not any(map(is_free, folders[-2:]))
 
 
-def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog, subtests):
-    for code in ("ENOLCK", "ENOSYS", "EOPNOTSUPP"):
-        number = getattr(folder_lock.errno, code)
+@pytest.mark.parametrize("code", ["ENOLCK", "ENOSYS", "EOPNOTSUPP"])
+def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog, code):
+    number = getattr(folder_lock.errno, code)
 
-        def no_locks(*_, number=number):
-            raise OSError(number, os.strerror(number))
+    def no_locks(*_):
+        raise OSError(number, os.strerror(number))
 
-        caplog.clear()
-        with subtests.test(code), monkeypatch.context() as patch:
-            patch.setattr(folder_lock.fcntl, "lockf", no_locks)
-            descriptors = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc") else 0
-            lock_folder(tmp_path / code)
-            lock_folder(tmp_path / code)
-            (record,) = caplog.records
-            assert record.levelno == logging.WARNING and os.strerror(number) in record.getMessage()
-            assert not descriptors or len(os.listdir("/proc/self/fd")) == descriptors
+    monkeypatch.setattr(folder_lock.fcntl, "lockf", no_locks)
+    descriptors = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc") else 0
+    lock_folder(tmp_path)
+    lock_folder(tmp_path)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and os.strerror(number) in record.getMessage()
+    assert not descriptors or len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog):

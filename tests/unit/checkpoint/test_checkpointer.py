@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import subprocess
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -625,18 +624,11 @@ def test_a_state_that_cannot_be_taken_is_named(tmp_path):
         checkpointer.save_checkpoint({"optimizer_step": 9})
 
 
-NUMBERS = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e5m2]
-
-
-def test_a_diverged_model_is_not_saved(tmp_path, subtests):
-    for dtype, value in product(NUMBERS, ["nan", "inf", "-inf"]):
-        with subtests.test(value, dtype=str(dtype)):
-            assert_not_saved(tmp_path / f"{dtype} {value}", value, dtype)
-
-
-def assert_not_saved(folder, value, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e5m2])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_diverged_model_is_not_saved(tmp_path, value, dtype):
     model = nn.ParameterDict({"fine": torch.ones(3), "empty": torch.ones(0), "bad": torch.ones(4, 4).to(dtype)})
-    checkpointer = Checkpointer(folder, {"model": nn.DataParallel(model)})
+    checkpointer = Checkpointer(tmp_path, {"model": nn.DataParallel(model)})
     good = checkpointer.save_checkpoint({"optimizer_step": 1, "loss": 1.0})
     bad = torch.ones(4, 4)
     bad[1, 2] = float(value)
@@ -645,7 +637,7 @@ def assert_not_saved(folder, value, dtype):
         CheckpointError, match=r"\(step 2\) not written: nonfinite parameters .*: model\.bad\. .*CKPT\+0"
     ):
         checkpointer.save_and_keep_only({"optimizer_step": 2, "loss": 0.0}, min_keys=["loss"])
-    assert [path.name for path in folder.iterdir()] == [good.path.name]
+    assert [path.name for path in tmp_path.iterdir()] == [good.path.name]
     assert checkpointer.recover_if_possible() == good
     assert model["bad"].float().isfinite().all() if not dtype.is_complex else model["bad"].isfinite().all()
 

@@ -87,22 +87,22 @@ def test_a_recipes_checkpointer_wins_over_the_folder_and_is_not_saved_to_at_epoc
 # -------------------------------------------------------------- what stays
 
 
+@pytest.mark.parametrize(
+    ("mode", "losses", "expected"),
+    [
+        ("min", [3.0, 1.0, 2.0, 5.0], [2, 3, 4]),
+        ("max", [3.0, 1.0, 2.0, 5.0], [3, 4]),
+        ("max", [3.0, 1.0, 2.0, 1.0], [1, 3, 4]),
+        ("min", [1.0, 1.0, 2.0, 3.0], [2, 3, 4]),  # of equals the newest
+        ("min", [2.0, float("nan"), float("nan"), float("nan")], [1, 3, 4]),
+    ],
+)
 @pytest.mark.parametrize("background", [False, True])
-def test_the_best_and_the_two_newest_epochs_stay(tmp_path, background, subtests):
-    for number, (mode, losses, expected) in enumerate(
-        [
-            ("min", [3.0, 1.0, 2.0, 5.0], [2, 3, 4]),
-            ("max", [3.0, 1.0, 2.0, 5.0], [3, 4]),
-            ("max", [3.0, 1.0, 2.0, 1.0], [1, 3, 4]),
-            ("min", [1.0, 1.0, 2.0, 3.0], [2, 3, 4]),  # of equals the newest
-            ("min", [2.0, float("nan"), float("nan"), float("nan")], [1, 3, 4]),
-        ]
-    ):
-        with subtests.test(mode, losses=losses):
-            made = CheckpointKeeper(None, tmp_path / str(number), writes=True, background=background)
-            made.register("model", Holder())
-            save_epochs(made, losses, mode=mode)
-            assert kept(tmp_path / str(number)) == expected
+def test_the_best_and_the_two_newest_epochs_stay(tmp_path, mode, losses, expected, background):
+    made = CheckpointKeeper(None, tmp_path, writes=True, background=background)
+    made.register("model", Holder())
+    save_epochs(made, losses, mode=mode)
+    assert kept(tmp_path) == expected
 
 
 def test_a_process_that_does_not_write_leaves_no_trace_of_epochs(tmp_path):
@@ -283,22 +283,21 @@ def test_resume_loads_the_newest_whatever_its_metric_and_says_from_where(tmp_pat
     assert record.getMessage() == f"going on from {found.path} (epoch 2, batch 10); another output_folder starts afresh"
 
 
-def test_the_moment_that_a_run_goes_on_from_is_said(tmp_path, caplog, subtests):
-    for number, (meta, where) in enumerate(
-        [
-            ({"epoch": 1}, "(epoch 1)"),
-            ({"epoch": 1, "step": 0}, "(epoch 1)"),
-            ({"epoch": 1, "step": 38}, "(epoch 1, batch 38)"),
-            ({"epoch": 1, "step": 38, "stage": "train"}, "(epoch 1, batch 38)"),
-            ({"epoch": 1, "step": 4, "stage": "valid"}, "(in the validation of epoch 1)"),
-        ]
-    ):
-        caplog.clear()
-        with subtests.test(meta=meta):
-            owned(tmp_path / str(number), model=Holder()).save_inside_epoch(meta)
-            found = owned(tmp_path / str(number), model=Holder()).resume()
-            (record,) = caplog.records
-            assert f"going on from {found.path} {where}; " in record.getMessage()
+@pytest.mark.parametrize(
+    ("meta", "where"),
+    [
+        ({"epoch": 1}, "(epoch 1)"),
+        ({"epoch": 1, "step": 0}, "(epoch 1)"),
+        ({"epoch": 1, "step": 38}, "(epoch 1, batch 38)"),
+        ({"epoch": 1, "step": 38, "stage": "train"}, "(epoch 1, batch 38)"),
+        ({"epoch": 1, "step": 4, "stage": "valid"}, "(in the validation of epoch 1)"),
+    ],
+)
+def test_the_moment_that_a_run_goes_on_from_is_said(tmp_path, caplog, meta, where):
+    owned(tmp_path, model=Holder()).save_inside_epoch(meta)
+    found = owned(tmp_path, model=Holder()).resume()
+    (record,) = caplog.records
+    assert f"going on from {found.path} {where}; " in record.getMessage()
 
 
 def test_after_a_fit_that_failed_the_newest_can_be_loaded_again(tmp_path):

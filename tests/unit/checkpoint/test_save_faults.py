@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pairwise import each_once
 from programs import Program
 
 from amp_recipes.checkpoint import Checkpointer
@@ -79,15 +80,7 @@ def calls_of_a_save(folder, monkeypatch):
     return disk.log
 
 
-@pytest.mark.parametrize(
-    ("code", "background"),
-    [
-        (errno.EIO, False),
-        (errno.ENOSPC, True),
-        pytest.param(errno.EIO, True, marks=pytest.mark.extended),
-        pytest.param(errno.ENOSPC, False, marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize(("code", "background"), each_once([errno.EIO, errno.ENOSPC], [False, True]))
 @pytest.mark.filterwarnings("ignore:The old checkpoint:UserWarning")
 def test_whichever_call_to_the_disk_fails_nothing_is_lost(tmp_path, monkeypatch, caplog, code, background):
     log = calls_of_a_save(tmp_path / "count", monkeypatch)

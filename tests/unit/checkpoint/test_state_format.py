@@ -53,6 +53,8 @@ def assert_same(a, b):
         assert repr(a) == repr(b) if isinstance(a, float | complex) else a == b
 
 
+UNHURRIED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
 # --- what comes back
 
 
@@ -83,11 +85,7 @@ TREES = st.recursive(
 )
 
 
-@settings(
-    max_examples=150,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=150, deadline=None, suppress_health_check=UNHURRIED)
 @given(TREES)
 def test_any_tree_of_plain_values_comes_back(tmp_path, state):
     assert_same(there_and_back(tmp_path, state), state)
@@ -363,7 +361,7 @@ def test_what_holds_itself_by_way_of_a_dict_is_told(tmp_path):
     assert "holds itself" in plain_problem(loop)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=UNHURRIED)
 @given(TREES)
 def test_nothing_is_the_matter_with_plain_values(state):
     assert plain_problem(state) is None

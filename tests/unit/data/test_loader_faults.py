@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairwise import pairwise
+from pairwise import each_once, pairwise
 from programs import DEADLINE_SECONDS, Program
 from repository import REPOSITORY
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
@@ -282,11 +282,6 @@ def test_a_loader_can_be_iterated_again_after_a_worker_died(tmp_path):
 # ---------------------------------------------------------------------- a worker that hangs
 
 
-def run_out_of_time(batches, iterator):
-    """From now on the loader waits 0.1 s for a batch."""
-    batches.timeout = iterator._batches._timeout = 0.1  # the latter is torch's, which took it when the pass began
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_hanging_worker_is_named_and_killed(persistent, tmp_path):
     def hang_visibly():
@@ -298,7 +293,7 @@ def test_a_hanging_worker_is_named_and_killed(persistent, tmp_path):
     iterator = iter(batches)
     next(iterator), next(iterator)
     wait_until((tmp_path / "hanging").exists)
-    run_out_of_time(batches, iterator)
+    batches.timeout = iterator._batches._timeout = 0.1  # the latter is torch's, which took it when the pass began
     with pytest.raises(DataError) as caught:
         next(iterator)
     message = str(caught.value)
@@ -440,15 +435,7 @@ def no_collector():
     gc.enable()
 
 
-@pytest.mark.parametrize(
-    ("data", "persistent"),
-    [
-        (Pids, False),
-        (PidStream, True),
-        pytest.param(Pids, True, marks=pytest.mark.extended),
-        pytest.param(PidStream, False, marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize(("data", "persistent"), each_once([Pids, PidStream], [False, True]))
 def test_workers_end_with_the_last_reference_to_the_loader(data, persistent, no_collector):
     batches = loader(data(), num_workers=2, persistent_workers=persistent)
     workers = {int(pid) for batch in batches for pid in batch}  # a whole pass, then one that is left

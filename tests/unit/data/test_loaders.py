@@ -2,11 +2,12 @@
 
 import json
 import random
-from itertools import product, zip_longest
+from itertools import zip_longest
 
 import numpy as np
 import pytest
 import torch
+from pairwise import each_once
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -241,16 +242,7 @@ def begin(loader, epoch):
     return loader
 
 
-IN_DEFAULT_TIER = {("shuffled", "2 workers"), ("batch sampler", "persistent"), ("own generator", "persistent")}
-
-
-@pytest.mark.parametrize(
-    ("setup", "workers"),
-    [
-        pytest.param(*case, marks=() if case[1] == "main process" or case in IN_DEFAULT_TIER else pytest.mark.extended)
-        for case in product(SETUPS, WORKERS)
-    ],
-)
+@pytest.mark.parametrize(("setup", "workers"), each_once(list(SETUPS), list(WORKERS)))
 def test_a_resumed_epoch_goes_on_as_if_it_had_not_stopped(setup, workers, tmp_path):
     expected = epochs(make(Reads(), **SETUPS[setup]()), 3)  # by the main process, without a stop
     stopped = make(Reads(), **SETUPS[setup](), **WORKERS[workers])
@@ -325,14 +317,7 @@ def test_a_state_of_another_kind_is_refused():
             make().load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("count", "kwargs"),
-    [
-        *((count, {}) for count in (1, 7, 16, 23)),
-        (23, {"num_workers": 1}),
-        *(pytest.param(count, {"num_workers": 1}, marks=pytest.mark.extended) for count in (1, 7, 16)),
-    ],
-)
+@pytest.mark.parametrize(("count", "kwargs"), each_once([1, 7, 16, 23], [{}, {"num_workers": 1}]))
 def test_ranks_see_each_sample_once_in_as_many_batches(count, kwargs):
     ranks = [make(Reads(n=count), batch_size=4, rank=rank, world_size=2, **kwargs) for rank in range(2)]
     seen = [[[int(row[0]) for row in batch] for batch in begin(loader, 3)] for loader in ranks]

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from pairwise import pairwise
+from pairwise import each_once, pairwise
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -217,14 +217,7 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("setup", "num_workers"),
-    [
-        *((setup, 0) for setup in SAMPLERS),
-        ("shuffle", 2),
-        *(pytest.param(setup, 2, marks=pytest.mark.extended) for setup in SAMPLERS if setup != "shuffle"),
-    ],
-)
+@pytest.mark.parametrize(("setup", "num_workers"), each_once(list(SAMPLERS), [2, 0]))
 def test_a_dataloader_of_torch_is_skipped_in_its_sampler(setup, num_workers):
     """From the same global state, the same batches; and the global state moves as it would have."""
 

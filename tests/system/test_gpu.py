@@ -142,13 +142,8 @@ def test_precisions_are_native_and_raise_no_warning(precision, caplog):
     assert brain.precision in ("bf16", "fp16")
 
 
-@pytest.mark.parametrize(
-    ("precision", "background"),
-    [
-        *(("fp32", True), ("bf16", False), ("fp16", True)),
-        *(pytest.param(*it, marks=pytest.mark.extended) for it in (("fp32", False), ("bf16", True), ("fp16", False))),
-    ],
-)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_a_run_that_dies_goes_on_bit_for_bit(tmp_path, precision, background):
     """Dropout draws from the device's generator, and the state is copied while the device goes on."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from recipe_runs import CONFIGS, recipe_modules, run_script, stage_records
+from recipe_runs import CONFIGS, extended, recipe_modules, run_script, stage_records
 from safetensors.torch import load_file
 
 from amp_recipes.checkpoint import best_checkpoint, model_weights
@@ -121,7 +121,7 @@ STEPS = [("fp32", 1.0, 1), ("bf16", 1.0, 2), ("fp16", 512.0, 1), ("fp16", 65536.
 
 @pytest.mark.parametrize(
     ("precision", "init_scale", "window"),
-    [*STEPS, *(pytest.param(*it, 3 - window, marks=pytest.mark.extended) for *it, window in STEPS)],
+    [*STEPS, *(extended(*it, 3 - window) for *it, window in STEPS)],
 )
 def test_steps_equal_a_loop_by_hand_bit_for_bit(recipe, precision, init_scale, window):
     ours, theirs = networks(recipe), networks(recipe)
@@ -204,7 +204,7 @@ def test_samples_come_nearer_to_the_digits(recipe, tmp_path, precision):
 
 def test_script_runs_from_the_shell_as_the_readme_says(tmp_path):
     run_script(
-        "adversarial", CONFIG, "--debug", "--precision", "bf16", f"--output_folder={tmp_path / 'run'}", cwd=tmp_path
+        "adversarial", CONFIG, "--debug", "--precision=auto", f"--output_folder={tmp_path / 'run'}", cwd=tmp_path
     )
     assert {record["stage"] for record in stage_records(tmp_path / "run" / "debug")} == {"train", "valid", "test"}
     assert (tmp_path / "run" / "debug" / "samples" / "test.png").is_file()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers  # loads each part when it is first used
 from programs import DEADLINE_SECONDS
-from recipe_runs import CONFIGS, recipe_modules, stage_records
+from recipe_runs import CONFIGS, extended, recipe_modules, stage_records
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -188,7 +188,7 @@ def test_lora_changes_nothing_of_the_pretrained_weights(recipe, tmp_path, bert_f
     assert compared > 30
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, extended(torch.float16)])
 def test_weights_stored_in_low_precision_are_trained_in_fp32(recipe, tmp_path, reviews, dtype):
     folder = save_toy(tmp_path / "model", make_llama(dtype))
     assert {value.dtype for value in load_file(folder / "model.safetensors").values()} == {dtype}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from recipe_runs import CONFIGS, RECIPES, recipe_modules, stage_records
+from recipe_runs import CONFIGS, RECIPES, extended, recipe_modules, stage_records
 from repository import REPOSITORY
 from safetensors.torch import load_file
 
@@ -54,7 +54,7 @@ def make_class_folders(folder: Path, count: int = 20) -> Path:
 
 @pytest.mark.extended  # in a fresh interpreter, as a user starts it
 def test_script_runs_from_the_shell_as_the_readme_says(tmp_path):
-    command = [sys.executable, str(SCRIPT), str(CONFIG), "--debug", "--precision", "bf16"]
+    command = [sys.executable, str(SCRIPT), str(CONFIG), "--debug", "--precision=auto"]
     finished = subprocess.run(
         [*command, f"--output_folder={tmp_path / 'run'}"],
         cwd=tmp_path,
@@ -105,7 +105,7 @@ def test_run_that_is_started_again_goes_on_after_its_last_epoch(recipe, tmp_path
     assert trained[2]["loss"] < trained[1]["loss"] < trained[0]["loss"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("precision", ["fp32", extended("bf16")])
 def test_own_folder_is_learned(recipe, tmp_path, precision):
     folder = make_class_folders(tmp_path / "images")
     options = [f"--data_folder={folder}", "--image_size=12", "--loader_kwargs.batch_size=8"]

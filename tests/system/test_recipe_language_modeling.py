@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recipe_runs import CONFIGS, recipe_modules, run_script, stage_records
+from recipe_runs import CONFIGS, extended, recipe_modules, run_script, stage_records
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -93,14 +93,12 @@ def tiny_model(recipe, vocab_size: int = 50, window_tokens: int = 16, seed: int 
 
 def test_script_runs_from_the_shell_as_the_readme_says(tmp_path):
     run_script(
-        "language_modeling", CONFIG, *TINY, "--debug", "--precision=bf16", f"--output_folder={tmp_path}", cwd=tmp_path
+        "language_modeling", CONFIG, *TINY, "--debug", "--precision=auto", f"--output_folder={tmp_path}", cwd=tmp_path
     )
     assert {record["stage"] for record in stage_records(tmp_path / "debug")} == {"train", "valid", "test"}
 
 
-@pytest.mark.parametrize(
-    "precision", ["fp32", *(pytest.param(it, marks=pytest.mark.extended) for it in ("bf16", "fp16"))]
-)
+@pytest.mark.parametrize("precision", ["fp32", *map(extended, ["bf16", "fp16"])])
 def test_a_short_run_learns_what_repeats(recipe, tmp_path, text, precision):
     options = ["--number_of_epochs=2", "--steps_per_epoch=30", "--lr=0.02", f"--data_path={text}"]
     records = run(recipe, tmp_path, *options, f"--precision={precision}")
@@ -594,16 +592,8 @@ def read_shards(folder: Path) -> list[list[int]]:
     return [document[:-1] for document in documents]
 
 
-@pytest.mark.parametrize(
-    ("kind", "tokenizer"),
-    [
-        *(("jsonl", "bytes"), ("jsonl.gz", "bpe"), ("parquet", "bytes")),
-        *(
-            pytest.param(*it, marks=pytest.mark.extended)
-            for it in (("jsonl", "bpe"), ("jsonl.gz", "bytes"), ("parquet", "bpe"))
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("tokenizer", ["bytes", extended("bpe")])
 def test_shards_hold_every_document_once(recipe, tmp_path, kind, tokenizer):
     path = tmp_path / f"song.{kind}"
     if kind == "parquet":

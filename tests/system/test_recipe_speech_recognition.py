@@ -91,6 +91,7 @@ def load(recipe, objective=None, **settings):
 
 def test_scripts_run_from_the_shell_as_the_readme_says(tmp_path, ctc_options):
     run = tmp_path / "run"
+    # In bf16 also where a CPU has no LSTM for it: the YAML pins the LSTM.
     run_script("speech_recognition", CTC, "--precision", "bf16", *ctc_options, f"--output_folder={run}", cwd=tmp_path)
     assert [record["stage"] for record in stage_records(run)] == ["train", "valid", "test"]
     files = [tmp_path / "a.wav", tmp_path / "b.flac"]
@@ -121,23 +122,18 @@ def test_a_short_run_tells_keywords_apart(recipe, keyword_options, tmp_path, pre
     assert tested["metrics"]["accuracy"] > 0.6
 
 
-ENCODERS = [("gru", "bf16"), ("conformer", "fp32"), ("gru", "fp32"), ("gru", "fp16"), ("conformer", "bf16")]
-
-
-@pytest.mark.parametrize(
-    ("encoder", "precision"),
-    [*ENCODERS[:2], *(pytest.param(*it, marks=pytest.mark.extended) for it in [*ENCODERS[2:], ("conformer", "fp16")])],
-)
-def test_other_encoders_train_at_each_precision(recipe, ctc_options, tmp_path, encoder, precision):
+@pytest.mark.parametrize("encoder", ["gru", "conformer"])
+def test_other_encoders_train_at_each_precision(recipe, ctc_options, tmp_path, encoder):
     text = CTC.read_text().replace("kind: lstm", "kind: gru").replace('["type:LSTM"]', "[]")
     if encoder == "conformer":
         text = text.replace("model.RecurrentEncoder", "model.ConformerEncoder").replace("    kind: gru", "    heads: 2")
     settings = tmp_path / "settings.yaml"
     settings.write_text(text)
-    folder = tmp_path / "run"
-    recipe.train.main([str(settings), *ctc_options, f"--precision={precision}", f"--output_folder={folder}"])
-    assert [record["stage"] for record in stage_records(folder)] == ["train", "valid", "test"]
-    assert all(math.isfinite(record["loss"]) for record in stage_records(folder))
+    for precision in ("fp32", "bf16", "fp16"):
+        folder = tmp_path / precision
+        recipe.train.main([str(settings), *ctc_options, f"--precision={precision}", f"--output_folder={folder}"])
+        assert [record["stage"] for record in stage_records(folder)] == ["train", "valid", "test"]
+        assert all(math.isfinite(record["loss"]) for record in stage_records(folder))
 
 
 def test_reported_errors_are_those_of_the_best_weights_over_the_whole_set(recipe, ctc_options, tmp_path):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from hosts import alternating_hosts, with_hosts
+from hosts import hosts_in_turn, with_hosts
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
@@ -32,8 +32,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
 }
 COUNT = 6
 WAYS = ["replaced", "in_place", "data", "address"]
-every_precision = alternating_hosts("precision", PRECISIONS)
-without_scale = alternating_hosts("precision", ["fp32", "bf16"])
+every_precision = hosts_in_turn(precision=PRECISIONS)
+without_scale = hosts_in_turn(precision=["fp32", "bf16"])
 
 
 class Squaring(nn.Module):
@@ -167,7 +167,7 @@ def uninitialised_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-@with_hosts(precision=PRECISIONS, bad_ones=[1, 2])
+@hosts_in_turn(precision=PRECISIONS, bad_ones=[1, 2])
 def test_fused_momentum_is_initialised_although_its_first_step_is_skipped(
     uninitialised_memory_is_nan, precision, bad_ones
 ):
@@ -177,7 +177,7 @@ def test_fused_momentum_is_initialised_although_its_first_step_is_skipped(
     assert_same(ours, train(good, precision, "fused_momentum"))
 
 
-@with_hosts(precision=PRECISIONS, optimizer=[*OPTIMIZERS])
+@hosts_in_turn(optimizer=[*OPTIMIZERS], precision=PRECISIONS)
 def test_bad_batches_in_every_epoch(precision, optimizer):
     """Two in a row at the start, one in the middle and one as the last batch of each epoch."""
     good = make_batches()
@@ -190,7 +190,7 @@ def test_bad_batches_in_every_epoch(precision, optimizer):
     assert (ours.skipped_steps, ours.optimizer_step) == (8, 2 * COUNT)
 
 
-@with_hosts(precision=PRECISIONS, optimizer=[*OPTIMIZERS], position=[0, 1])
+@hosts_in_turn(optimizer=[*OPTIMIZERS], precision=PRECISIONS, position=[0, 1])
 def test_a_bad_batch_takes_its_accumulation_window_with_it(precision, optimizer, position):
     """A window is one update: the good batch beside the bad one is left out as well."""
     good = make_batches()
@@ -359,7 +359,7 @@ class Adversarial(Recipe):
         return loss.detach()
 
 
-@with_hosts(precision=PRECISIONS, spoiled=[0, 1, 2])
+@hosts_in_turn(precision=PRECISIONS, spoiled=[0, 1, 2])
 def test_bad_critic_round_equals_the_iteration_without_that_round(precision, spoiled):
     """The rounds before and after it, and the generator's update, are taken."""
     generator = torch.Generator().manual_seed(3)
@@ -397,7 +397,7 @@ class LateLayer(nn.Module):
 
 
 # torch's fused SGD with momentum cannot take in a parameter later at all: TypeError, without any bad batch.
-@with_hosts(precision=PRECISIONS, optimizer=[name for name in OPTIMIZERS if name != "fused_momentum"])
+@hosts_in_turn(optimizer=[name for name in OPTIMIZERS if name != "fused_momentum"], precision=PRECISIONS)
 def test_parameters_whose_first_gradient_is_bad(precision, optimizer):
     """State that is made in a step that is skipped must not be left behind half made."""
     good = [(inputs.clone(), targets) for inputs, targets in make_batches()]
@@ -442,7 +442,7 @@ class Tracker(nn.Module):
             self.mean.numpy()[:] = (0.9 * self.mean + 0.1 * mean_D).numpy()
 
 
-@with_hosts(precision=["fp32", "fp16"], way=WAYS)
+@hosts_in_turn(way=WAYS, precision=["fp32", "fp16"])
 def test_buffers_go_back_however_the_module_changes_them(subtests, precision, way):
     good = make_batches()
     theirs = train(good, precision, "fused_adamw", build=lambda: Tracker(way))
@@ -454,7 +454,7 @@ def test_buffers_go_back_however_the_module_changes_them(subtests, precision, wa
             assert ours.modules.model.mean.abs().sum() > 0
 
 
-@with_hosts(way=WAYS, index=[2, 4])
+@hosts_in_turn(way=WAYS, index=[2, 4])
 def test_buffers_that_start_to_move_go_back_too(way, index):
     """At the third batch: in the bad batch itself, which `start` counts as well, or in one before it.
 
@@ -484,20 +484,21 @@ def test_patience_ends_the_run_with_advice(precision):
     assert re.search(r"learning rate|nonfinite_patience|precision|input|data|clip|max_grad_norm", message)
 
 
+class Kept(Recipe):
+    """At hand after its run has failed."""
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        Kept.last = self
+
+
 @without_scale
 def test_run_that_patience_ends_keeps_its_last_good_weights(precision):
     good = make_batches()
     reference = train(good[:2], precision, valid=False)
-    kept: list[Recipe] = []
-
-    class Kept(Recipe):
-        def on_fit_start(self):
-            super().on_fit_start()
-            kept.append(self)
-
     with pytest.raises(NonfiniteError):
         train([*good[:2], *[bad_batch()] * 9], precision, recipe=Kept, valid=False)
-    assert_same_modules(kept[0], reference)
+    assert_same_modules(Kept.last, reference)
 
 
 def assert_same_modules(ours: Brain, theirs: Brain) -> None:
@@ -557,19 +558,12 @@ def test_ordinary_back_off_equals_the_run_without_the_skipped_batches():
 
 
 def test_nonfinite_data_with_the_scale_at_its_floor_ends_the_run():
-    kept: list[Recipe] = []
-
-    class Kept(Recipe):
-        def on_fit_start(self):
-            super().on_fit_start()
-            kept.append(self)
-
     batches = [*make_batches()[:2], *[bad_batch()] * 12]
     with pytest.raises(NonfiniteError):
         train(batches, "fp16", recipe=Kept, init_scale=2.0**6, min_scale=2.0**3, nonfinite_patience=3)
-    assert kept[0].scaler.get_scale() == 2.0**3
+    assert Kept.last.scaler.get_scale() == 2.0**3
     # 2**6 -> 2**3 takes three skips; those at the floor are the ones that count.
-    assert 5 <= kept[0].skipped_steps <= 7
+    assert 5 <= Kept.last.skipped_steps <= 7
 
 
 def test_scale_never_falls_below_its_floor():

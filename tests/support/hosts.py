@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from in_turn import in_turn
 from pairwise import pairwise
 
 HOSTS = ["at_once", "queued"]
@@ -15,11 +16,7 @@ def with_hosts(indirect: Sequence[str] = (), **factors: Sequence[Any]) -> pytest
     return pytest.mark.parametrize([*factors, "host"], rows, indirect=[*indirect, "host"])
 
 
-def alternating_hosts(name: str, values: Sequence[Any], indirect: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Every value meets one host in the default tier, in turn; the other is extended."""
-    rows = [
-        pytest.param(value, host, marks=() if HOSTS[index % 2] == host else pytest.mark.extended)
-        for index, value in enumerate(values)
-        for host in HOSTS
-    ]
-    return pytest.mark.parametrize([name, "host"], rows, indirect=[*indirect, "host"])
+def hosts_in_turn(indirect: Sequence[str] = (), **factors: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every value of the first factor comes once in the default tier, the hosts in turn; the rest is extended."""
+    rows = in_turn(*factors.values(), HOSTS)
+    return pytest.mark.parametrize([*factors, "host"], rows, indirect=[*indirect, "host"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hosts import alternating_hosts, with_hosts
+from hosts import hosts_in_turn, with_hosts
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
@@ -68,8 +68,8 @@ class Case:
 
 CASES = {precision: Case(precision) for precision in DTYPES}
 OVERFLOW = CASES["fp16-overflow"] = Case("fp16", init_scale=2.0**24)
-every_case = alternating_hosts("case", [*CASES], indirect=["case"])
-every_precision = alternating_hosts("case", [*DTYPES], indirect=["case"])
+every_case = hosts_in_turn(["case"], case=[*CASES])
+every_precision = hosts_in_turn(["case"], case=[*DTYPES])
 
 
 @pytest.fixture
@@ -78,7 +78,11 @@ def case(request):
 
 
 def with_cases(cases: Iterable[str] = CASES, **factors) -> pytest.MarkDecorator:
-    return with_hosts(indirect=["case"], case=[*cases], **factors)
+    return with_hosts(["case"], case=[*cases], **factors)
+
+
+def cases_in_turn(cases: Iterable[str] = CASES, **factors) -> pytest.MarkDecorator:
+    return hosts_in_turn(["case"], case=[*cases], **factors)
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
@@ -287,7 +291,7 @@ def test_plain_training(case, optimizer):
     compare(case, optimizer=optimizer)
 
 
-@alternating_hosts("optimizer", [name for name in OPTIMIZERS if name != "fused_momentum"])
+@hosts_in_turn(optimizer=[name for name in OPTIMIZERS if name != "fused_momentum"])
 def test_training_that_starts_with_skipped_updates(optimizer):
     compare(OVERFLOW, optimizer=optimizer)
 
@@ -357,7 +361,7 @@ def test_learning_rate_schedule(case, interval, optimizer):
     assert theirs.param_groups[0]["lr"] < theirs.param_groups[0]["initial_lr"]
 
 
-@with_cases(optimizer=["adamw", "fused_adamw"])
+@cases_in_turn(optimizer=["adamw", "fused_adamw"])
 def test_average_of_weights(case, optimizer):
     batches = make_batches(6) * (3 if case.overflows else 1)
     model = seeded(Network)
@@ -423,7 +427,7 @@ class TwoOptimizers(RecordingBrain):
         }
 
 
-@with_cases(max_norm=[0.0, 0.05])
+@cases_in_turn(max_norm=[0.0, 0.05])
 def test_two_optimizers_with_one_update_of_the_scale(case, max_norm):
     batches = make_batches() * (3 if case.overflows else 1)
     body, head = seeded(lambda: nn.Linear(8, 8)), seeded(lambda: nn.Linear(8, 8))
@@ -503,7 +507,7 @@ class Adversarial(Brain):
         return loss.detach()
 
 
-@with_cases(DTYPES, max_norm=[0.0, 0.05])
+@cases_in_turn(DTYPES, max_norm=[0.0, 0.05])
 def test_several_critic_steps_in_one_iteration(case, max_norm):
     """The scale grows every fourth update, so an update in the wrong place would show in the weights."""
     batches = make_batches(5)
@@ -601,7 +605,7 @@ class WithUnused(Network):
         self.unused = nn.Linear(8, 8)
 
 
-@with_cases(DTYPES, optimizer=["momentum", "fused_adamw"])
+@cases_in_turn(DTYPES, optimizer=["momentum", "fused_adamw"])
 def test_parameters_without_gradient(case, optimizer):
     batches = make_batches()
     model = seeded(WithUnused)
@@ -632,7 +636,7 @@ class Lookup(nn.Module):
         return self.table(index_B)
 
 
-@with_cases(max_norm=[0.0, 0.05])
+@cases_in_turn(max_norm=[0.0, 0.05])
 def test_sparse_gradients(case, max_norm):
     """Indices repeat, so only the coalesced values have the gradient's norm; torch refuses to clip these."""
     generator = torch.Generator().manual_seed(8)
@@ -702,7 +706,7 @@ def penalty(gradients: Iterable[Tensor]) -> Tensor:
     return sum(gradient.pow(2).sum() for gradient in gradients).sqrt()
 
 
-@with_cases(recipe=[PenaltyOutside, PenaltyInObjectives])
+@cases_in_turn(recipe=[PenaltyOutside, PenaltyInObjectives])
 def test_gradient_penalty(case, recipe):
     batches = make_batches() * (3 if case.overflows else 1)
     model = seeded(Network)
@@ -787,7 +791,7 @@ class WithFunction(nn.Module):
         return self.function.apply(self.inner(x_BD), self.weight)
 
 
-@with_cases(cast_inputs=[None, torch.float32])
+@cases_in_turn(cast_inputs=[None, torch.float32])
 def test_custom_autograd_function(case, cast_inputs):
     if cast_inputs is None:
         torch_fwd = torch.amp.custom_fwd(device_type="cpu")

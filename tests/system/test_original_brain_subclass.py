@@ -385,10 +385,3 @@ def test_brain_without_optimizer_evaluates():
     with torch.no_grad():
         expected = torch.nn.functional.l1_loss(brain.modules.model(inputs), targets)
     assert brain.evaluate(([inputs, targets],)) == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_brain_without_output_folder_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    brain = SimpleBrain({"model": linear()}, lambda x: SGD(x, 0.1), run_opts=RUN_OPTS)
-    brain.fit(range(1), (pairs(),))
-    assert list(tmp_path.iterdir()) == []

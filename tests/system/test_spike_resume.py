@@ -1,10 +1,10 @@
 """A run that is killed in the course of a spike goes on bit for bit, whatever it was doing."""
 
 import os
-from itertools import product
 
 import pytest
 from hosts import HOSTS
+from in_turn import in_turn
 from spiking_runs import Died, batches, die, fit, make, records, terminate
 
 from amp_recipes.checkpoint import Checkpointer, going_back
@@ -26,7 +26,6 @@ OPTIONS = {
     "windows": {"grad_accumulation_factor": 2, "ckpt_interval_steps": 2},
     "epochs": {"lr_scheduler_interval": "epoch", "spike_steps": 12},
 }
-DEFAULT_DEATHS = [("fp16", 20), ("average", 41), ("windows", 22)]
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +46,8 @@ def last_of_each(folder):
     return {key: (it["loss"], it["lr"], it["grad_norm"], it["scale"]) for key, it in found.items()}
 
 
-@pytest.mark.parametrize(
-    ("whole", "dies_at"),  # at the spike's second coming, later in the recovery, at the next
-    [
-        pytest.param(name, at, marks=() if (name, at) in DEFAULT_DEATHS else pytest.mark.extended)
-        for name in OPTIONS
-        for at in (20, 22, 41)
-    ],
-    indirect=["whole"],
-)
+# At the spike's second coming, later in the recovery, at the next.
+@pytest.mark.parametrize(("whole", "dies_at"), in_turn([*OPTIONS], [20, 22, 41]), indirect=["whole"])
 def test_a_run_that_is_killed_goes_on_bit_for_bit_also_in_the_recovery(tmp_path, whole, dies_at):
     options, end, steps = whole
     with pytest.raises(Died):
@@ -69,16 +61,8 @@ def whole_of_one_epoch(tmp_path_factory):
     return fit(make(tmp_path_factory.mktemp("one")), epochs=1).end
 
 
-DEFAULT_ENDS = [(18, terminate, "queued"), (19, die, "at_once"), (21, die, "queued"), (24, terminate, "at_once")]
-
-
 @pytest.mark.parametrize(
-    ("dies_at", "end_by", "host"),
-    [
-        pytest.param(*row, marks=() if row in DEFAULT_ENDS else pytest.mark.extended)
-        for row in product((18, 19, 21, 24), (die, terminate), HOSTS)
-    ],
-    indirect=["host"],
+    ("dies_at", "end_by", "host"), in_turn([18, 19, 21, 24], [terminate, die], HOSTS), indirect=["host"]
 )
 @pytest.mark.usefixtures("host")
 def test_whatever_ends_it_and_wherever(tmp_path, whole_of_one_epoch, dies_at, end_by):
@@ -88,17 +72,10 @@ def test_whatever_ends_it_and_wherever(tmp_path, whole_of_one_epoch, dies_at, en
     assert fit(make(tmp_path), epochs=1).end == whole_of_one_epoch
 
 
-DEFAULT_SIGNALS = [((36,), 0), ((14, 1, 1, 1), 4)]
+ENDS = [(14, 1, 1, 1), (36,), (39, 1, 1), (37, 2, 3), (10,)]
 
 
-@pytest.mark.parametrize(
-    ("ends", "interval"),
-    [
-        pytest.param(*row, marks=() if row in DEFAULT_SIGNALS else pytest.mark.extended)
-        for row in product([(10,), (36,), (39, 1, 1), (37, 2, 3), (14, 1, 1, 1)], (4, 0))
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("ends", "interval"), in_turn(ENDS, [4, 0]), ids=str)
 def test_what_a_signal_has_saved_is_no_place_to_go_back_to(tmp_path, whole_of_two, ends, interval):
     """Or a run that was interrupted would go back to another place than the one that was not."""
     for dies_at in ends:  # in its process
@@ -124,14 +101,7 @@ def whole_with_patience(tmp_path_factory):
     return whole.end
 
 
-@pytest.mark.parametrize(
-    ("moment", "after"),
-    [
-        pytest.param(moment, after, marks=() if after == row % 2 else pytest.mark.extended)
-        for row, moment in enumerate(MOMENTS)
-        for after in (False, True)
-    ],
-)
+@pytest.mark.parametrize(("moment", "after"), in_turn(MOMENTS, [False, True]))
 def test_killed_while_it_goes_back_it_does_so_again(tmp_path, monkeypatch, whole_with_patience, moment, after):
     """A signal has had the state saved in the midst of the spike, so that there is something to delete as well."""
     data, options = SPIKE_OF_THREE

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from in_turn import in_turn
 from programs import run_python
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -370,11 +371,12 @@ def test_evaluation_loads_the_best_and_leaves_counters_alone(tmp_path):
     assert brain.optimizer_step == 18 and brain.summary.best == {"accuracy": 0.9, "epoch": 2}
 
 
-def test_early_stopping_stops(tmp_path):
-    class Worsening(Regression):
-        def on_stage_end(self, stage, stage_loss, epoch=None):
-            return {"error": float(epoch)}
+class Worsening(Regression):
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        return {"error": float(epoch)}
 
+
+def test_early_stopping_stops():
     brain = make(Worsening, early_stop_metric="error", early_stop_patience=2)
     brain.fit(range(1, 10), batches(1), batches(1))
     assert len([entry for entry in brain.seen if entry[0] is Stage.TRAIN]) == 3
@@ -441,16 +443,9 @@ SAVED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("after", "options", "counter"),
-    [
-        pytest.param(*saved, counter, marks=() if row % 3 == column else pytest.mark.extended)
-        for row, saved in enumerate(SAVED)
-        for column, counter in enumerate(COUNTERS)
-    ],
-)
-def test_a_run_that_dies_goes_on_where_it_was_saved(tmp_path, after, options, counter):
-    counter = COUNTERS[counter]
+@pytest.mark.parametrize(("saved", "counter"), in_turn(SAVED, [*COUNTERS]))
+def test_a_run_that_dies_goes_on_where_it_was_saved(tmp_path, saved, counter):
+    (after, options), counter = saved, COUNTERS[counter]
     whole = make(output_folder=str(tmp_path / "whole"), **options)
     whole.fit(counter(), batches())
     resumed = interrupted_and_resumed(tmp_path, after, counter, **options)
@@ -551,14 +546,17 @@ def test_options_by_precedence():
 # ---------------------------------------------------------------- what is said to users
 
 
-def test_a_low_precision_that_no_own_fit_batch_enters_is_said(caplog):
-    class Forgetful(Regression):
-        def fit_batch(self, batch):
-            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-            self.backward(loss)
-            self.optimizers_step()
-            return loss.detach()
+class OwnStep(Regression):
+    """Leaves autocast and accumulation out of account."""
 
+    def fit_batch(self, batch):
+        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+        self.backward(loss)
+        self.optimizers_step()
+        return loss.detach()
+
+
+def test_a_low_precision_that_no_own_fit_batch_enters_is_said(caplog):
     class Right(Regression):
         def fit_batch(self, batch):
             with self.training_ctx:
@@ -569,20 +567,13 @@ def test_a_low_precision_that_no_own_fit_batch_enters_is_said(caplog):
 
     make(Right, precision="bf16").fit(range(1), batches())
     assert "training_ctx" not in caplog.text
-    make(Forgetful, precision="bf16").fit(range(1), batches())
+    make(OwnStep, precision="bf16").fit(range(1), batches())
     assert caplog.text.count("with self.training_ctx") == 1
 
 
 def test_a_step_inside_an_accumulation_window_is_refused():
-    class Eager(Regression):
-        def fit_batch(self, batch):
-            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-            self.backward(loss)
-            self.optimizers_step()
-            return loss.detach()
-
     with pytest.raises(RecipeError, match=r"if self\.should_step"):
-        make(Eager, grad_accumulation_factor=2).fit(range(1), batches())
+        make(OwnStep, grad_accumulation_factor=2).fit(range(1), batches())
 
 
 def test_no_optimizer_is_said_before_training():
@@ -613,10 +604,6 @@ def test_an_evaluation_of_the_best_without_checkpoints_says_so(caplog):
 
 
 def test_a_run_that_stopped_early_stays_stopped(tmp_path):
-    class Worsening(Regression):
-        def on_stage_end(self, stage, stage_loss, epoch=None):
-            return {"error": float(epoch)}
-
     trained = []
     for _ in range(2):
         options = {"early_stop_metric": "error", "early_stop_patience": 2, "output_folder": str(tmp_path)}
@@ -641,10 +628,6 @@ def test_notices_reach_the_terminal_of_a_user_without_logging(tmp_path):
 
 
 def test_an_early_stop_leaves_the_counter_at_the_last_trained_epoch(caplog):
-    class Worsening(Regression):
-        def on_stage_end(self, stage, stage_loss, epoch=None):
-            return {"error": float(epoch)}
-
     counter = EpochCounter(9)
     caplog.set_level("INFO", logger="amp_recipes")
     make(Worsening, early_stop_metric="error", early_stop_patience=2).fit(counter, batches(1), batches(1))

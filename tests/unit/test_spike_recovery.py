@@ -6,7 +6,8 @@ import os
 
 import pytest
 import torch
-from hosts import alternating_hosts
+from hosts import hosts_in_turn
+from in_turn import in_turn
 from spiking_runs import BATCH, SAMPLES, Died, Recipe, Samples, Watched, batches, fit, make, rates, records, same, saved
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,7 +26,7 @@ def no_waiting_for_the_disk(monkeypatch):
 
 
 @pytest.mark.usefixtures("host")  # verdicts known at once, and queued
-@alternating_hosts("on_spike", ["lower_lr", "wider_precision"])
+@hosts_in_turn(on_spike=["lower_lr", "wider_precision"])
 def test_a_run_with_a_spike_is_the_loop_one_would_write_by_hand(tmp_path, on_spike):
     precision = "fp32" if on_spike == "lower_lr" else "bf16"
     brain = make(tmp_path, on_spike=on_spike, precision=precision, max_grad_norm=1.0)
@@ -161,13 +162,7 @@ def test_without_a_spike_the_run_is_the_one_without_the_option(tmp_path, options
 
 
 @pytest.mark.parametrize(
-    ("source", "interval"),
-    [
-        pytest.param(source, interval, marks=() if interval == 4 * (row % 2) else pytest.mark.extended)
-        for row, source in enumerate(SOURCES)
-        for interval in (0, 4)
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ("source", "interval"), in_turn(SOURCES, [0, 4]), ids=lambda value: getattr(value, "__name__", None)
 )
 def test_weights_and_batches_are_those_of_the_checkpoint(tmp_path, source, interval):
     data, kwargs = source()

@@ -122,7 +122,6 @@ def test_a_large_buffer_that_training_leaves_alone_does_not_stay_in_memory(settl
     assert rollback.kept_bytes == 4
 
 
-@in_both_ways
 def test_a_large_buffer_that_changes_later_is_kept_from_then_on(settle):
     module = Masked()
     rollback = BufferRollback(module)
@@ -189,7 +188,6 @@ def test_a_large_buffer_that_was_written_before_it_was_replaced_is_said(settle):
         settle(rollback, SKIP)
 
 
-@in_both_ways
 def test_a_large_buffer_that_was_let_go_and_then_replaced_goes_back(settle):
     module = Masked()
     rollback = BufferRollback(module)
@@ -319,7 +317,6 @@ def check_that_buffers_go_back(kind: str, change: Callable, settle: Callable) ->
     update(SKIP, all_written)
 
 
-@in_both_ways
 def test_a_buffer_that_cannot_be_written_stays_or_goes_back_as_an_object(settle):
     """Expanded over one element: an in-place write to it is an error."""
     module = nn.Module()
@@ -426,7 +423,6 @@ class LazyMean(nn.Module):
         self.mean.mul_(0.5).add_(x)
 
 
-@in_both_ways
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_buffer_made_in_a_good_first_forward_is_kept(announced, settle):
     module = nn.Sequential(LazyMean(announced))

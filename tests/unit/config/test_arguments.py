@@ -4,12 +4,11 @@ import copy
 import datetime
 import pickle
 import re
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import run_python
 from ruamel.yaml import YAML
 
 from amp_recipes.config.arguments import Overrides, Request, parse_arguments, parse_value
@@ -33,9 +32,8 @@ def test_both_forms_of_an_option_mean_the_same_at_any_depth():
     assert joined[1].max_grad_norm == -1.0
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
+def test_a_value_is_what_yaml_reads(subtests):
+    for text, value in [
         ("1e-4", 1e-4),
         ("-5e3", -5e3),
         (".5", 0.5),
@@ -49,27 +47,24 @@ def test_both_forms_of_an_option_mean_the_same_at_any_depth():
         ("'1'", "1"),
         ('"a\\tb"', "a\tb"),
         ("''", ""),
-    ],
-)
-def test_a_value_is_what_yaml_reads(text, value):
-    parsed = parse_value(text)
-    assert parsed == value
-    assert type(parsed) is type(value)
+    ]:
+        with subtests.test(text=text):
+            parsed = parse_value(text)
+            assert parsed == value
+            assert type(parsed) is type(value)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_what_yaml_would_change_or_refuse_stays_as_typed(subtests):
+    for text in [
         *("s3://x/y?z=1", "a: b", "#fff", "yes", "on", "1:30", "a #b", "1 # one", "", " ", " a ", "(1, 2)"),
         *("*.norm", "*a", "&a b", "!x y", "!!str 1", "!!python/object/apply:os.system [ls]", "[1, !x 2]"),
         *("{<<: {a: 1}}", "<<", "- 1", "? x", "| x", "> x", "--- 1", "...", "%YAML 1.1", "@x", "`x`"),
         *("{name}", "{a: 1, a: 2}", "[1, 2", "{[1]: 2}", "'a' 'b'", "a\nb", "2024-01-02", "<lr>", "=", "["),
         "[" * 50,
-    ],
-)
-def test_what_yaml_would_change_or_refuse_stays_as_typed(text):
-    assert parse_value(text) == text
-    assert parse_arguments(["p.yaml", f"--key={text}"])[2] == {"key": text}
+    ]:
+        with subtests.test(text=text):
+            assert parse_value(text) == text
+            assert parse_arguments(["p.yaml", f"--key={text}"])[2] == {"key": text}
 
 
 @settings(max_examples=150, deadline=None)
@@ -87,16 +82,18 @@ def test_a_date_stays_text_where_yaml_has_a_date():
     assert parse_value("[2024-01-02]") == ["2024-01-02"]
 
 
-@pytest.mark.parametrize("argv", [["--debug", "p.yaml"], ["p.yaml", "--debug"], ["p.yaml", "--debug", "--a=1"]])
-def test_a_bare_boolean_option_is_true_and_swallows_nothing(argv):
-    file, options, _ = parse_arguments(argv)
-    assert file == "p.yaml"
-    assert options.debug is True
+def test_a_bare_boolean_option_is_true_and_swallows_nothing(subtests):
+    for argv in [["--debug", "p.yaml"], ["p.yaml", "--debug"], ["p.yaml", "--debug", "--a=1"]]:
+        with subtests.test(argv=argv):
+            file, options, _ = parse_arguments(argv)
+            assert file == "p.yaml"
+            assert options.debug is True
 
 
-@pytest.mark.parametrize("argv", [["--debug", "False"], ["--debug=false"], ["--debug", "no"], ["--debug=0"]])
-def test_a_boolean_option_takes_false(argv):
-    assert parse_arguments([*argv, "p.yaml"])[1].debug is False
+def test_a_boolean_option_takes_false(subtests):
+    for argv in [["--debug", "False"], ["--debug=false"], ["--debug", "no"], ["--debug=0"]]:
+        with subtests.test(argv=argv):
+            assert parse_arguments([*argv, "p.yaml"])[1].debug is False
 
 
 def test_text_options_keep_what_was_typed():
@@ -105,10 +102,11 @@ def test_text_options_keep_what_was_typed():
     assert "early_stop_metric" in options.explicit
 
 
-@pytest.mark.parametrize("text", ["[*.norm, model.head]", "['*.norm', model.head]", '["*.norm", "model.head"]'])
-def test_module_patterns_need_no_quotes(text):
-    assert parse_arguments(["p.yaml", "--fp32_modules", text])[1].fp32_modules == ["*.norm", "model.head"]
-    assert parse_arguments(["p.yaml", "--fp32_modules=*.norm"])[1].fp32_modules == ["*.norm"]
+def test_module_patterns_need_no_quotes(subtests):
+    for text in ["[*.norm, model.head]", "['*.norm', model.head]", '["*.norm", "model.head"]']:
+        with subtests.test(text=text):
+            assert parse_arguments(["p.yaml", "--fp32_modules", text])[1].fp32_modules == ["*.norm", "model.head"]
+            assert parse_arguments(["p.yaml", "--fp32_modules=*.norm"])[1].fp32_modules == ["*.norm"]
 
 
 def test_the_last_of_a_repeated_key_wins_and_mappings_merge():
@@ -118,9 +116,8 @@ def test_the_last_of_a_repeated_key_wins_and_mappings_merge():
     assert overrides == {"a": 2, "m": {"x": {"y": 3, "z": 2}}}
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
+def test_a_mistake_is_a_config_error_that_says_what_to_do(subtests):
+    for argv, message in [
         ([], "the YAML file is missing"),
         (["p.yaml", "x"], "'x' is neither an option nor a value"),
         (["p.yaml", "--debug", "maybe"], "'maybe' is neither"),
@@ -138,13 +135,12 @@ def test_the_last_of_a_repeated_key_wins_and_mappings_merge():
         (["p.yaml", "--a=1", "--a.b=2"], "--a is given too"),
         (["p.yaml", "--a.b=2", "--a=1"], "keys below it"),
         (["p.yaml", "--precision=bf61"], "Did you mean bf16?"),
-    ],
-)
-def test_a_mistake_is_a_config_error_that_says_what_to_do(argv, message):
-    with pytest.raises(ConfigError) as caught:
-        parse_arguments(argv)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ]:
+        with subtests.test(argv=argv):
+            with pytest.raises(ConfigError) as caught:
+                parse_arguments(argv)
+            assert message in str(caught.value)
+            assert "\n" not in str(caught.value)
 
 
 def test_all_mistakes_are_reported_together():
@@ -170,10 +166,8 @@ def test_help_lists_every_option_and_exits_with_zero(capsys):
 
 def test_argv_defaults_to_that_of_the_process():
     code = "from amp_recipes.config import parse_arguments; print(parse_arguments()[2])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "p.yaml", "--a.b", "1e-4"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "{'a': {'b': 0.0001}}"
+    done = run_python("-c", code, "p.yaml", "--a.b", "1e-4")
+    assert done.stdout.strip() == "{'a': {'b': 0.0001}}", done.stderr
 
 
 def test_overrides_keep_their_run_options_through_copy_and_pickle():
@@ -186,9 +180,8 @@ def test_overrides_keep_their_run_options_through_copy_and_pickle():
 # ---------------------------------------------------------------------- what is asked for beside a run
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
+def test_words_that_are_no_options_become_a_request(subtests):
+    for words, expected in [
         ([], Request()),
         (["--check"], Request("check")),
         (["--show-config"], Request("show_config")),
@@ -207,27 +200,23 @@ def test_overrides_keep_their_run_options_through_copy_and_pickle():
             ["--sweep=lr=1,2", "--sweep-trials", "5", "--x.y=a=b"],
             Request("sweep", (), ("lr=1,2",), 5, ("--x.y=a=b",)),
         ),
-    ],
-)
-def test_words_that_are_no_options_become_a_request(words, expected):
-    file, _, overrides = parse_arguments(["f.yaml", *words])
-    assert file == "f.yaml" and overrides.request == expected
+    ]:
+        with subtests.test(words=words):
+            file, _, overrides = parse_arguments(["f.yaml", *words])
+            assert file == "f.yaml" and overrides.request == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_requests_that_cannot_be_met_are_refused(subtests):
+    for words, message in [
         (["--check", "--sweep", "lr=1,2"], "--check and --sweep cannot be done at once"),
         (["--check=yes"], "--check takes no value"),
         (["--sweep-trials", "3"], "--sweep-trials needs --sweep"),
         (["--sweep", "lr=1,2", "--sweep-trials=many"], "--sweep-trials is 'many'"),
         (["--sweep"], "--sweep needs a value"),
         (["--trust"], "--trust needs a value"),
-    ],
-)
-def test_requests_that_cannot_be_met_are_refused(words, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        parse_arguments(["f.yaml", *words])
+    ]:
+        with subtests.test(words=words), pytest.raises(ConfigError, match=re.escape(message)):
+            parse_arguments(["f.yaml", *words])
 
 
 def test_allow_config_change_is_accept_changes():

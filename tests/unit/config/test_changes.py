@@ -4,11 +4,11 @@ import dataclasses
 import json
 import logging
 import os
-import time
 
 import pytest
 from hyperpyyaml import resolve_references
 from repository import REPOSITORY
+from work import at_most
 
 from amp_recipes.config import RunOptions, create_experiment_directory, load_hparams, parse_arguments
 from amp_recipes.config.changes import BESIDE_TRAINING, differences, environment_changes, setting_changes
@@ -59,9 +59,8 @@ def changes(old, new):
     return setting_changes(tree(old), tree(new))
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
+def test_each_change_is_told_by_name_and_values(subtests):
+    for old, new, expected in [
         ("lr: 0.001", "lr: 0.002", ["lr: 0.001 -> 0.002"]),
         ("lr: 1e-3", "lr: 0.001", []),
         ("a: 1", "a: 1.0", ["a: 1 -> 1.0"]),
@@ -102,17 +101,15 @@ def changes(old, new):
         ("a: '[1]'", "a: [1]", ["a: '[1]' -> [1]"]),
         ("a: \"'1'\"", "a: '1'", ["a: \"'1'\" -> '1'"]),
         ("a.b: 1", "a: {b: 1}", ["a.b: 1 -> (absent)", "a.b: (absent) -> 1"]),
-    ],
-)
-def test_each_change_is_told_by_name_and_values(old, new, expected):
-    assert changes(old, new) == expected
-    assert changes(old, old) == changes(new, new) == []
-    assert len(changes(new, old)) == len(expected)
+    ]:
+        with subtests.test(old=old, new=new):
+            assert changes(old, new) == expected
+            assert changes(old, old) == changes(new, new) == []
+            assert len(changes(new, old)) == len(expected)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
+def test_run_options_count_by_their_values_not_by_how_they_were_given(subtests):
+    for old, new, expected in [
         ("", "precision: fp32", []),  # given, but its default
         ("", "precision: bf16", ["precision: fp32 -> bf16"]),
         ("max_grad_norm: 5", "", []),
@@ -123,10 +120,9 @@ def test_each_change_is_told_by_name_and_values(old, new, expected):
         ("log_interval_steps: 1", "log_interval_steps: 2", []),
         ("a: {log_interval_steps: 1}", "a: {log_interval_steps: 2}", ["a.log_interval_steps: 1 -> 2"]),
         ("precision: fp8", "precision: bf16", ["precision: fp8 -> bf16"]),  # of an older version
-    ],
-)
-def test_run_options_count_by_their_values_not_by_how_they_were_given(old, new, expected):
-    assert changes(old, new) == expected
+    ]:
+        with subtests.test(old=old, new=new):
+            assert changes(old, new) == expected
 
 
 def test_which_options_a_resumed_run_may_change_is_said_at_the_option():
@@ -140,26 +136,21 @@ def test_which_options_a_resumed_run_may_change_is_said_at_the_option():
     assert not must & BESIDE_TRAINING
 
 
-@pytest.mark.parametrize("name", sorted(BESIDE_TRAINING))
-def test_an_option_beside_training_is_never_a_change(name):
+def test_an_option_beside_training_is_never_a_change(subtests):
     values = {bool: ("true", "false"), str: ("a", "b"), int: ("3", "4"), float: ("3.5", "4.5"), list: ("[a]", "[b]")}
-    default = RunOptions()[name]
-    pair = values[type(default)] if default is not None else ("'x'", "'y'")
-    assert changes(f"{name}: {pair[0]}", f"{name}: {pair[1]}") == []
+    for name in sorted(BESIDE_TRAINING):
+        with subtests.test(name=name):
+            default = RunOptions()[name]
+            pair = values[type(default)] if default is not None else ("'x'", "'y'")
+            assert changes(f"{name}: {pair[0]}", f"{name}: {pair[1]}") == []
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("runs/a", "runs/b", 0),
-        ("runs/a/", "runs/b", 0),
-        ("'1'", "'2'", 0),
-    ],
-)
-def test_paths_that_follow_the_output_folder_are_no_change(old, new, expected):
+def test_paths_that_follow_the_output_folder_are_no_change(subtests):
     text = "output_folder: {0}\nsame: {0}\nbelow: {1}/save\nlog: !new:a.Log [{1}/log, 3]\nl: !new:a.L {{file: {1}/log}}"
-    old_text, new_text = (text.format(name, name.strip("'/")) for name in (old, new))
-    assert len(changes(old_text, new_text)) == expected
+    for old, new in [("runs/a", "runs/b"), ("runs/a/", "runs/b"), ("'1'", "'2'")]:
+        with subtests.test(old=old, new=new):
+            old_text, new_text = (text.format(name, name.strip("'/")) for name in (old, new))
+            assert changes(old_text, new_text) == []
 
 
 def test_what_only_looks_like_the_output_folder_is_a_change():
@@ -173,9 +164,8 @@ def test_what_only_looks_like_the_output_folder_is_a_change():
 # ---------------------------------------------------------------------- objects that several keys share
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
+def test_a_shared_object_is_one_setting(subtests):
+    for old, new, expected in [
         # Told once, where it is described.
         ("a: &x !new:x.A {b: 1}\nc: *x", "a: &x !new:x.A {b: 2}\nc: *x", ["a.b: 1 -> 2"]),
         ("a: &x !new:x.A {b: 1}\nc: *x", "c: &x !new:x.A {b: 1}\na: *x", []),
@@ -192,11 +182,10 @@ def test_what_only_looks_like_the_output_folder_is_a_change():
          ["b: !ref <a.n> -> !ref <a.m>"]),
         ("a: &x !new:x.A\nb: !apply:getattr [*x, n]", "a: &x !new:x.A\nb: 3", ["b: !ref <a.n> -> 3"]),
         ("b: !apply:getattr [!new:x.A , n]", "b: !apply:getattr [!new:x.B , n]", ["b.0: !new:x.A -> !new:x.B"]),
-    ],
-)  # fmt: skip
-def test_a_shared_object_is_one_setting(old, new, expected):
-    assert changes(old, new) == expected
-    assert changes(old, old) == changes(new, new) == []
+    ]:  # fmt: skip
+        with subtests.test(old=old, new=new):
+            assert changes(old, new) == expected
+            assert changes(old, old) == changes(new, new) == []
 
 
 def test_settings_that_an_older_version_saved_are_those_of_the_same_yaml():
@@ -277,17 +266,14 @@ def anchors(levels, leaf="[1]"):
 
 
 def test_an_expansion_that_fills_a_machine_is_refused_at_once():
-    began = time.process_time()
-    with pytest.raises(ConfigError, match=r"x\.yaml: more than 100,000 values"):
+    with at_most(calls=400_000), pytest.raises(ConfigError, match=r"x\.yaml: more than 100,000 values"):
         changes(anchors(40), anchors(40, "[2]"))
-    assert time.process_time() - began < 1
 
 
 def test_objects_that_share_objects_are_not_written_out():
-    began = time.process_time()
     deep = "\n".join(["a0: &a0 !new:x.A [1]", *(f"a{n}: &a{n} !new:x.A [*a{n - 1}, *a{n - 1}]" for n in range(1, 15))])
-    assert changes(deep, deep.replace("[1]", "[2]")) == ["a0: !new:x.A [1] -> !new:x.A [2]"]
-    assert time.process_time() - began < 1
+    with at_most(calls=300_000):
+        assert changes(deep, deep.replace("[1]", "[2]")) == ["a0: !new:x.A [1] -> !new:x.A [2]"]
 
 
 # ---------------------------------------------------------------------- what may always change
@@ -296,20 +282,20 @@ def test_objects_that_share_objects_are_not_written_out():
 COUNTERS = ["EpochCounter", "checkpoint.EpochCounter", "checkpoint.epoch_counter.EpochCounter"]
 
 
-@pytest.mark.parametrize("counter", COUNTERS)
-@pytest.mark.parametrize("limit", ["{{limit: {0}}}", "[{0}]"])
-def test_a_resumed_run_may_train_for_longer(counter, limit):
-    text = f"number_of_epochs: {{0}}\ncounter: !new:amp_recipes.{counter} {limit}"
-    assert changes(text.format(2), text.format(5)) == []
-    assert changes(f"counter: !new:amp_recipes.{counter} [2]", text.format(5)) == []
-    assert [str(change) for change in differences(tree(text.format(2)), tree(text.format(5)))][:1] == [
-        "number_of_epochs: 2 -> 5"
-    ]
+def test_a_resumed_run_may_train_for_longer(subtests):
+    for counter in COUNTERS:
+        for limit in ["{{limit: {0}}}", "[{0}]"]:
+            with subtests.test(counter=counter, limit=limit):
+                text = f"number_of_epochs: {{0}}\ncounter: !new:amp_recipes.{counter} {limit}"
+                assert changes(text.format(2), text.format(5)) == []
+                assert changes(f"counter: !new:amp_recipes.{counter} [2]", text.format(5)) == []
+                assert [str(change) for change in differences(tree(text.format(2)), tree(text.format(5)))][:1] == [
+                    "number_of_epochs: 2 -> 5"
+                ]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
+def test_keys_that_may_always_change_are_these_and_no_others(subtests):
+    for old, new, expected in [
         # What follows from the number of epochs is a change as any other.
         ("number_of_epochs: 2\ns: !name:x.S {T_max: 2}", "number_of_epochs: 5\ns: !name:x.S {T_max: 5}",
          ["s.T_max: 2 -> 5"]),
@@ -322,10 +308,9 @@ def test_a_resumed_run_may_train_for_longer(counter, limit):
         ("limit: 2", "limit: 3", ["limit: 2 -> 3"]),
         ("train_logger: !new:x.L {file: a}", "train_logger: !new:x.M {file: b, n: 1}", []),
         ("log_interval: 2", "", []),
-    ],
-)  # fmt: skip
-def test_keys_that_may_always_change_are_these_and_no_others(old, new, expected):
-    assert changes(old, new) == expected
+    ]:  # fmt: skip
+        with subtests.test(old=old, new=new):
+            assert changes(old, new) == expected
 
 
 def test_all_differences_hold_also_what_a_resumed_run_may_change():
@@ -526,11 +511,10 @@ def test_a_run_of_somebody_else_holds_up_no_start(start, kind, caplog):
     for file in (environment, settings):
         file.unlink()
         HOSTILE[kind](file)
-    began = time.perf_counter()
-    assert environment_changes(environment, {"packages": {"torch": "2.0"}}) == []
-    with pytest.raises(ConfigError, match=r"the settings of that run cannot be read: .*hyperparams\.yaml"):
-        start()
-    assert time.perf_counter() - began < 3
+    with at_most(calls=1_000_000):
+        assert environment_changes(environment, {"packages": {"torch": "2.0"}}) == []
+        with pytest.raises(ConfigError, match=r"the settings of that run cannot be read: .*hyperparams\.yaml"):
+            start()
 
 
 def test_no_change_steers_the_terminal(start, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import run_python
 
 from amp_recipes.config import (
     RunOptions,
@@ -191,7 +192,7 @@ def test_warnings_still_reach_stderr_where_logging_was_not_configured(tmp_path):
         f"create({str(tmp_path / 'run')!r})\n"
         "logging.getLogger('amp_recipes.x').info('quiet'); logging.getLogger('recipe').warning('loud')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code)
     assert done.stderr == "loud\n"
     text = (tmp_path / "run" / "log.txt").read_text()
     assert "INFO amp_recipes.x: quiet" in text and "WARNING recipe: loud" in text

@@ -79,24 +79,23 @@ def test_overrides_reach_any_depth_and_references_follow(write):
     assert found["optimizer"].keywords == {"lr": 1e-2, "momentum": 0}
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def test_mappings_dotted_keys_and_yaml_text_override_alike(subtests, write):
+    for overrides in [
         {"model": {"in_features": 5}, "lr": 0.5},
         {"model.in_features": 5, "lr": 0.5},
         "model: {in_features: 5}\nlr: 0.5\n",
         "model.in_features: 5\nlr: 0.5\n",
-    ],
-)
-def test_mappings_dotted_keys_and_yaml_text_override_alike(write, overrides):
-    found = load_hparams(Path(write(MODEL)), overrides)
-    assert (found["model"].in_features, found["half"]) == (5, 0.25)
+    ]:
+        with subtests.test(overrides=overrides):
+            found = load_hparams(Path(write(MODEL)), overrides)
+            assert (found["model"].in_features, found["half"]) == (5, 0.25)
 
 
-@pytest.mark.parametrize("text", ["half: !ref <lr>", "optimizer: !new:torch.nn.ReLU", "sizes: [1, !ref <lr>]"])
-def test_overrides_are_plain_data_whatever_their_form(write, text):
-    with pytest.raises(ConfigError, match=r"^overrides:1:\d+: .*an override is plain data"):
-        load_hparams(write(MODEL), text)
+def test_overrides_are_plain_data_whatever_their_form(subtests, write):
+    message = r"^overrides:1:\d+: .*an override is plain data"
+    for text in ["half: !ref <lr>", "optimizer: !new:torch.nn.ReLU", "sizes: [1, !ref <lr>]"]:
+        with subtests.test(text=text), pytest.raises(ConfigError, match=message):
+            load_hparams(write(MODEL), text)
 
 
 def test_a_value_of_the_command_line_never_becomes_a_tag(write):
@@ -179,9 +178,8 @@ def test_an_object_that_cannot_be_built_is_named_with_file_line_and_key(write):
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_what_would_fail_is_found_before_anything_is_built(subtests, write, tmp_path):
+    for line, message in [
         ("!new:torch.nn.Liner {a: 1}", "Did you mean torch.nn.Linear?"),
         ("!new:torch.nn.Linear {in_feature: 1, out_features: 2}", "Did you mean in_features?"),
         ("!new:torch.nn.Linear {in_features: x, out_features: 2}", "in_features of Linear is 'x', but must be a whole"),
@@ -189,16 +187,15 @@ def test_an_object_that_cannot_be_built_is_named_with_file_line_and_key(write):
         ("!unknown:x 1", "!unknown:x"),
         ("!new:sklearn.svm.SVC {}", "--trust sklearn"),
         ("!applyref:torch.load [x]", "--trust torch.load"),
-    ],
-)
-def test_what_would_fail_is_found_before_anything_is_built(write, tmp_path, line, message):
-    canary = tmp_path / "built"
-    file = write(f"first: !apply:os.mkdir [{canary}]\nouter:\n  inner: {line}\n")
-    with pytest.raises(ConfigError) as caught:
-        load_hparams(file, trust=["os.mkdir"])
-    assert all(text.strip().startswith(f"{file}:3:") for text in str(caught.value).splitlines()[-1:])
-    assert message in str(caught.value)
-    assert not canary.exists()
+    ]:
+        with subtests.test(line=line):
+            canary = tmp_path / "built"
+            file = write(f"first: !apply:os.mkdir [{canary}]\nouter:\n  inner: {line}\n")
+            with pytest.raises(ConfigError) as caught:
+                load_hparams(file, trust=["os.mkdir"])
+            assert all(text.strip().startswith(f"{file}:3:") for text in str(caught.value).splitlines()[-1:])
+            assert message in str(caught.value)
+            assert not canary.exists()
 
 
 def test_every_mistake_is_told_at_once_with_its_line(write, tmp_path):
@@ -304,27 +301,25 @@ def draws() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(1))
 
 
-@pytest.mark.parametrize(
-    ("text", "options"),
-    [
+def test_the_seed_is_applied_before_anything_is_instantiated(subtests, write):
+    for text, options in [
         ("seed: 5\n", []),
         ("seed: 1\n", ["--seed=5"]),
         ("lr: 1\n", ["--seed=5"]),
         ("base: 4\nmiddle: !ref <base> + 1\nseed: !ref <middle>\n", []),
         ("common: !include:common.yaml\nseed: !ref <common[seed]>\n", []),
-    ],
-)
-def test_the_seed_is_applied_before_anything_is_instantiated(write, text, options):
-    write("seed: 5\n", "common.yaml")
-    file = write(text + "drawn: !apply:random.random\n__drawn2: !apply:torch.rand [1]\n")
-    drawn = hparams_of(file, *options)["drawn"]
-    random.seed(5)
-    assert drawn == random.random()
-    torch.manual_seed(5)
-    torch.rand(1)
-    rest = torch.rand(1)
-    hparams_of(file, *options)
-    assert torch.equal(torch.rand(1), rest)
+    ]:
+        with subtests.test(text=text, options=options):
+            write("seed: 5\n", "common.yaml")
+            file = write(text + "drawn: !apply:random.random\n__drawn2: !apply:torch.rand [1]\n")
+            drawn = hparams_of(file, *options)["drawn"]
+            random.seed(5)
+            assert drawn == random.random()
+            torch.manual_seed(5)
+            torch.rand(1)
+            rest = torch.rand(1)
+            hparams_of(file, *options)
+            assert torch.equal(torch.rand(1), rest)
 
 
 def test_without_a_seed_nothing_is_seeded_and_nothing_drawn(write):
@@ -345,17 +340,18 @@ def test_seed_everything_seeds_all_three_generators():
     assert draws() == found
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "3", None])
-def test_a_seed_that_some_generator_cannot_take_is_refused(seed):
-    with pytest.raises(ConfigError, match=r"must be a whole number from 0"):
-        seed_everything(seed)
+def test_a_seed_that_some_generator_cannot_take_is_refused(subtests):
+    for seed in [-1, 2**32, 1.0, True, "3", None]:
+        with subtests.test(seed=seed), pytest.raises(ConfigError, match=r"must be a whole number from 0"):
+            seed_everything(seed)
 
 
-@pytest.mark.parametrize("trust", ["torch", 3, None, [1], {"torch": 1}])
-def test_trust_of_the_wrong_type_is_refused(write, trust):
-    with pytest.raises(ConfigError, match=r"^trust "):
-        load_hparams(write("a: 1\n"), trust=trust)
-    assert load_hparams(write("a: 1\n"), trust=["torch"]) == {"a": 1}
+def test_trust_of_the_wrong_type_is_refused(subtests, write):
+    for trust in ["torch", 3, None, [1], {"torch": 1}]:
+        with subtests.test(trust=trust):
+            with pytest.raises(ConfigError, match=r"^trust "):
+                load_hparams(write("a: 1\n"), trust=trust)
+            assert load_hparams(write("a: 1\n"), trust=["torch"]) == {"a": 1}
 
 
 def test_neither_the_overrides_nor_the_file_are_changed(write):

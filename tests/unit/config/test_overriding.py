@@ -2,13 +2,13 @@
 
 import datetime
 import enum
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from work import at_most
 
 from amp_recipes.config import load_hparams
 from amp_recipes.config.limits import DEPTH, NODES, TEXT_CHARACTERS, Budget, LimitError
@@ -70,16 +70,16 @@ call: !apply:operator.mul [6, 7]
 """
 
 
-@pytest.mark.parametrize("overrides", [{"model": {"in_features": 5}, "lr": 0.5}, {"model.in_features": 5, "lr": 0.5}])
-def test_mappings_and_dotted_keys_override_alike(overrides):
-    found = overridden(MODEL, overrides)
-    assert found["lr"] == 0.5
-    assert found["model"] == {"!new:torch.nn.Linear": {"in_features": 5, "bias": "!ref <lr>"}}
+def test_mappings_and_dotted_keys_override_alike(subtests):
+    for overrides in [{"model": {"in_features": 5}, "lr": 0.5}, {"model.in_features": 5, "lr": 0.5}]:
+        with subtests.test(overrides=overrides):
+            found = overridden(MODEL, overrides)
+            assert found["lr"] == 0.5
+            assert found["model"] == {"!new:torch.nn.Linear": {"in_features": 5, "bias": "!ref <lr>"}}
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "expected"),
-    [
+def test_an_override_reaches_any_depth(subtests):
+    for text, overrides, expected in [
         ("a: [1, 2]", {"a.0": 9}, {"a": [9, 2]}),
         ("a: [1, {b: [2]}]", {"a": {"1": {"b": {"0": 9}}}}, {"a": [1, {"b": [9]}]}),
         ("a: (1, 2)", {"a.1": 9}, {"a": (1, 9)}),
@@ -125,16 +125,14 @@ def test_mappings_and_dotted_keys_override_alike(overrides):
             {"base": {"k": 1, "l": 2}, "der": {"k": 5, "l": 2, "z": 3}},
         ),
         ("__h: 1", {"__h": 2}, {"__h": 2}),
-    ],
-)
-def test_an_override_reaches_any_depth(text, overrides, expected):
-    found = overridden(text, overrides)
-    assert found == expected
+    ]:
+        with subtests.test(text=text, overrides=overrides):
+            found = overridden(text, overrides)
+            assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "expected"),
-    [
+def test_an_override_that_does_not_fit_is_told_and_changes_nothing(subtests):
+    for text, overrides, expected in [
         (
             "model: {hidden: 1}",
             {"model.hiden": 2},
@@ -190,16 +188,16 @@ def test_an_override_reaches_any_depth(text, overrides, expected):
         ("a: [1]", {"a": {"9" * 5000: 1}}, f"command line: --a.{'9' * 196}...: a (x.yaml:1) is a list of 1; {INDICES}"),
         ("a: [1, 2]", {"a.²": 1}, f"command line: --a.²: a (x.yaml:1) is a list of 2; {INDICES}"),
         ("a: 1", ["a"], "command line: overrides must be a mapping of keys to values, but are ['a']."),
-    ],
-)
-def test_an_override_that_does_not_fit_is_told_and_changes_nothing(text, overrides, expected):
-    assert mistake_of(text, overrides) == expected
+    ]:
+        with subtests.test(text=text, overrides=overrides):
+            assert mistake_of(text, overrides) == expected
 
 
-@pytest.mark.parametrize("overrides", [{"a.b": 1, "a": 2}, {"a": None, "a.b": 1}, {"x": {"a": 1, "a.b": 2}}])
-def test_a_value_and_another_below_it_is_a_mistake(overrides):
-    mistakes = override("a: {b: 1}\nx: {a: {b: 1}}", overrides)[1]
-    assert any("a is given a value, and another one for keys below it." in mistake for mistake in mistakes)
+def test_a_value_and_another_below_it_is_a_mistake(subtests):
+    for overrides in [{"a.b": 1, "a": 2}, {"a": None, "a.b": 1}, {"x": {"a": 1, "a.b": 2}}]:
+        with subtests.test(overrides=overrides):
+            mistakes = override("a: {b: 1}\nx: {a: {b: 1}}", overrides)[1]
+            assert any("a is given a value, and another one for keys below it." in mistake for mistake in mistakes)
 
 
 def test_all_mistakes_are_told_and_the_others_are_written():
@@ -248,9 +246,8 @@ b: *shared
 """
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
+def test_a_typo_suggests_what_was_meant(subtests):
+    for typed, meant in [
         ("number_of_epoch", "number_of_epochs"),
         ("prec", "precision"),
         ("Seed", "seed"),
@@ -278,10 +275,9 @@ b: *shared
         ("max_grad", "max_grad_norm"),
         ("grad-accumulation", "grad_accumulation_factor"),
         ("max_shft", "augment.max_shift"),
-    ],
-)
-def test_a_typo_suggests_what_was_meant(typed, meant):
-    assert mistake_of(RECIPE, {typed: 1}).endswith(f" Did you mean --{meant}?")
+    ]:
+        with subtests.test(typed=typed):
+            assert mistake_of(RECIPE, {typed: 1}).endswith(f" Did you mean --{meant}?")
 
 
 def test_an_argument_that_the_yaml_does_not_have_is_told_where_to_go():
@@ -299,20 +295,18 @@ def test_nothing_near_is_no_suggestion():
     assert mistake_of(RECIPE, {"zzzzqqq": 1}).endswith("nor a run option.")
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
+def test_values_become_those_of_python(subtests):
+    for value, expected in [
         (np.float64(0.1), 0.1),
         (Path("a/b"), "a/b"),
         (enum.Enum("E", {"A": "bf16"}, type=str).A, "bf16"),
         (enum.IntEnum("I", {"A": 3}).A, 3),
         (datetime.date(2024, 1, 2), datetime.date(2024, 1, 2)),
         ([(), {}, [None]], [(), {}, [None]]),
-    ],
-)
-def test_values_become_those_of_python(value, expected):
-    found = values(to_nodes(value, Source("s"), Mistakes(), "a"))
-    assert found == expected and type(found) is type(expected)
+    ]:
+        with subtests.test(value=value):
+            found = values(to_nodes(value, Source("s"), Mistakes(), "a"))
+            assert found == expected and type(found) is type(expected)
 
 
 PLAIN = st.recursive(
@@ -361,27 +355,25 @@ def test_what_multiplies_is_stopped():
     tree: dict = {"a": 1}
     for _ in range(40):
         bomb, tree = [bomb, bomb], {"a": tree, "b": tree}
-    start = time.process_time()
     for value in (bomb, tree, list(range(NODES + 1))):
-        with pytest.raises(LimitError):
+        with at_most(calls=1_000_000), pytest.raises(LimitError):
             override("a: null", {"a": value})
-    assert time.process_time() - start < 2
 
 
 def test_hundreds_of_unknown_keys_of_a_large_yaml_take_no_time():
-    text = "\n".join(f"key_number_{at}: {{x: 1, y: 2}}" for at in range(1500))
+    text = "\n".join(f"key_number_{at}: {{x: 1, y: 2}}" for at in range(500))
     root, mistakes = tree_of(text), Mistakes()
-    start = time.process_time()
-    apply_overrides(root, {f"kye_number_{at}.x": 1 for at in range(1000)}, mistakes, COMMAND_LINE, "--")
-    assert time.process_time() - start < 2
-    assert len(mistakes) == 1000
+    with at_most(calls=3_000_000):
+        apply_overrides(root, {f"kye_number_{at}.x": 1 for at in range(300)}, mistakes, COMMAND_LINE, "--")
+    assert len(mistakes) == 300
 
 
 def test_long_keys_are_not_compared():
-    keys = "".join(f'? "{"[" * 95_000}{at}"\n: {{hidden: 1}}\n' for at in range(10))
-    start = time.process_time()
-    assert mistake_of(keys + "model: {hidden: 2}\n", {"hiden": 1}).endswith("Did you mean --model.hidden?")
-    assert time.process_time() - start < 3
+    keys = "".join(f'? "{"[" * 95_000}{at}"\n: {{hidden: 1}}\n' for at in range(3))
+    root, mistakes = tree_of(keys + "model: {hidden: 2}\n"), Mistakes()
+    with at_most(calls=10_000):
+        apply_overrides(root, {"hiden": 1}, mistakes, COMMAND_LINE, "--")
+    assert next(iter(mistakes)).endswith("Did you mean --model.hidden?")
 
 
 def from_text(text: str, budget=None) -> tuple[dict, list[str]]:
@@ -389,9 +381,8 @@ def from_text(text: str, budget=None) -> tuple[dict, list[str]]:
     return overrides_from_text(text, mistakes, budget or Budget()), list(mistakes)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_text_gives_plain_data(subtests):
+    for text, expected in [
         ("", {}),
         ("  \n", {}),
         ("# nothing\n", {}),
@@ -403,42 +394,40 @@ def from_text(text: str, budget=None) -> tuple[dict, list[str]]:
         ("a: &x {k: [1]}\nb: *x", {"a": {"k": [1]}, "b": {"k": [1]}}),
         ("1: a", {1: "a"}),
         ("a: !!str 1", {"a": "1"}),
-    ],
-)
-def test_text_gives_plain_data(text, expected):
-    assert from_text(text) == (expected, [])
+    ]:
+        with subtests.test(text=text):
+            assert from_text(text) == (expected, [])
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_a_tag_in_text_is_a_mistake(subtests):
+    for value in [
         "!ref <b>",
         "!new:torch.nn.ReLU",
         "[!apply:os.getcwd [] ]",
         "{x: !include:x.yaml }",
         "!PLACEHOLDER",
         "!name:X {a: 1}",
-    ],
-)
-def test_a_tag_in_text_is_a_mistake(value):
-    found, mistakes = from_text(f"b: 1\na: {value}")
-    (mistake,) = mistakes
-    assert mistake.startswith("overrides:2:") and "an override is plain data, without a tag, but has !" in mistake
-    assert found["b"] == 1
+    ]:
+        with subtests.test(value=value):
+            found, mistakes = from_text(f"b: 1\na: {value}")
+            (mistake,) = mistakes
+            assert (
+                mistake.startswith("overrides:2:") and "an override is plain data, without a tag, but has !" in mistake
+            )
+            assert found["b"] == 1
 
 
-@pytest.mark.parametrize("text", ["[1]", "a: [", "text", "!new:x {a: 1}", "a: !!python/name:os.system", "a: 1\na: 2"])
-def test_text_of_the_wrong_form_is_a_mistake(text):
-    mistakes = from_text(text)[1]
-    assert len(mistakes) == 1 and mistakes[0].startswith("overrides")
+def test_text_of_the_wrong_form_is_a_mistake(subtests):
+    for text in ["[1]", "a: [", "text", "!new:x {a: 1}", "a: !!python/name:os.system", "a: 1\na: 2"]:
+        with subtests.test(text=text):
+            mistakes = from_text(text)[1]
+            assert len(mistakes) == 1 and mistakes[0].startswith("overrides")
 
 
 def test_aliases_that_multiply_in_text_are_stopped():
     text = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}]\n" for n in range(1, 30))
-    start = time.process_time()
-    with pytest.raises(LimitError):
+    with at_most(calls=500_000), pytest.raises(LimitError):
         from_text(text)
-    assert time.process_time() - start < 1
 
 
 def test_what_is_overridden_by_text_is_what_the_dict_of_it_overrides():
@@ -460,12 +449,13 @@ def test_values_are_nodes_of_their_own():
     assert isinstance(root.items["a"].items[0], Scalar) and shared == [1]
 
 
-@pytest.mark.parametrize("value", [3, "gelu", [1, 2], True])
-def test_plain_data_takes_the_place_of_no_object(tmp_path, value):
+def test_plain_data_takes_the_place_of_no_object(subtests, tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text("model: !new:torch.nn.ReLU\nopt: !name:torch.optim.SGD {lr: 1}\nnumber: !apply:abs [-1]\n")
-    for key in ("model", "opt"):
-        with pytest.raises(ConfigError, match=f"^overrides: {key} replaces the !n"):
-            load_hparams(file, {key: value})
-        assert load_hparams(file, {key: None})[key] is None and load_hparams(file, {key: False})[key] is False
-    assert load_hparams(file, {"number": value})["number"] == value
+    for value in [3, "gelu", [1, 2], True]:
+        with subtests.test(value=value):
+            for key in ("model", "opt"):
+                with pytest.raises(ConfigError, match=f"^overrides: {key} replaces the !n"):
+                    load_hparams(file, {key: value})
+                assert load_hparams(file, {key: None})[key] is None and load_hparams(file, {key: False})[key] is False
+            assert load_hparams(file, {"number": value})["number"] == value

@@ -4,17 +4,15 @@ import contextlib
 import datetime
 import math
 import os
-import subprocess
-import sys
-import time
 
 import pytest
 from hyperpyyaml import load_hyperpyyaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from repository import REPOSITORY
+from programs import run_python
+from work import at_most
 
-from amp_recipes.config.limits import FILE_BYTES, NODES, Budget, LimitError
+from amp_recipes.config.limits import FILE_BYTES, Budget, LimitError
 from amp_recipes.config.nodes import Mapping, Mistakes, Scalar, Sequence, Source
 from amp_recipes.config.reading import plain_value, read_file, read_text
 from amp_recipes.errors import ConfigError
@@ -51,14 +49,13 @@ PLAIN = (
 )
 
 
-@pytest.mark.parametrize(
-    "text", [*PLAIN.split(), "", "2001-12-14 21:59:43.10 -5", "2001-12-14 21:59:43", "a b", "a#b", "it's"]
-)
-def test_plain_values_are_those_of_hyperpyyaml(text):
-    expected = load_hyperpyyaml(f"a: {text}\n")["a"]
-    for value in (data(read(f"a: {text}\n"))["a"], plain_value(text)):
-        assert value == expected
-        assert type(value) is type(expected)
+def test_plain_values_are_those_of_hyperpyyaml(subtests):
+    for text in [*PLAIN.split(), "", "2001-12-14 21:59:43.10 -5", "2001-12-14 21:59:43", "a b", "a#b", "it's"]:
+        with subtests.test(text=text):
+            expected = load_hyperpyyaml(f"a: {text}\n")["a"]
+            for value in (data(read(f"a: {text}\n"))["a"], plain_value(text)):
+                assert value == expected
+                assert type(value) is type(expected)
 
 
 DOCUMENTS = [
@@ -80,10 +77,11 @@ DOCUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("text", DOCUMENTS)
-def test_documents_are_read_as_hyperpyyaml_reads_them(text):
-    expected, got = load_hyperpyyaml(text), data(read(text.removeprefix("\ufeff")))
-    assert repr(got) == repr(expected)  # also types, and the order of keys
+def test_documents_are_read_as_hyperpyyaml_reads_them(subtests):
+    for text in DOCUMENTS:
+        with subtests.test(text=text):
+            expected, got = load_hyperpyyaml(text), data(read(text.removeprefix("\ufeff")))
+            assert repr(got) == repr(expected)  # also types, and the order of keys
 
 
 def test_tuples_are_of_yaml_1_2():
@@ -195,17 +193,17 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "mistake"), MISTAKES)
-def test_a_mistake_is_told_with_its_place_and_what_to_write(text, mistake):
-    first, *others = mistakes_in(text)
-    assert first == mistake
-    # A merge key without its mapping is a mistake of its own.
-    assert [other for other in others if "<<" not in other] == []
+def test_a_mistake_is_told_with_its_place_and_what_to_write(subtests):
+    for text, mistake in MISTAKES:
+        with subtests.test(text=text):
+            first, *others = mistakes_in(text)
+            assert first == mistake
+            # A merge key without its mapping is a mistake of its own.
+            assert [other for other in others if "<<" not in other] == []
 
 
-@pytest.mark.parametrize(
-    ("tag", "advice"),
-    [
+def test_python_tags_are_never_executed_and_told_what_does_it_here(subtests):
+    for tag, advice in [
         ("!!python/object/apply:os.system", "write !apply:os.system."),
         ("!!python/object/new:os.X", "write !new:os.X."),
         ("!!python/name:os.system", "write !name:os.system."),
@@ -213,11 +211,10 @@ def test_a_mistake_is_told_with_its_place_and_what_to_write(text, mistake):
         ("!!python/tuple", "write !tuple."),
         ("!!python/str", "write the plain value."),
         ("!<tag:yaml.org,2002:python/name:os.system>", "write !name:os.system."),
-    ],
-)
-def test_python_tags_are_never_executed_and_told_what_does_it_here(tag, advice):
-    for text in (f"a: {tag} [x]", f"a: {tag} x", f"{{{tag} : 1}}", f"a: {tag} {{b: 1}}"):
-        assert any(found.endswith(f"Python tags are never executed; {advice}") for found in mistakes_in(text))
+    ]:
+        with subtests.test(tag=tag):
+            for text in (f"a: {tag} [x]", f"a: {tag} x", f"{{{tag} : 1}}", f"a: {tag} {{b: 1}}"):
+                assert any(found.endswith(f"Python tags are never executed; {advice}") for found in mistakes_in(text))
 
 
 SYNTAX = [
@@ -251,12 +248,13 @@ SYNTAX = [
 ]
 
 
-@pytest.mark.parametrize(("text", "place", "meaning"), SYNTAX)
-def test_bad_yaml_is_told_in_plain_words_with_a_caret(text, place, meaning):
-    line, column = map(int, place.split(":"))
-    shown = text.split("\n")[line - 1].replace("\t", "→")
-    expected = f"{place}: not valid YAML: {meaning}\n      {shown}\n      {' ' * (column - 1)}^"
-    assert mistakes_in(text) == [expected]
+def test_bad_yaml_is_told_in_plain_words_with_a_caret(subtests):
+    for text, place, meaning in SYNTAX:
+        with subtests.test(text=text):
+            line, column = map(int, place.split(":"))
+            shown = text.split("\n")[line - 1].replace("\t", "→")
+            expected = f"{place}: not valid YAML: {meaning}\n      {shown}\n      {' ' * (column - 1)}^"
+            assert mistakes_in(text) == [expected]
 
 
 def test_a_long_line_is_cut_around_the_caret():
@@ -336,47 +334,39 @@ BOMBS = {
     "merge chain": "a0: &a0 {k: 1}\n" + "".join(f"a{n}: &a{n} {{<<: *a{n - 1}, x{n}: 1}}\n" for n in range(1, 3000)),
     "five megabytes": "a: 1\n" * (1 << 20),
 }
+QUICK_BOMBS = {"text", "brackets", "dashes", "deep tuple", "merged keys", "merge chain", "five megabytes"}
 MEASURE = """
-import resource, sys, time
-from amp_recipes.config.reading import read_file
-from amp_recipes.config.nodes import Mistakes
+import resource, sys
 from amp_recipes.config.limits import Budget, LimitError
-for name in sys.argv[1:]:
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    try:
-        read_file(name, Mistakes(), Budget())
-        refused = False
-    except LimitError as error:
-        assert str(error).startswith(name) and len(str(error)) < 400
-        refused = True
-    seconds = time.process_time() - start
-    print(refused, seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+from amp_recipes.config.nodes import Mistakes
+from amp_recipes.config.reading import read_file
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    read_file(sys.argv[1], Mistakes(), Budget())
+except LimitError:
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
-def test_a_small_file_cannot_fill_the_machine(tmp_path):
-    for name, text in BOMBS.items():
-        (tmp_path / f"{name}.yaml").write_text(text)
-    files = [str(tmp_path / f"{name}.yaml") for name in BOMBS]
-    found = subprocess.run(
-        [sys.executable, "-c", MEASURE, *files],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=REPOSITORY,
-    )
-    for name, line in zip(BOMBS, found.stdout.splitlines(), strict=True):
-        refused, seconds, megabytes = line.split()
-        assert refused == "True", name
-        assert float(seconds) < 2, name  # under 1 s on an idle machine
-        assert int(megabytes) < 200, name
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK_BOMBS else pytest.param(name, marks=pytest.mark.extended) for name in BOMBS]
+)
+def test_a_small_file_cannot_fill_the_machine(tmp_path, name):
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(BOMBS[name])
+    with at_most(calls=25_000_000), pytest.raises(LimitError) as caught:
+        read_file(str(file), Mistakes(), Budget())
+    assert str(caught.value).startswith(str(file)) and len(str(caught.value)) < 400
+    done = run_python("-c", MEASURE, file)
+    megabytes = int(done.stdout)
+    assert megabytes < 200, done.stderr
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "".join(f"a{number}: &anchor{number} 1\n" for number in range(3000))
-        + "".join(f"b{number}: *ancho{number}\n" for number in range(3000)),
+        "".join(f"a{number}: &anchor{number} 1\n" for number in range(500))
+        + "".join(f"b{number}: *ancho{number}\n" for number in range(500)),
         "a: !" + "!" * 90_000 + "] x: [\n",
         "a: " + "<[" * 40_000 + "\n  @: b\n@\n",
         "a: 0" + "_" * 90_000 + "\n",
@@ -384,9 +374,8 @@ def test_a_small_file_cannot_fill_the_machine(tmp_path):
     ],
 )
 def test_mistakes_are_told_in_time_too(text):
-    start = time.process_time()
-    mistakes_in(text)
-    assert time.process_time() - start < 2
+    with at_most(calls=6_000_000):
+        mistakes_in(text)
 
 
 @pytest.mark.parametrize(
@@ -396,20 +385,18 @@ def test_mistakes_are_told_in_time_too(text):
         "lr: 1" + " # " * 30_000 + "\n",
         'lr: "1"' + " " * 90_000 + "#\n",
         "lr: (1" + " " * 90_000 + "y)\n",
-        "lr: (1" + " , 1" * 20_000 + ")\n",
+        "lr: (1" + " , 1" * 5_000 + ")\n",
         "a: " + "[" * 1_000_000,
         "a: " + "{" * 1_000_000,
-        "a: [" + "!nwe:x.Y a, " * 9_000 + "]\n",
-        "".join(f"a{n}: &anchor{n} 1\n" for n in range(99)) + "".join(f"b{n}: *ancho{n}\n" for n in range(5_000)),
-        "".join(f"a{n}: (1, 2)\n" for n in range(4_500)),
-        "".join(f"a{n}: {'# ' * 1_000}\n" for n in range(400)),
+        "a: [" + "!nwe:x.Y a, " * 3_000 + "]\n",
+        "".join(f"a{n}: &anchor{n} 1\n" for n in range(99)) + "".join(f"b{n}: *ancho{n}\n" for n in range(1_500)),
+        "".join(f"a{n}: (1, 2)\n" for n in range(1_500)),
+        "".join(f"a{n}: {'# ' * 1_000}\n" for n in range(150)),
     ],
 )
 def test_no_text_takes_more_time_than_its_length(text):
-    start = time.process_time()
-    with contextlib.suppress(LimitError):
+    with at_most(calls=8_000_000), contextlib.suppress(LimitError):
         mistakes_in(text)
-    assert time.process_time() - start < 3  # each under 1 s on an idle machine
 
 
 def test_a_long_comment_is_cut():
@@ -451,15 +438,14 @@ def test_a_tuple_without_brackets_in_it_is_read_as_the_parser_reads_it(inside):
 def test_200_lines_are_read_in_no_time():
     text = "".join(f"k{number}: !new:torch.nn.Linear  # why\n  in: (1, 2)\n  out: 1e-3\n" for number in range(67))
     read(text)
-    start = time.process_time()
-    read(text)
-    assert time.process_time() - start < 0.3  # about 0.05 s on an idle machine
+    with at_most(calls=600_000):
+        read(text)
 
 
 def test_the_limit_of_nodes_counts_over_all_files():
-    budget = Budget()
+    budget = Budget(nodes=2_000)
     for _ in range(2):
-        read_text("a: [" + "1, " * (NODES // 2 - 10) + "]", "f", Mistakes(), budget)
+        read_text("a: [" + "1, " * 990 + "]", "f", Mistakes(), budget)
     with pytest.raises(LimitError, match="more than 20,000 keys and values"):
         read_text("a: [" + "1, " * 20 + "]", "f", Mistakes(), budget)
 

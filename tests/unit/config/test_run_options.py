@@ -54,9 +54,8 @@ def test_defaults_are_those_of_the_contract():
     assert options.explicit == frozenset()
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "value"),
-    [
+def test_a_value_is_converted_to_the_type_of_its_option(subtests):
+    for name, given, value in [
         ("seed", "3", 3),
         ("debug", "True", True),
         ("debug", "off", False),
@@ -70,12 +69,11 @@ def test_defaults_are_those_of_the_contract():
         ("output_folder", 2024, "2024"),
         ("fp32_modules", ("a", "*.norm"), ["a", "*.norm"]),
         ("fp32_modules", "*.norm", ["*.norm"]),
-    ],
-)
-def test_a_value_is_converted_to_the_type_of_its_option(name, given, value):
-    converted = RunOptions(**{name: given})[name]
-    assert converted == value
-    assert type(converted) is type(value)
+    ]:
+        with subtests.test(name=name, given=given):
+            converted = RunOptions(**{name: given})[name]
+            assert converted == value
+            assert type(converted) is type(value)
 
 
 @pytest.mark.filterwarnings("error")  # a library's notice on each conversion would reach every user
@@ -83,9 +81,8 @@ def test_converting_is_silent():
     RunOptions(seed="3", init_scale=1024, debug="yes", output_folder=3)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
+def test_a_value_of_the_wrong_type_or_range_is_refused_by_name(subtests):
+    for name, value in [
         ("seed", True),
         ("seed", 1.5),
         ("seed", -1),
@@ -110,11 +107,10 @@ def test_converting_is_silent():
         ("fp32_modules", [1]),
         ("fp32_modules", [["a"]]),
         ("fp32_modules", {"a": 1}),
-    ],
-)
-def test_a_value_of_the_wrong_type_or_range_is_refused_by_name(name, value):
-    with pytest.raises(ConfigError, match=rf"^here: {name} is .* must be "):
-        RunOptions.from_mapping({name: value}, where="here")
+    ]:
+        refused = pytest.raises(ConfigError, match=rf"^here: {name} is .* must be ")
+        with subtests.test(name=name, value=value), refused:
+            RunOptions.from_mapping({name: value}, where="here")
 
 
 def test_all_mistakes_are_reported_together_with_the_nearest_name():
@@ -190,14 +186,11 @@ def test_near_misses_of_options_are_found_and_other_keys_left_alone():
     assert "did you mean 'max_grad_norm'" in said[1]
 
 
-@pytest.mark.parametrize(
-    "name", ["seed", "max_grad_norm", "log_interval_steps", "output_folder", "debug", "fp32_modules"]
-)
-@pytest.mark.parametrize(
-    "value", [16**300, -(16**300), 16**20_000, [16**20_000], "x" * 100_000], ids=str.split("300 -300 20000 list text")
-)
-def test_a_value_beyond_all_measure_is_a_mistake_and_not_shown_at_length(name, value):
-    if isinstance(value, str) and name in ("output_folder", "fp32_modules"):
-        return
-    _, mistakes = validate_options({name: value})
-    assert 0 < len(mistakes[name]) < 500
+def test_a_value_beyond_all_measure_is_a_mistake_and_not_shown_at_length(subtests):
+    for name in ["seed", "max_grad_norm", "log_interval_steps", "output_folder", "debug", "fp32_modules"]:
+        for value in [16**300, -(16**300), 16**20_000, [16**20_000], "x" * 100_000]:
+            if isinstance(value, str) and name in ("output_folder", "fp32_modules"):
+                continue
+            with subtests.test(name=name, value=value):
+                _, mistakes = validate_options({name: value})
+                assert 0 < len(mistakes[name]) < 500

@@ -6,20 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
-from repository import REPOSITORY
+from programs import DEADLINE_SECONDS, Program
 
 from amp_recipes.config import sweep_trials
 from amp_recipes.config.arguments import parse_value
 from amp_recipes.config.sweep import RunSettings, SweepRequest, run_sweep
 from amp_recipes.config.sweep_axes import Choice, Choices, Range, covering, folder_name, grid, read_axes
 from amp_recipes.errors import ConfigError, FolderInUseError
-
-DEADLINE_SECONDS = 60
 
 # Stands for a recipe: notes each start, goes on where it was ended, and says what it reached.
 RECIPE = """
@@ -47,7 +44,7 @@ if given.get("act") == "killed":
 if given.get("act") == "slow" and not (folder / "saved.txt").exists():
     (folder / "pid.txt").write_text(str(os.getpid()))
     (folder / "pid.txt").rename(folder / "ready.txt")
-    time.sleep(60)
+    time.sleep(600)  # until a signal comes
 if given.get("act") == "mute":
     sys.exit(0)
 accuracy = "nan" if given.get("act") == "nan" else 1 - abs(lr - 0.01)
@@ -108,9 +105,8 @@ def study_trials(folder):
 # ---------------------------------------------------------------------- what is typed
 
 
-@pytest.mark.parametrize(
-    ("word", "values"),
-    [
+def test_values_are_read_as_the_command_line_reads_them(subtests):
+    for word, values in [
         ("lr=1e-3,1e-4", [1e-3, 1e-4]),
         ("lr= 1e-3 , 1e-4 ", [1e-3, 1e-4]),
         ("act=relu", ["relu"]),
@@ -127,34 +123,30 @@ def study_trials(folder):
         ("path=../data,a..b", ["../data", "a..b"]),
         ("path='1..2'", ["1..2"]),
         ("template=a=b,c", ["a=b", "c"]),
-    ],
-)
-def test_values_are_read_as_the_command_line_reads_them(word, values):
-    (axis,) = read_axes([word], None)
-    assert [choice.value for choice in axis.choices] == values
-    assert [repr(parse_value(choice.text)) for choice in axis.choices] == [repr(value) for value in values]
+    ]:
+        with subtests.test(word=word):
+            (axis,) = read_axes([word], None)
+            assert [choice.value for choice in axis.choices] == values
+            assert [repr(parse_value(choice.text)) for choice in axis.choices] == [repr(value) for value in values]
 
 
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [
+def test_ranges(subtests):
+    for word, expected in [
         ("lr=1e-5..1e-2:log", Range("lr", 1e-5, 1e-2, True)),
         ("lr=0.1..0.5", Range("lr", 0.1, 0.5, False)),
         ("lr=.1...5", Range("lr", 0.1, 0.5, False)),
         ("hidden=32..256", Range("hidden", 32, 256, False)),
         ("hidden=32..256:linear", Range("hidden", 32, 256, False)),
         ("x=-1..1.5", Range("x", -1.0, 1.5, False)),
-    ],
-)
-def test_ranges(word, expected):
-    (axis,) = read_axes([word], 5)
-    assert axis == expected
-    assert axis.whole == (axis.key == "hidden")
+    ]:
+        with subtests.test(word=word):
+            (axis,) = read_axes([word], 5)
+            assert axis == expected
+            assert axis.whole == (axis.key == "hidden")
 
 
-@pytest.mark.parametrize(
-    ("words", "trials", "message"),
-    [
+def test_mistakes_in_what_is_typed(subtests, sweep, folder):
+    for words, trials, message in [
         (["lr"], None, "--sweep 'lr': expected key=value,value, as in lr=1e-3,1e-4."),
         (["--lr=1,2"], None, "without dashes: lr=1,2"),
         (["=1"], None, "name of the key"),
@@ -179,13 +171,12 @@ def test_ranges(word, expected):
         (["a=" + ",".join(map(str, range(101))), "b=0,1,2,3,4,5,6,7,8,9"], None, "the grid has 1,010 runs"),
         (["lr=1"], 0, "expected 1 or more"),
         ([], 5, "chooses among the values of --sweep"),
-    ],
-)
-def test_mistakes_in_what_is_typed(sweep, folder, words, trials, message):
-    with pytest.raises(ConfigError) as caught:
-        sweep(*words, trials=trials)
-    assert message in str(caught.value)
-    assert not folder.exists()
+    ]:
+        with subtests.test(words=words, trials=trials):
+            with pytest.raises(ConfigError) as caught:
+                sweep(*words, trials=trials)
+            assert message in str(caught.value)
+            assert not folder.exists()
 
 
 def test_all_mistakes_are_told_at_once(sweep):
@@ -403,16 +394,17 @@ def test_the_handlers_of_signals_are_put_back(sweep):
 
 
 def started(recipe, folder, *axes, trials=0):
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", textwrap.dedent(DRIVER), recipe, str(folder.parent), str(trials), *axes]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    words = ("-c", DRIVER, recipe, folder.parent, trials, *axes)
+    return Program(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def wait_for(file):
+def wait_for(folder, pattern):
+    """The file of that pattern, as soon as it is there."""
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while not file.exists():
-        assert time.monotonic() < deadline, f"{file} did not come"
+    while not (found := list(folder.glob(pattern))):
+        assert time.monotonic() < deadline, f"no {pattern} came into {folder}"
         time.sleep(0.02)
+    return found[0]
 
 
 @pytest.mark.parametrize(
@@ -423,7 +415,7 @@ def wait_for(file):
 def test_a_signal_reaches_the_run_and_the_same_command_goes_on(recipe, folder, signum, passed_on):
     axes = ("act=relu,slow,tanh",)
     process = started(recipe, folder, *axes)
-    wait_for(folder / "act=slow" / "ready.txt")
+    wait_for(folder, "act=slow/ready.txt")
     process.send_signal(signum)
     said, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 128 + signum
@@ -442,7 +434,7 @@ def test_a_signal_reaches_the_run_and_the_same_command_goes_on(recipe, folder, s
 
 def test_two_sweeps_do_not_share_a_folder(recipe, folder, sweep):
     process = started(recipe, folder, "act=slow")
-    wait_for(folder / "act=slow" / "ready.txt")
+    wait_for(folder, "act=slow/ready.txt")
     with pytest.raises(FolderInUseError, match=f"in use by pid {process.pid}"):
         sweep("lr=1")
     process.terminate()
@@ -451,11 +443,11 @@ def test_two_sweeps_do_not_share_a_folder(recipe, folder, sweep):
 
 def test_a_sweep_that_is_killed_goes_on(recipe, folder):
     process = started(recipe, folder, "act=relu,slow,tanh")
-    wait_for(folder / "act=slow" / "ready.txt")
+    ready = wait_for(folder, "act=slow/ready.txt")
     process.kill()
     process.communicate(timeout=DEADLINE_SECONDS)
-    os.kill(int((folder / "act=slow" / "ready.txt").read_text()), signal.SIGTERM)  # the run has lived on
-    wait_for(folder / "act=slow" / "saved.txt")
+    os.kill(int(ready.read_text()), signal.SIGTERM)  # the run has lived on
+    wait_for(folder, "act=slow/saved.txt")
     process = started(recipe, folder, "act=relu,slow,tanh")
     process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0
@@ -536,18 +528,15 @@ def test_an_interrupted_trial_goes_on_with_its_values(recipe, folder, signum):
     pytest.importorskip("optuna")
     axes = ("act=slow", "lr=1e-4..1:log")
     process = started(recipe, folder, *axes, trials=2)
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (ready := list(folder.glob("*/ready.txt"))):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    ready = wait_for(folder, "*/ready.txt")
     process.send_signal(signum)
     process.communicate(timeout=DEADLINE_SECONDS)
     (trial,) = study_trials(folder)
     assert trial.state.name == "RUNNING"
     if signum == signal.SIGKILL:
-        os.kill(int(ready[0].read_text()), signal.SIGTERM)  # the run has lived on
-    wait_for(ready[0].parent / "saved.txt")
-    Path(recipe).write_text(RECIPE.replace("time.sleep(60)", ""))
+        os.kill(int(ready.read_text()), signal.SIGTERM)  # the run has lived on
+    wait_for(ready.parent, "saved.txt")
+    Path(recipe).write_text(RECIPE.replace("time.sleep(600)", "pass"))
     with open(folder / sweep_trials.STUDY_FILE, "a") as file:
         file.write('{"op_code": 6, "wor')  # half a line, as after a crash of the machine
     process = started(recipe, folder, *axes, trials=2)
@@ -555,7 +544,7 @@ def test_an_interrupted_trial_goes_on_with_its_values(recipe, folder, signum):
     assert process.returncode == 0, said
     first, second = study_trials(folder)
     assert first.params == trial.params and first.state.name == second.state.name == "COMPLETE"
-    assert len((ready[0].parent / "starts.txt").read_text().splitlines()) == 2
+    assert len((ready.parent / "starts.txt").read_text().splitlines()) == 2
 
 
 def test_another_sweep_in_the_folder_has_a_study_of_its_own(sweep, folder):

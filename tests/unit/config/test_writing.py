@@ -7,6 +7,7 @@ import re
 import struct
 from collections import Counter
 
+import pytest
 from hyperpyyaml import load_hyperpyyaml
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -279,22 +280,30 @@ def trees(draw):
     return root
 
 
-@settings(max_examples=500, deadline=None)
-@given(trees())
-@example(node_of({"a": "\n"}))
-@example(node_of({"a": ["a\n\nb", "a\n", "a\n\n", "\ta\n", "a\n b", "a \nb"]}))
-def test_any_tree_reads_back_as_it_was(root):
-    assert shape(read(to_yaml(root, ["x"]))) == shape(root)
+@pytest.mark.parametrize("examples", [50, pytest.param(500, marks=pytest.mark.extended)])
+def test_any_tree_reads_back_as_it_was(examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(trees())
+    @example(node_of({"a": "\n"}))
+    @example(node_of({"a": ["a\n\nb", "a\n", "a\n\n", "\ta\n", "a\n b", "a \nb"]}))
+    def reads_back(root):
+        assert shape(read(to_yaml(root, ["x"]))) == shape(root)
+
+    reads_back()
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.dictionaries(st.text("abc", min_size=1), DATA, max_size=4))
-def test_any_plain_data_is_the_same_for_hyperpyyaml(value):
-    assume(not re.search(r"\\x85|\\u202[89]", repr(value)))  # which it writes anew as ends of lines
-    root = node_of(value)
-    tuples = [node for _, node in walk(root) if isinstance(node, Sequence) and node.tag]
-    for node in tuples:
-        # HyperPyYAML has no tuples in tuples, and when it folds a long one, it breaks escapes in it.
-        assume(not any(isinstance(below, Sequence) and below.tag for _, below in walk(node)))
-        assume("\\" not in to_yaml(Mapping("", {"a": Sequence("", node.items, HERE)}, HERE)))
-    assert load_hyperpyyaml(to_yaml(root)) == value
+@pytest.mark.parametrize("examples", [30, pytest.param(150, marks=pytest.mark.extended)])
+def test_any_plain_data_is_the_same_for_hyperpyyaml(examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(st.dictionaries(st.text("abc", min_size=1), DATA, max_size=4))
+    def is_the_same(value):
+        assume(not re.search(r"\\x85|\\u202[89]", repr(value)))  # which it writes anew as ends of lines
+        root = node_of(value)
+        tuples = [node for _, node in walk(root) if isinstance(node, Sequence) and node.tag]
+        for node in tuples:
+            # HyperPyYAML has no tuples in tuples, and when it folds a long one, it breaks escapes in it.
+            assume(not any(isinstance(below, Sequence) and below.tag for _, below in walk(node)))
+            assume("\\" not in to_yaml(Mapping("", {"a": Sequence("", node.items, HERE)}, HERE)))
+        assert load_hyperpyyaml(to_yaml(root)) == value
+
+    is_the_same()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from programs import run_python
 
 from amp_recipes import __version__, cli
 from amp_recipes.errors import CheckpointError
@@ -18,17 +19,18 @@ def calls(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
-def test_help_of_each_command_shows_an_example_that_parses(command, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([command.name, "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert ended.value.code == 0
-    assert f"Example: {command.example}." in shown
-    program, *words = command.example.split()
-    arguments, unknown = cli.make_parser().parse_known_args(words)
-    assert program == "amp-recipes" and arguments.chosen is command
-    assert command.passes_options or not unknown
+def test_help_of_each_command_shows_an_example_that_parses(subtests, capsys):
+    for command in cli.COMMANDS:
+        with subtests.test(command=command.name):
+            with pytest.raises(SystemExit) as ended:
+                cli.main([command.name, "--help"])
+            shown = " ".join(capsys.readouterr().out.split())
+            assert ended.value.code == 0
+            assert f"Example: {command.example}." in shown
+            program, *words = command.example.split()
+            arguments, unknown = cli.make_parser().parse_known_args(words)
+            assert program == "amp-recipes" and arguments.chosen is command
+            assert command.passes_options or not unknown
 
 
 def test_help_lists_every_command(capsys):
@@ -44,11 +46,12 @@ def test_version(capsys):
     assert ended.value.code == 0 and capsys.readouterr().out == f"amp-recipes {__version__}\n"
 
 
-@pytest.mark.parametrize("words", [[], ["exprot", "x"], ["export"], ["export", "x", "--precision", "bf16"]], ids=str)
-def test_a_command_line_that_does_not_parse_ends_with_status_2(words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words)
-    assert ended.value.code == 2 and "usage: amp-recipes" in capsys.readouterr().err
+def test_a_command_line_that_does_not_parse_ends_with_status_2(subtests, capsys):
+    for words in [[], ["exprot", "x"], ["export"], ["export", "x", "--precision", "bf16"]]:
+        with subtests.test(words=words):
+            with pytest.raises(SystemExit) as ended:
+                cli.main(words)
+            assert ended.value.code == 2 and "usage: amp-recipes" in capsys.readouterr().err
 
 
 def test_an_error_of_the_framework_is_one_message_without_traceback(tmp_path, capsys):
@@ -77,22 +80,21 @@ def test_the_commands_status_is_the_programs(calls):
     assert cli.main(["verify-resume", "train.py", "x.yaml"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "options"),
-    [
+def test_options_of_the_recipe_pass_through_in_order(subtests, calls):
+    for words, options in [
         ("train.py x.yaml", []),
         ("train.py x.yaml --steps 20 --precision bf16 --model.width=3", ["--precision", "bf16", "--model.width=3"]),
         ("train.py x.yaml --precision bf16 --steps=20", ["--precision", "bf16"]),
         ("--steps 20 train.py x.yaml --debug -- --steps 3 --keep 1", ["--debug", "--steps", "3", "--keep", "1"]),
         ("train.py x.yaml --step 3", ["--step", "3"]),  # no abbreviation: it is a key of the YAML
         ("train.py x.yaml --lr -1", ["--lr", "-1"]),
-    ],
-)
-def test_options_of_the_recipe_pass_through_in_order(calls, words, options):
-    cli.main(["verify-resume", *words.split()])
-    [[script, yaml, passed, steps, save_at, kill_at, keep]] = calls
-    assert (str(script), str(yaml), passed) == ("train.py", "x.yaml", options)
-    assert (steps, save_at, kill_at, keep) == (20 if "steps" in words.partition(" -- ")[0] else 12, 5, 8, None)
+    ]:
+        with subtests.test(words=words):
+            calls.clear()
+            cli.main(["verify-resume", *words.split()])
+            [[script, yaml, passed, steps, save_at, kill_at, keep]] = calls
+            assert (str(script), str(yaml), passed) == ("train.py", "x.yaml", options)
+            assert (steps, save_at, kill_at, keep) == (20 if "steps" in words.partition(" -- ")[0] else 12, 5, 8, None)
 
 
 def test_diff_ends_with_the_status_of_diff(tmp_path, capsys):
@@ -112,19 +114,23 @@ def test_diff_ends_with_the_status_of_diff(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_prints_a_script_with_every_command_and_its_options(shell, capsys):
-    assert cli.main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert script.startswith(f"# Completion for {shell}.")
-    assert all(word in script for word in ("verify-resume", "--save_at", "--json", "--precision", "bash zsh"))
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["completion", "fish"])
-    assert ended.value.code == 2 and "bash, zsh" in capsys.readouterr().err.replace("'", "")
+def test_completion_prints_a_script_with_every_command_and_its_options(subtests, capsys):
+    for shell in ["bash", "zsh"]:
+        with subtests.test(shell=shell):
+            assert cli.main(["completion", shell]) == 0
+            script = capsys.readouterr().out
+            assert script.startswith(f"# Completion for {shell}.")
+            assert all(word in script for word in ("verify-resume", "--save_at", "--json", "--precision", "bash zsh"))
+            with pytest.raises(SystemExit) as ended:
+                cli.main(["completion", "fish"])
+            assert ended.value.code == 2 and "bash, zsh" in capsys.readouterr().err.replace("'", "")
 
 
-def test_the_module_runs_as_a_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "amp_recipes.cli", "export", "/nowhere"], capture_output=True, text=True
-    )
+def fresh_python(*words):
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("start", [run_python, pytest.param(fresh_python, marks=pytest.mark.extended)])
+def test_the_module_runs_as_a_program(start):
+    done = start("-m", "amp_recipes.cli", "export", "/nowhere")
     assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith("amp-recipes: There is no checkpoint")

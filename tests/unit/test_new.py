@@ -2,31 +2,26 @@
 
 import argparse
 import ast
-import os
 import re
 import shutil
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from programs import run_python
 from repository import REPOSITORY
 
 from amp_recipes import cli, new
 from amp_recipes.errors import ConfigError
 
 SHORT, LONG = "a", "a_name_as_long_as_a_recipe_s_name_may_be"
-# The packages that a recipe's code is checked with stand where a user's would: installed, not in the project.
-ENV = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-
 every_template = pytest.mark.parametrize("template", new.TEMPLATES)
 
 
-def run_python(folder: Path, *words: str) -> str:
+def said_by_python(folder: Path, *words: object) -> str:
     """What Python says, run in that folder as by a user; it must end well."""
-    command = [sys.executable, *words]
-    done = subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True, timeout=600)
+    done = run_python(*words, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -66,7 +61,7 @@ def test_the_code_is_clean_under_any_name(tmp_path, template, name):
     folder = make(tmp_path, name, template)
     shutil.copy(REPOSITORY / "pyproject.toml", folder)
     for words in (["check"], ["format", "--check"]):
-        run_python(folder, "-m", "ruff", *words, "--no-cache", ".")
+        said_by_python(folder, "-m", "ruff", *words, "--no-cache", ".")
 
 
 @every_template
@@ -94,8 +89,7 @@ def test_the_yaml_says_how_to_launch_and_what_each_key_means(template):
 
 def test_the_script_runs_from_another_folder(tmp_path):
     folder = make(tmp_path, "my_task", "basic")
-    words = [str(folder / "train.py"), str(folder / "my_task.yaml"), "--debug", "--precision=bf16"]
-    run_python(tmp_path, *words)
+    said_by_python(tmp_path, folder / "train.py", folder / "my_task.yaml", "--debug", "--precision=bf16")
     assert (tmp_path / "results" / "bf16" / "seed_1" / "debug" / "metrics.jsonl").is_file()
 
 
@@ -107,7 +101,8 @@ def test_check_finds_no_mistake(tmp_path, template, capsys):
     assert said.err == ""
 
 
-# Each of the tests once here, each of both templates in the nightly run: they start Python four to eight times.
+# Each of the tests once, each of both templates in the nightly run: they start Python four to eight times.
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("template", "chosen"),
     [
@@ -118,7 +113,7 @@ def test_check_finds_no_mistake(tmp_path, template, capsys):
 )
 def test_its_own_tests_pass(tmp_path, template, chosen):
     folder = make(tmp_path, "my_task", template)
-    assert " passed" in run_python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen)
+    assert " passed" in said_by_python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen)
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {
         *("train.py", "model.py", "data.py", "my_task.yaml", "test_my_task.py", "README.md", ".gitignore")
     }
@@ -134,15 +129,14 @@ def test_the_commands_of_its_readme_run(tmp_path, template):
     for command in commands:
         program, *words = command.partition("#")[0].split()
         module = [] if program == "python" else ["-m", "amp_recipes.cli"]
-        run_python(folder, *module, *words)
+        said_by_python(folder, *module, *words)
 
 
 # --- names
 
 
-@pytest.mark.parametrize(
-    ("name", "why", "better"),
-    [
+def test_a_name_that_no_recipe_can_have_is_refused(subtests, tmp_path, monkeypatch, capsys):
+    for name, why, better in [
         ("my-task", "expected small letters", "my_task"),
         ("my task", "expected small letters", "my_task"),
         ("MyTask", "expected small letters", "my_task"),
@@ -170,18 +164,17 @@ def test_the_commands_of_its_readme_run(tmp_path, template):
         ("amp_recipes", "Python has a module", "amp_recipes_task"),
         ("json", "Python has a module", "json_task"),
         ("sys", "Python has a module", "sys_task"),
-    ],
-)
-def test_a_name_that_no_recipe_can_have_is_refused(tmp_path, monkeypatch, capsys, name, why, better):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        new.check_name(name, new.read_template("basic"))
-    assert why in str(caught.value) and str(caught.value).endswith(f"For example: amp-recipes new {better}")
-    new.check_name(better, new.read_template("basic"))
-    if not name.startswith("-"):
-        assert cli.main(["new", name]) == 1
-        assert capsys.readouterr().err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+    ]:
+        with subtests.test(name=name):
+            monkeypatch.chdir(tmp_path)
+            with pytest.raises(ConfigError) as caught:
+                new.check_name(name, new.read_template("basic"))
+            assert why in str(caught.value) and str(caught.value).endswith(f"For example: amp-recipes new {better}")
+            new.check_name(better, new.read_template("basic"))
+            if not name.startswith("-"):
+                assert cli.main(["new", name]) == 1
+                assert capsys.readouterr().err.count("\n") == 1
+            assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_is_refused_where_the_class_has_it_in_one_template_only(tmp_path):
@@ -190,9 +183,10 @@ def test_a_name_is_refused_where_the_class_has_it_in_one_template_only(tmp_path)
     new.new_recipe("critic", tmp_path / "critic", "basic")
 
 
-@pytest.mark.parametrize("name", ["x", "wav2vec", "my_task_2", "match", LONG, "a" * 40])
-def test_other_names_are_taken(name):
-    new.check_name(name, new.read_template("basic"))
+def test_other_names_are_taken(subtests):
+    for name in ["x", "wav2vec", "my_task_2", "match", LONG, "a" * 40]:
+        with subtests.test(name=name):
+            new.check_name(name, new.read_template("basic"))
 
 
 # --- folders

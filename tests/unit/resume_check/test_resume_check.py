@@ -4,7 +4,6 @@ import functools
 import itertools
 import os
 import random
-import subprocess
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from programs import run_python
 from repository import REPOSITORY
 from torch import nn
 
@@ -86,11 +86,12 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda value: type(value).__name__)
-def test_values_that_differ_in_a_bit_have_other_digests(one, other):
-    assert leaves(one) == leaves(one)
-    assert leaves(one) != leaves(other)
-    assert leaves({"a": [one]}) != leaves({"a": [other]})
+def test_values_that_differ_in_a_bit_have_other_digests(subtests):
+    for one, other in PAIRS:
+        with subtests.test(one=one, other=other):
+            assert leaves(one) == leaves(one)
+            assert leaves(one) != leaves(other)
+            assert leaves({"a": [one]}) != leaves({"a": [other]})
 
 
 def test_layout_and_device_of_the_memory_do_not_count():
@@ -165,12 +166,16 @@ def test_equal_traces_have_no_difference():
     assert first_difference(trace(), trace()) is None
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_each_section_is_found_and_named(section):
-    found = first_difference(trace(), trace(window(3, **{section: {f"{section}.b": "other"}})))
-    assert (found.section, found.update, found.place, found.index) == (section, 3, "epoch 1, batch 3", 2)
-    assert list(found.names) == [f"{section}.b"] and found.equal == 1
-    assert f"{section}.b" in "\n".join(describe(found)) and "before update 3 (epoch 1, batch 3)" in describe(found)[0]
+def test_each_section_is_found_and_named(subtests):
+    for section in SECTIONS:
+        with subtests.test(section=section):
+            found = first_difference(trace(), trace(window(3, **{section: {f"{section}.b": "other"}})))
+            assert (found.section, found.update, found.place, found.index) == (section, 3, "epoch 1, batch 3", 2)
+            assert list(found.names) == [f"{section}.b"] and found.equal == 1
+            assert (
+                f"{section}.b" in "\n".join(describe(found))
+                and "before update 3 (epoch 1, batch 3)" in describe(found)[0]
+            )
 
 
 def test_of_several_sections_the_first_in_order_is_named_and_the_others_are_told():
@@ -554,13 +559,7 @@ def write_recipe(folder, noise=NOISE, factor="1.0", metric="0", yaml="output_fol
 
 def run(*arguments):
     """The command as a user starts it; its status and what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "amp_recipes.cli", "verify-resume", *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_python("-m", "amp_recipes.cli", "verify-resume", *arguments)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -614,9 +613,8 @@ def test_two_optimizers_that_step_in_turn_are_counted_as_one_update(tmp_path):
     script.write_text(text)
     status, output = run(*recipe, "--keep", tmp_path / "kept")
     assert status == 0, output
-    assert (
-        "EQUAL bit for bit: the run that was killed after update 8 went on from update 7." in output
-    )  # an epoch's end
+    # An epoch's end.
+    assert "EQUAL bit for bit: the run that was killed after update 8 went on from update 7." in output
     assert "12 updates of 12 batches, 5 after the resume" in output
     whole, killed, resumed = (
         read_trace(tmp_path / "kept" / f"{name}.jsonl") for name in ("whole", "killed", "resumed")

@@ -9,6 +9,7 @@ recipe does not own but that is on `sys.path`, `@RECIPE@` for the recipe's folde
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import pickle
 import re
@@ -891,10 +892,24 @@ TEXTS += [
     ),
 ]
 
-CORPUS = [
-    *(CALLS + NOT_LIVE_CALLS + INDIRECT + FILES + IMPORTS + TORCH + OWN + REEXPORTS + WALKS),
-    *(TAGS + TUPLES + INCLUDES + OVERRIDES + LOOKALIKES + SELF_TRUST + TEXTS),
-]
+CORPUS = {
+    "call": CALLS + NOT_LIVE_CALLS,
+    "call of what is given": INDIRECT,
+    "file": FILES,
+    "import": IMPORTS,
+    "torch": TORCH,
+    "own function": OWN,
+    "re-export": REEXPORTS,
+    "walk": WALKS,
+    "tag": TAGS,
+    "tuple": TUPLES,
+    "include": INCLUDES,
+    "override": OVERRIDES,
+    "lookalike": LOOKALIKES,
+    "self trust": SELF_TRUST,
+    "text": TEXTS,
+}
+PAYLOADS = list(itertools.chain(*CORPUS.values()))
 
 TRAIN = '''\
 """A recipe's script: what its folder defines is trusted."""
@@ -1070,9 +1085,9 @@ class Job:
         return value
 
 
-def lay_out(payload: Payload, root: Path, turn: str = "") -> Job:
-    """Write a payload's files below `root`, where `lay_out_house` has been; anew for each `turn`."""
-    configs, canaries = root / f"configs{turn}" / payload.name, root / f"canaries{turn}" / payload.name
+def lay_out(payload: Payload, root: Path) -> Job:
+    """Write a payload's files below `root`, where `lay_out_house` has been."""
+    configs, canaries = root / "configs" / payload.name, root / "canaries" / payload.name
     configs.mkdir(parents=True)
     canaries.mkdir(parents=True)
     canary = str(canaries / "canary")

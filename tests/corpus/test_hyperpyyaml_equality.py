@@ -445,18 +445,14 @@ FILES = {
 }
 
 DOCUMENTS = {
-    f"{group}: {name}": text
-    for group, documents in {
-        "README": README,
-        "values": VALUES,
-        "tuples": TUPLES,
-        "references": REFERENCES,
-        "arithmetic": ARITHMETIC,
-        "objects": OBJECTS,
-        "applyref": APPLYREF,
-        "includes": INCLUDES,
-    }.items()
-    for name, text in documents.items()
+    "README": README,
+    "values": VALUES,
+    "tuples": TUPLES,
+    "references": REFERENCES,
+    "arithmetic": ARITHMETIC,
+    "objects": OBJECTS,
+    "applyref": APPLYREF,
+    "includes": INCLUDES,
 }
 
 
@@ -683,16 +679,18 @@ def write(tmp_path):
     return write_file
 
 
-@pytest.mark.parametrize("text", DOCUMENTS.values(), ids=DOCUMENTS)
-def test_a_document_gives_the_same_objects(write, text):
-    file = write(text)
-    same_draws()
-    theirs = hyperpyyaml_objects(file)
-    drawn = random.random(), torch.rand(1)
-    same_draws()
-    ours = load_hparams(file, trust=TRUST)
-    assert (random.random(), torch.rand(1)) == drawn
-    Comparison().check(dict(ours), dict(theirs))
+@pytest.mark.parametrize("group", DOCUMENTS)
+def test_a_document_gives_the_same_objects(write, group, subtests):
+    for name, text in DOCUMENTS[group].items():
+        with subtests.test(name):
+            file = write(text)
+            same_draws()
+            theirs = hyperpyyaml_objects(file)
+            drawn = random.random(), torch.rand(1)
+            same_draws()
+            ours = load_hparams(file, trust=TRUST)
+            assert (random.random(), torch.rand(1)) == drawn
+            Comparison().check(dict(ours), dict(theirs))
 
 
 # The others make data or models, or refer to attributes of attributes, which HyperPyYAML has no words for.
@@ -709,28 +707,30 @@ def test_the_yaml_of_a_recipe_gives_the_same_objects(task, monkeypatch):
     Comparison().check(dict(load_hparams(file, trust=("data", "model"))), dict(theirs))
 
 
-@pytest.mark.parametrize(("text", "theirs", "ours"), DIFFERENCES.values(), ids=DIFFERENCES)
-def test_what_differs_on_purpose(write, text, theirs, ours):
-    file = write(text)
-    if isinstance(theirs, type):
-        with pytest.raises(theirs):
-            hyperpyyaml_objects(file)
-    else:
-        Comparison().check(dict(hyperpyyaml_objects(file)), theirs)
-    if isinstance(ours, str):
-        with pytest.raises(ConfigError, match=ours):
-            load_hparams(file)
-    else:
-        Comparison().check(dict(load_hparams(file)), ours)
+def test_what_differs_on_purpose(write, subtests):
+    for name, (text, theirs, ours) in DIFFERENCES.items():
+        with subtests.test(name):
+            file = write(text)
+            if isinstance(theirs, type):
+                with pytest.raises(theirs):
+                    hyperpyyaml_objects(file)
+            else:
+                Comparison().check(dict(hyperpyyaml_objects(file)), theirs)
+            if isinstance(ours, str):
+                with pytest.raises(ConfigError, match=ours):
+                    load_hparams(file)
+            else:
+                Comparison().check(dict(load_hparams(file)), ours)
 
 
-@pytest.mark.parametrize("text", REFUSED.values(), ids=REFUSED)
-def test_what_hyperpyyaml_refuses_is_told_with_its_line(write, text):
-    file = write(text)
-    with pytest.raises(Exception):  # noqa: B017  (of many kinds)
-        hyperpyyaml_objects(file)
-    with pytest.raises(ConfigError, match=rf"^{re.escape(str(file))}:(\d+:|.*empty)"):
-        load_hparams(file, trust=TRUST)
+def test_what_hyperpyyaml_refuses_is_told_with_its_line(write, subtests):
+    for name, text in REFUSED.items():
+        file = write(text)
+        with subtests.test(name):
+            with pytest.raises(Exception):  # noqa: B017  (of many kinds)
+                hyperpyyaml_objects(file)
+            with pytest.raises(ConfigError, match=rf"^{re.escape(str(file))}:(\d+:|.*empty)"):
+                load_hparams(file, trust=TRUST)
 
 
 def test_the_comparison_sees_what_differs():

@@ -1,6 +1,6 @@
 """Whatever a YAML says: a result or a ConfigError, and nothing is run, written or imported on the way.
 
-250 examples in each of five tests by day, 10,000 in each of two by night.
+12 examples of each of five kinds by default, 250 in the extended tier, 5,000 by night.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from amp_recipes.config import check, load_hparams, parse_arguments
 from amp_recipes.errors import ConfigError
 
 REAL = (REPOSITORY / "configs" / "image_classification.yaml").read_text(encoding="utf-8")
-IN_CI = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
-NIGHTLY = settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class Guard:
@@ -86,7 +84,7 @@ def folder(tmp_path_factory):
     sys.path.remove(str(root))
 
 
-def run(folder: Path, text: str | bytes, overrides, through=None) -> None:
+def run(folder: Path, text: str | bytes, overrides=None, through=None) -> None:
     """Check and load a text: only a ConfigError may come, and the guard must have heard nothing."""
     file = folder / "main.yaml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
@@ -439,48 +437,27 @@ RAW = (
 )
 
 
-@IN_CI
-@given(text=document(), overrides=OVERRIDES)
-def test_structured_documents(folder, text, overrides):
-    run(folder, text, overrides)
+KINDS = {
+    "a structured document": {"text": document(), "overrides": OVERRIDES},
+    "a document that nearly loads": {"text": sound(), "overrides": OVERRIDES},
+    "a structured document with a command line": {"text": sound() | mutated(), "through": ARGUMENTS},
+    "a mutated recipe": {"text": mutated(), "overrides": OVERRIDES},
+    "any text": {"text": RAW, "overrides": OVERRIDES},
+}
 
 
-@IN_CI
-@given(text=sound(), overrides=OVERRIDES)
-def test_documents_that_nearly_load(folder, text, overrides):
-    run(folder, text, overrides)
+@pytest.mark.parametrize(
+    "examples",
+    [12, pytest.param(250, marks=pytest.mark.extended), pytest.param(5_000, marks=pytest.mark.nightly)],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_yaml_is_loaded_or_refused_and_nothing_else_happens(folder, kind, examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(**KINDS[kind])
+    def attempt(**drawn):
+        run(folder, **drawn)
 
-
-@IN_CI
-@given(text=sound() | mutated(), arguments=ARGUMENTS)
-def test_structured_documents_with_a_command_line(folder, text, arguments):
-    run(folder, text, None, through=arguments)
-
-
-@IN_CI
-@given(text=mutated(), overrides=OVERRIDES)
-def test_mutated_recipes(folder, text, overrides):
-    run(folder, text, overrides)
-
-
-@IN_CI
-@given(text=RAW, overrides=OVERRIDES)
-def test_any_text(folder, text, overrides):
-    run(folder, text, overrides)
-
-
-@pytest.mark.nightly
-@NIGHTLY
-@given(text=sound() | document() | mutated() | RAW, overrides=OVERRIDES)
-def test_ten_thousand(folder, text, overrides):
-    run(folder, text, overrides)
-
-
-@pytest.mark.nightly
-@NIGHTLY
-@given(text=sound() | mutated(), arguments=ARGUMENTS)
-def test_ten_thousand_command_lines(folder, text, arguments):
-    run(folder, text, None, through=arguments)
+    attempt()
 
 
 def test_the_guard_hears_what_it_is_for(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import ruamel.yaml
 import torch
 import yaml as pyyaml
+from work import at_most
 
 from amp_recipes.config import instantiate
 from amp_recipes.config.instantiate import build
@@ -184,11 +185,12 @@ def test_a_tree_can_be_built_again():
     assert second["a"] == [1] and second["b"].kwargs == {"x": {"y": [2]}}
 
 
-def test_a_wide_net_of_shared_nodes_is_built_in_no_time():
+def test_a_wide_net_of_shared_nodes_is_built_with_little_work():
     level = node([0])
     for _ in range(40):
         level = Sequence("", [level, level], Source("a.yaml"))
-    assert built({"a": level})["a"][0] is not None
+    with at_most(calls=3_000):
+        assert built({"a": level})["a"][0] is not None
 
 
 def test_trust_is_asked_for_every_name_before_it_is_called():
@@ -199,18 +201,17 @@ def test_trust_is_asked_for_every_name_before_it_is_called():
     assert found["w"] == "weight of Linear"  # what trust gives, not what getattr would
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"a": 1, "b": "x"}, [1], [1, "real", 2], [1, 2], [1, ("!new:str", "")], ""], ids=repr
-)
-def test_getattr_of_any_other_form_is_a_name_like_any_other(arguments):
+def test_getattr_of_any_other_form_is_a_name_like_any_other(subtests):
     class NoGetattr(Trusting):
         def locate(self, name):
             if name == "getattr":
                 raise ConfigError("getattr is not trusted")
             return super().locate(name)
 
-    with pytest.raises(ConfigError, match=r"^a.yaml:1:3: k: !apply:getattr cannot be built: getattr is not trusted$"):
-        built({"k": ("!apply:getattr", arguments)}, NoGetattr())
+    message = r"^a.yaml:1:3: k: !apply:getattr cannot be built: getattr is not trusted$"
+    for arguments in ({"a": 1, "b": "x"}, [1], [1, "real", 2], [1, 2], [1, ("!new:str", "")], ""):
+        with subtests.test(repr(arguments)), pytest.raises(ConfigError, match=message):
+            built({"k": ("!apply:getattr", arguments)}, NoGetattr())
 
 
 def test_what_trust_refuses_is_not_called():
@@ -225,17 +226,19 @@ def test_what_trust_refuses_is_not_called():
     assert calls == [] and e.value.__cause__ is None
 
 
-@pytest.mark.parametrize("tag", ["!new:", "!name:", "!apply:", "!module:"])
-def test_an_object_that_is_not_the_one_that_was_checked_is_not_called(tag):
+def test_an_object_that_is_not_the_one_that_was_checked_is_not_called(subtests):
     class Deceived(Trusting):
         def locate(self, name):
             return operator.add
 
         module = locate
 
-    with pytest.raises(ConfigError, match=rf"^a.yaml:1:3: a: {tag}{HERE}.Kept cannot be built: .*ambiguous"):
-        built({"a": (f"{tag}{HERE}.Kept", "")}, Deceived())
-    assert calls == []
+    for tag in ("!new:", "!name:", "!apply:", "!module:"):
+        message = rf"^a.yaml:1:3: a: {tag}{HERE}.Kept cannot be built: .*ambiguous"
+        with subtests.test(tag):
+            with pytest.raises(ConfigError, match=message):
+                built({"a": (f"{tag}{HERE}.Kept", "")}, Deceived())
+            assert calls == []
 
 
 def test_text_that_looks_like_a_tag_stays_text():
@@ -263,32 +266,32 @@ def test_a_constructor_that_raises_is_named_with_its_place_and_is_the_cause():
     assert calls == []
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        (("!new:torch.nn.Linear", {"in_feature": 1}), r"TypeError: .*unexpected keyword argument 'in_feature'$"),
-        (("!apply:operator.add", [1]), r"TypeError: add expected 2 arguments, got 1$"),
-        (("!apply:operator.truediv", [1, 0]), r"ZeroDivisionError: division by zero$"),
-        ((f"!new:{HERE}.Broken", ["type"]), r"TypeError: $"),
-        ((f"!new:{HERE}.Broken", ["type", "a", "b"]), r"TypeError: \('a', 'b'\)$"),
-        ((f"!new:{HERE}.Broken", ["precision", "no bf16 here"]), r"!new:\S+ cannot be built: no bf16 here$"),
-        ((f"!new:{HERE}.Broken", ["config", "a.yaml:1: x"]), r"!new:\S+ cannot be built: a.yaml:1: x$"),
-        ((f"!new:{HERE}.raises", ""), r"ValueError: .*should be a class"),
-        ((f"!apply:{HERE}.Kept", ""), r"ValueError: .*should be a callable"),
-        (("!module:operator", [1]), r"ValueError: Cannot pass args to module$"),
-        ((f"!module:{HERE}.Kept", ""), r"ValueError: .*should be module"),
-        (("!name:math.pi", [1]), r"ValueError: .*should be class or function"),
-        (("!new:collections.Counter", {1: 2}), r"TypeError: keywords must be strings$"),
-        (("!new:no.such.Class", ""), r"ImportError: There is no such class as no.such.Class$"),
-    ],
-    ids=str,
-)
-def test_the_message_says_what_the_exception_says(tree, message):
-    with pytest.raises(ConfigError, match=message) as caught:
-        built({"key": tree})
-    assert str(caught.value).startswith(f"a.yaml:1:3: key: {tree[0]} cannot be built: ")
-    of_the_framework = tree[0].endswith("Broken") and tree[1][0] != "type"
-    assert (caught.value.__cause__ is None) == of_the_framework
+MESSAGES = [
+    (("!new:torch.nn.Linear", {"in_feature": 1}), r"TypeError: .*unexpected keyword argument 'in_feature'$"),
+    (("!apply:operator.add", [1]), r"TypeError: add expected 2 arguments, got 1$"),
+    (("!apply:operator.truediv", [1, 0]), r"ZeroDivisionError: division by zero$"),
+    ((f"!new:{HERE}.Broken", ["type"]), r"TypeError: $"),
+    ((f"!new:{HERE}.Broken", ["type", "a", "b"]), r"TypeError: \('a', 'b'\)$"),
+    ((f"!new:{HERE}.Broken", ["precision", "no bf16 here"]), r"!new:\S+ cannot be built: no bf16 here$"),
+    ((f"!new:{HERE}.Broken", ["config", "a.yaml:1: x"]), r"!new:\S+ cannot be built: a.yaml:1: x$"),
+    ((f"!new:{HERE}.raises", ""), r"ValueError: .*should be a class"),
+    ((f"!apply:{HERE}.Kept", ""), r"ValueError: .*should be a callable"),
+    (("!module:operator", [1]), r"ValueError: Cannot pass args to module$"),
+    ((f"!module:{HERE}.Kept", ""), r"ValueError: .*should be module"),
+    (("!name:math.pi", [1]), r"ValueError: .*should be class or function"),
+    (("!new:collections.Counter", {1: 2}), r"TypeError: keywords must be strings$"),
+    (("!new:no.such.Class", ""), r"ImportError: There is no such class as no.such.Class$"),
+]
+
+
+def test_the_message_says_what_the_exception_says(subtests):
+    for tree, message in MESSAGES:
+        with subtests.test(str(tree)):
+            with pytest.raises(ConfigError, match=message) as caught:
+                built({"key": tree})
+            assert str(caught.value).startswith(f"a.yaml:1:3: key: {tree[0]} cannot be built: ")
+            of_the_framework = tree[0].endswith("Broken") and tree[1][0] != "type"
+            assert (caught.value.__cause__ is None) == of_the_framework
 
 
 def test_an_attribute_that_cannot_be_read_is_named():

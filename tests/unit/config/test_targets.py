@@ -2,10 +2,10 @@
 
 import sys
 import textwrap
-import time
 
 import pytest
 from test_signatures import Call
+from work import at_most
 
 from amp_recipes.config import check as check_yaml
 from amp_recipes.config.nodes import Mapping, Mistakes, Scalar, Sequence, Source, Unknown
@@ -126,10 +126,11 @@ def test_right_ones_pass_and_are_counted(targets_in):
     assert targets_in({str(key): item for key, item in enumerate(RIGHT)}) == (10, [])
 
 
-@pytest.mark.parametrize(("item", "text"), WRONG, ids=[text for _, text in WRONG])
-def test_each_mistake_is_told(targets_in, item, text):
-    _, (found,) = targets_in({"key": item})
-    assert text in found
+def test_each_mistake_is_told(targets_in, subtests):
+    for item, text in WRONG:
+        with subtests.test(text):
+            _, (found,) = targets_in({"key": item})
+            assert text in found
 
 
 def test_all_mistakes_are_told_together_wherever_they_stand(targets_in):
@@ -285,39 +286,48 @@ def decorated() -> Result: ...
 """
 
 
-def checked_attribute(tmp_path, monkeypatch, code, tag, name):
-    (tmp_path / "kinds.py").write_text(code)
+@pytest.fixture
+def attribute_mistakes(tmp_path, monkeypatch):
+    """Writes a module and gives a function: what is wrong with an attribute of what one of its tags builds."""
     monkeypatch.syspath_prepend(tmp_path)
-    mistakes = Mistakes()
-    try:
-        check_targets(node({"x": ("!apply:getattr", [Call(tag), name])}), Trust(recipe_folders=[tmp_path]), mistakes)
-    finally:
-        sys.modules.pop("kinds", None)
-    return list(mistakes)
+
+    def of_module(code):
+        (tmp_path / "kinds.py").write_text(code)
+        trust = Trust(recipe_folders=[tmp_path])
+
+        def mistakes_of(tag, name):
+            mistakes = Mistakes()
+            check_targets(node({"x": ("!apply:getattr", [Call(tag), name])}), trust, mistakes)
+            return list(mistakes)
+
+        return mistakes_of
+
+    yield of_module
+    sys.modules.pop("kinds", None)
 
 
-@pytest.mark.parametrize(
-    "tag",
-    [f"!new:kinds.{name}" for name in ("Plain", "Final", "Frozen", "Slots", "Pair", "Old")]
-    + [f"!apply:kinds.{name}" for name in ("final_of", "frozen", "pair")],
-)
-def test_attributes_that_are_certain(tmp_path, monkeypatch, tag):
-    (text,) = checked_attribute(tmp_path, monkeypatch, CERTAIN, tag, "extra")
-    assert f"{tag} gives no 'extra'" in text
-    assert checked_attribute(tmp_path, monkeypatch, CERTAIN, tag, "size") == []
+def tags_of(classes, functions):
+    return [f"!new:kinds.{name}" for name in classes.split()] + [f"!apply:kinds.{name}" for name in functions.split()]
 
 
-@pytest.mark.parametrize(
-    "tag",
-    [f"!new:kinds.{name}" for name in ("Sets", "OwnInit", "KeptInit", "NoInit", "PostInitOfBase", "New", "LooksUp")]
-    + ["!new:kinds.MorePair"]
-    + [f"!apply:kinds.{name}" for name in ("base", "frozen", "named", "later", "decorated")],
-)
-def test_attributes_that_only_the_object_knows(tmp_path, monkeypatch, tag):
-    assert checked_attribute(tmp_path, monkeypatch, OPEN, tag, "extra") == []
+def test_attributes_that_are_certain(attribute_mistakes, subtests):
+    mistakes_of = attribute_mistakes(CERTAIN)
+    for tag in tags_of("Plain Final Frozen Slots Pair Old", "final_of frozen pair"):
+        with subtests.test(tag):
+            (text,) = mistakes_of(tag, "extra")
+            assert f"{tag} gives no 'extra'" in text
+            assert mistakes_of(tag, "size") == []
 
 
-# Each a file of 1 MiB or less. The bound is wide: they take tenths of a second.
+def test_attributes_that_only_the_object_knows(attribute_mistakes, subtests):
+    mistakes_of = attribute_mistakes(OPEN)
+    classes = "Sets OwnInit KeptInit NoInit PostInitOfBase New LooksUp MorePair"
+    for tag in tags_of(classes, "base frozen named later decorated"):
+        with subtests.test(tag):
+            assert mistakes_of(tag, "extra") == []
+
+
+# Each a file of 1 MiB or less.
 COSTLY = {
     "misspelt classes": [Call(f"!new:torch.nn.Linaer{number}") for number in range(19_000)],
     "misspelt packages": [Call(f"!new:torhc.X{number}") for number in range(19_000)],
@@ -331,17 +341,16 @@ COSTLY = {
 }
 
 
-@pytest.mark.parametrize("tree", COSTLY.values(), ids=COSTLY)
-def test_a_file_of_nothing_but_one_kind_of_line_takes_no_time(tmp_path, monkeypatch, tree):
+@pytest.mark.parametrize("part", [10, pytest.param(1, marks=pytest.mark.extended)])
+def test_a_file_of_nothing_but_one_kind_of_line_takes_little_work(part, tmp_path, monkeypatch, subtests):
     (tmp_path / "my_model.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)
-    mistakes, trust = Mistakes(), Trust(recipe_folders=[tmp_path])
-    root = node({"items": []})
-    root.items["items"].items = [node(item, line=line) for line, item in enumerate(tree, start=1)]
-    start = time.process_time()
-    check_targets(root, trust, mistakes)
-    taken = time.process_time() - start
+    for name, tree in COSTLY.items():
+        mistakes, trust = Mistakes(), Trust(recipe_folders=[tmp_path])
+        root = node({"items": []})
+        lines = tree[: max(1, len(tree) // part)]
+        root.items["items"].items = [node(item, line=line) for line, item in enumerate(lines, start=1)]
+        with subtests.test(name), at_most(calls=2_500_000):
+            check_targets(root, trust, mistakes)
+        assert len(mistakes) <= 310
     sys.modules.pop("my_model", None)
-    print(f"{taken:.3f} s")
-    assert taken < 3
-    assert len(mistakes) <= 310

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -188,50 +189,52 @@ def suggests(message: str, mutant: Mutant) -> bool:
 def test_without_a_typo_there_is_nothing_to_report(in_recipe, tmp_path):
     for arguments in ((), ("--precision=bf16", "--number_of_epochs=3", "--model.dropout=0.1")):
         assert checked(Mutant("none", "", "", TEXT, arguments), tmp_path) == ""
+    assert len(mutants()) >= 50
 
 
-@pytest.mark.parametrize("mutant", mutants(), ids=str)
-def test_every_typo_is_reported(mutant, in_recipe, tmp_path):
-    message = checked(mutant, tmp_path)
-    assert message, f"{mutant.typed!r} for {mutant.meant!r} was not found"
-    assert re.search(rf"{re.escape(YAML.name)}:\d+|command line|--", message), message
-
-
-def test_nine_of_ten_typos_are_told_with_the_right_name(in_recipe, tmp_path):
-    every = mutants()
-    without = [str(mutant) for mutant in every if not suggests(checked(mutant, tmp_path), mutant)]
-    assert len(every) >= 50
-    assert len(without) <= len(every) // 10, without
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("turn", range(1, 20))
-def test_every_typo_is_reported_whatever_the_letter(turn, in_recipe, tmp_path):
-    every = mutants(turn)
-    missed = [str(mutant) for mutant in every if not checked(mutant, tmp_path)]
-    without = [str(mutant) for mutant in every if not suggests(checked(mutant, tmp_path), mutant)]
-    assert not missed
-    assert len(without) <= len(every) // 10, without
+KINDS = [["key"], ["nested"], ["tag", "target"], ["reference", "value"], ["option", "option value", "override"]]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "meant"),
+    ("turn", "kinds"),
     [
-        (["--batch_siz=8"], "loader_kwargs.batch_size"),  # the right name at another depth
-        (["--dropout=0.5"], "model.dropout"),
-        (["--model.drpout=0.5"], "model.dropout"),
-        (["--optim.lr=1"], "opt_class.lr"),
-        (["--debug=ture"], "true"),
-        (["--max_grad_norm=5.O"], "a number"),
-        (["--seed=12e"], "a whole number"),
-        (["--number-of-epochs=3"], "number_of_epochs"),
-        (["-lr=1"], "two dashes"),
-        (["lr=1"], "opens with --"),
-        (["--lr"], "--lr="),
+        *((0, kinds) for kinds in KINDS),
+        *(pytest.param(turn, list(chain(*KINDS)), marks=pytest.mark.nightly) for turn in range(1, 20)),
     ],
+    ids=str,
 )
-def test_other_slips_on_the_command_line(arguments, meant, in_recipe, tmp_path):
-    assert meant in checked(Mutant("slip", "", "", TEXT, tuple(arguments)), tmp_path)
+def test_every_typo_is_reported_and_nine_of_ten_with_the_right_name(turn, kinds, in_recipe, tmp_path, subtests):
+    every = [mutant for mutant in mutants(turn) if mutant.kind in kinds]
+    without = []
+    for mutant in every:
+        with subtests.test(str(mutant)):
+            message = checked(mutant, tmp_path)
+            assert message, f"{mutant.typed!r} for {mutant.meant!r} was not found"
+            assert re.search(rf"{re.escape(YAML.name)}:\d+|command line|--", message), message
+            if not suggests(message, mutant):
+                without.append(str(mutant))
+    assert len(without) <= len(every) // 10, without
+
+
+SLIPS_ON_THE_COMMAND_LINE = [
+    (["--batch_siz=8"], "loader_kwargs.batch_size"),  # the right name at another depth
+    (["--dropout=0.5"], "model.dropout"),
+    (["--model.drpout=0.5"], "model.dropout"),
+    (["--optim.lr=1"], "opt_class.lr"),
+    (["--debug=ture"], "true"),
+    (["--max_grad_norm=5.O"], "a number"),
+    (["--seed=12e"], "a whole number"),
+    (["--number-of-epochs=3"], "number_of_epochs"),
+    (["-lr=1"], "two dashes"),
+    (["lr=1"], "opens with --"),
+    (["--lr"], "--lr="),
+]
+
+
+def test_other_slips_on_the_command_line(in_recipe, tmp_path, subtests):
+    for arguments, meant in SLIPS_ON_THE_COMMAND_LINE:
+        with subtests.test(arguments[0]):
+            assert meant in checked(Mutant("slip", "", "", TEXT, tuple(arguments)), tmp_path)
 
 
 def test_a_typo_in_the_name_of_the_file(in_recipe):
@@ -239,26 +242,27 @@ def test_a_typo_in_the_name_of_the_file(in_recipe):
         check("configs/image_clasification.yaml", recipe_folder=RECIPE)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "meant"),
-    [
-        ("  fused: True", "  fused: Treu", "fused"),
-        ("  max_degrees: 12.0", "   max_degrees: 12.0", "indent"),
-        ("weight_decay: 0.05", "weight_decay:0.05", ":"),
-        ("lr: 0.003", "lr: 0.003\nlr: 0.004", "lr"),
-        ("widths: [24, 48, 96]", "widths: [24, 48, 96", "bracket"),
-        ("precision: fp32", "precision: 'fp32", "'"),
-        ("  max_zoom: 0.1", "\tmax_zoom: 0.1", "tab"),
-        ("seed: 1234", "seed: 12e4x", "whole number"),
-        ("blocks_per_stage: 1 ", "blocks_per_stage: one ", "blocks_per_stage"),
-        ("dropout: 0.0 ", "dropout: [0.0] ", "dropout"),
-        ("  in_channels: !ref <images.channels>  # as the images are\n", "", "in_channels"),
-        ("!ref <lr>", "!ref <lr", "<lr"),
-        ("data_folder: null", "data_folder: !PLACEHOLDER", "--data_folder"),
-    ],
-)
-def test_other_slips_in_the_file(old, new, meant, in_recipe, tmp_path):
-    assert old in TEXT
-    message = checked(Mutant("slip", "", "", TEXT.replace(old, new, 1)), tmp_path)
-    assert message and meant in message
-    assert re.search(rf"{re.escape(YAML.name)}:\d+", message), message
+SLIPS_IN_THE_FILE = [
+    ("  fused: True", "  fused: Treu", "fused"),
+    ("  max_degrees: 12.0", "   max_degrees: 12.0", "indent"),
+    ("weight_decay: 0.05", "weight_decay:0.05", ":"),
+    ("lr: 0.003", "lr: 0.003\nlr: 0.004", "lr"),
+    ("widths: [24, 48, 96]", "widths: [24, 48, 96", "bracket"),
+    ("precision: fp32", "precision: 'fp32", "'"),
+    ("  max_zoom: 0.1", "\tmax_zoom: 0.1", "tab"),
+    ("seed: 1234", "seed: 12e4x", "whole number"),
+    ("blocks_per_stage: 1 ", "blocks_per_stage: one ", "blocks_per_stage"),
+    ("dropout: 0.0 ", "dropout: [0.0] ", "dropout"),
+    ("  in_channels: !ref <images.channels>  # as the images are\n", "", "in_channels"),
+    ("!ref <lr>", "!ref <lr", "<lr"),
+    ("data_folder: null", "data_folder: !PLACEHOLDER", "--data_folder"),
+]
+
+
+def test_other_slips_in_the_file(in_recipe, tmp_path, subtests):
+    for old, new, meant in SLIPS_IN_THE_FILE:
+        with subtests.test(new):
+            assert old in TEXT
+            message = checked(Mutant("slip", "", "", TEXT.replace(old, new, 1)), tmp_path)
+            assert message and meant in message
+            assert re.search(rf"{re.escape(YAML.name)}:\d+", message), message

@@ -4,18 +4,16 @@ import json
 import logging
 import math
 import random
-import subprocess
-import sys
 import textwrap
 
 import numpy as np
 import pytest
 import torch
-from repository import REPOSITORY
+from programs import run_python
 from torch import nn
 from torch.nn import functional as F
 
-from amp_recipes import Brain, RunOptions
+from amp_recipes import Brain, RunOptions, examined_run
 from amp_recipes.config import Purpose
 from amp_recipes.errors import DataError, NonfiniteError, PrecisionError, RecipeError
 
@@ -31,6 +29,13 @@ class Classifier(Brain):
 
     def compute_objectives(self, predictions, batch, stage):
         return F.cross_entropy(predictions.float(), batch[1])
+
+
+class Quick(Classifier):
+    """Its diagnosis takes few steps, also where a fit starts it."""
+
+    def diagnose(self, *args, **options):
+        return super().diagnose(*args, **{"steps": 2, "windows": 4, **options})
 
 
 class Scaled(nn.Module):
@@ -74,6 +79,12 @@ def state_of(brain):
     return {name: value.clone() for name, value in brain.modules.state_dict().items()}, optimizers
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """A diagnosis is written, and not drawn, which takes longer than the rest."""
+    monkeypatch.setattr(examined_run, "draw_diagnosis", lambda folder: None)
+
+
 # ---------------------------------------------------------------------- diagnosis
 
 
@@ -107,7 +118,7 @@ def test_a_diagnosis_after_training_looks_at_the_trained_weights_and_leaves_them
     assert str(optimizers) == str(optimizers_after)
 
 
-def test_the_overflowing_module_is_named_and_its_pin_is_proven(tmp_path):
+def test_the_overflowing_module_is_named_and_its_pin_is_proven(tmp_path, undrawn):
     brain = brain_of(network(1e6), precision="fp16", output_folder=str(tmp_path / "run"))
     found = brain.diagnose(data(), steps=10)
     assert "model.3" in found.verdict and "fp32_modules" in found.verdict
@@ -143,14 +154,14 @@ def test_with_diagnose_fit_returns_untrained_and_evaluate_at_once(tmp_path, caps
         {"device": "cpu", "precision": "bf16", "output_folder": str(tmp_path / "run"), "noprogressbar": True},
         purpose=Purpose("diagnose"),
     )
-    brain = Classifier({"model": network()}, OPT, run_opts=options)
+    brain = Quick({"model": network()}, OPT, run_opts=options)
     before, _ = state_of(brain)
     brain.fit(range(1, 3), data())
     brain.fit(range(1, 3), data())
     assert capsys.readouterr().out.count("bf16: ") == 1
     assert math.isnan(brain.evaluate(iter(())))
     assert all(torch.equal(before[name], value) for name, value in brain.modules.state_dict().items())
-    assert (tmp_path / "run" / "diagnosis.json").is_file()
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"diagnosis.json", "diagnosis.png"}
     assert not (tmp_path / "run" / "metrics.jsonl").exists() and not (tmp_path / "run" / "save").exists()
 
 
@@ -171,7 +182,7 @@ def test_diagnose_inside_fit_is_refused():
         brain_of(network(), Eager, precision="bf16").fit(range(1, 2), data())
 
 
-def test_the_diagnosis_of_a_run_looks_at_its_newest_checkpoint_and_leaves_the_folder_alone(tmp_path):
+def test_the_diagnosis_of_a_run_looks_at_its_newest_checkpoint_and_leaves_the_folder_alone(tmp_path, undrawn):
     folder = tmp_path / "run"
     brain_of(network(), precision="bf16", output_folder=str(folder)).fit(range(1, 3), data())
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "log.txt"}
@@ -249,15 +260,26 @@ def test_no_more_than_three_steps_and_the_last_are_taken_again(tmp_path):
 
 
 def test_a_replay_that_fails_does_not_hide_the_nonfinite_step(monkeypatch, caplog):
-    import amp_recipes.examined_run as room
-
     def broken(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(room, "locate", broken)
+    monkeypatch.setattr(examined_run, "locate", broken)
     with pytest.raises(NonfiniteError, match="What to try"):
         brain_of(network(1e6), precision="fp16").fit(range(1, 50), data())
     assert "could not be taken again" in caplog.text and "out of memory" in caplog.text
+
+
+def test_a_nonfinite_step_is_replayed_from_its_folder(tmp_path, capsys):
+    batches = data()
+    batches[2][0][5, 3] = math.nan
+    brain_of(network(), precision="bf16", output_folder=str(tmp_path / "run")).fit(range(1, 2), batches)
+    (folder,) = (path for path in (tmp_path / "run").glob("nonfinite-*") if path.is_dir())
+    told = json.loads(folder.with_suffix(".json").read_text())["message"]
+    options = {"device": "cpu", "precision": "bf16", "noprogressbar": True}
+    options = RunOptions.from_mapping(options, purpose=Purpose("replay", folder))
+    capsys.readouterr()
+    Classifier({"model": network()}, OPT, run_opts=options).fit(range(1, 2), data())
+    assert capsys.readouterr().out.startswith(told)
 
 
 def test_accumulation_names_the_batch_of_the_window(tmp_path):
@@ -290,7 +312,7 @@ class TwoSteps(Classifier):
         return loss.detach()
 
 
-def test_a_recipe_with_its_own_step_and_two_optimizers_is_diagnosed_and_located(tmp_path):
+def test_a_recipe_with_its_own_step_and_two_optimizers_is_diagnosed_and_located(tmp_path, undrawn):
     brain = brain_of(
         network(), TwoSteps, opt=None, nonfinite_patience=5, precision="bf16", output_folder=str(tmp_path / "run")
     )
@@ -311,6 +333,8 @@ from torch import nn
 from amp_recipes import Brain, EpochCounter, load_hparams, parse_arguments
 
 class Tiny(Brain):
+    def diagnose(self, *args):
+        return super().diagnose(*args, steps=2, windows=4)
     def compute_forward(self, batch, stage):
         return self.modules.model(batch[0])
     def compute_objectives(self, predictions, batch, stage):
@@ -356,41 +380,40 @@ def recipe(tmp_path):
 
 
 def run(folder, *words):
-    environment = {"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(folder)}
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
+    return run_python(*words, cwd=folder, env={"HOME": str(folder)})
 
 
+@pytest.mark.extended
 def test_diagnose_on_the_command_line(recipe):
-    done = run(recipe, sys.executable, "train.py", "tiny.yaml", "--diagnose", "--noprogressbar")
+    done = run(recipe, "train.py", "tiny.yaml", "--diagnose", "--noprogressbar")
     assert done.returncode == 0, done.stderr
     assert "bf16: " in done.stdout and "loss nan" in done.stdout
     assert {path.name for path in (recipe / "run").iterdir()} >= {"diagnosis.json"}
     assert not (recipe / "run" / "hyperparams.yaml").exists()
-    command = run(
-        recipe, sys.executable, "-m", "amp_recipes.cli", "diagnose", "train.py", "tiny.yaml", "--noprogressbar"
-    )
+    command = run(recipe, "-m", "amp_recipes.cli", "diagnose", "train.py", "tiny.yaml", "--noprogressbar")
     assert command.returncode == 0 and "bf16: " in command.stdout, command.stderr
 
 
+@pytest.mark.extended
 def test_a_nonfinite_step_is_shown_again_from_its_folder(recipe):
-    done = run(recipe, sys.executable, "train.py", "tiny.yaml", "--spoil=True", "--noprogressbar")
+    done = run(recipe, "train.py", "tiny.yaml", "--spoil=True", "--noprogressbar")
     assert done.returncode == 0, done.stderr
     (folder,) = [path for path in (recipe / "run").glob("nonfinite-*") if path.is_dir()]
     told = json.loads((recipe / "run" / f"{folder.name}.json").read_text())
     assert told["samples"] == [8] and told["cause"] == "data"
-    shown = run(recipe, sys.executable, "-m", "amp_recipes.cli", "replay", str(folder))
+    shown = run(recipe, "-m", "amp_recipes.cli", "replay", str(folder))
     assert shown.returncode == 0, shown.stderr
     assert told["message"].split(":")[0] in shown.stdout
 
 
 def test_a_folder_that_is_no_report_is_refused(recipe):
     (recipe / "empty").mkdir()
-    done = run(recipe, sys.executable, "-m", "amp_recipes.cli", "replay", "empty")
+    done = run(recipe, "-m", "amp_recipes.cli", "replay", "empty")
     assert done.returncode == 1 and "empty" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_words_that_cannot_be_together(recipe):
-    done = run(recipe, sys.executable, "train.py", "tiny.yaml", "--diagnose", "--check")
+    done = run(recipe, "train.py", "tiny.yaml", "--diagnose", "--check")
     assert done.returncode != 0 and "cannot be done at once" in done.stderr
 
 
@@ -404,7 +427,7 @@ class Meter:
         self.count, self.history = 0, []
 
 
-class Holding(Classifier):
+class Holding(Quick):
     """Holds what recipes hold, and moves all of it in each step."""
 
     def on_fit_start(self):
@@ -452,13 +475,13 @@ def same(first, second):
     return all(torch.equal(a, b) for a, b in zip(*tensors, strict=True)) and all(a == b for a, b in others)
 
 
-def test_whatever_a_recipe_holds_is_after_a_diagnosis_as_before(tmp_path):
+def test_whatever_a_recipe_holds_is_after_a_diagnosis_as_before(tmp_path, undrawn):
     results = []
     for diagnosed in (False, True):
         torch.manual_seed(5)
         brain = brain_of(network(), Holding, precision="bf16", output_folder=str(tmp_path / f"run{diagnosed}"))
         if diagnosed:
-            brain.diagnose(data(), steps=2)
+            brain.diagnose(data())
             assert not list((tmp_path / "runTrue").glob("save/CKPT*"))
         brain.fit(range(1, 3), data())
         if diagnosed:  # and in the midst of a training

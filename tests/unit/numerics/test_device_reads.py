@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_recipes import Brain, Stage
 
-pytestmark = pytest.mark.usefixtures("host")  # verdicts known at once, and queued
-
 FIRST, LAST = 4, 20  # counted from before batch 4 to before batch 20: optimizer state exists by then
 READERS = ["item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__"]
 
@@ -116,33 +114,27 @@ def count_reads(folder, precision: str, recipe: type[Counted] = Counted, **optio
     return brain
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"ema_decay": 0.9},
-        {"max_grad_norm": 0.0},
-        {"on_spike": "lower_lr", "spike_window": 4, "ckpt_background": False},
-    ],
-    ids=["clipped", "ema", "unclipped", "spikes"],
-)
-@pytest.mark.parametrize(("precision", "allowed"), [("fp32", 0), ("bf16", 0), ("fp16", 1)])
-def test_device_reads_per_step(tmp_path, precision, allowed, options):
-    brain = count_reads(tmp_path, precision, **options)
-    steps = LAST - FIRST
-    assert brain.reads.dispatched <= allowed * steps, brain.reads.methods
-    assert len(brain.reads.methods) <= allowed * steps, brain.reads.methods
+OPTIONS = {
+    "clipped": {},
+    "ema": {"ema_decay": 0.9},
+    "unclipped": {"max_grad_norm": 0.0},
+    "spikes": {"on_spike": "lower_lr", "spike_window": 4, "ckpt_background": False},
+    "accumulation": {"grad_accumulation_factor": 2},
+}
 
 
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", 0), ("bf16", 0), ("fp16", 1)])
-def test_device_reads_under_accumulation(tmp_path, precision, allowed):
-    brain = count_reads(tmp_path, precision, grad_accumulation_factor=2)
-    updates = (LAST - FIRST) // 2
-    assert brain.reads.dispatched <= allowed * updates, brain.reads.methods
-    assert len(brain.reads.methods) <= allowed * updates, brain.reads.methods
+def test_device_reads_per_step(tmp_path, subtests, host, precision, allowed):
+    """With verdicts that the host knows at once, and with queued ones."""
+    for name, options in OPTIONS.items():
+        with subtests.test(name):
+            brain = count_reads(tmp_path / name, precision, **options)
+            updates = (LAST - FIRST) // brain.grad_accumulation_factor
+            assert brain.reads.dispatched <= allowed * updates, brain.reads.methods
+            assert len(brain.reads.methods) <= allowed * updates, brain.reads.methods
 
 
-def test_the_records_are_written_all_the_same(tmp_path):
+def test_the_records_are_written_all_the_same(tmp_path, host):
     """No reads is easy where nothing is logged: every step must be in the file in the end."""
     count_reads(tmp_path, "bf16")
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -152,7 +144,7 @@ def test_the_records_are_written_all_the_same(tmp_path):
     assert all(record["grad_norm"] > 0 for record in steps)
 
 
-def test_a_read_in_every_step_is_seen_by_this_count(tmp_path):
+def test_a_read_in_every_step_is_seen_by_this_count(tmp_path, host):
     brain = count_reads(tmp_path, "fp32", recipe=Wasteful)
     assert brain.reads.methods.count("cpu") == LAST - FIRST
     assert brain.reads.dispatched >= LAST - FIRST

@@ -400,15 +400,15 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize("kind", CONTAINERS)
-def test_outputs_and_inputs_in_containers(kind):
-    put, take = CONTAINERS[kind]
-    model = mlp(Apply(lambda x: put(x.tanh())), Apply(lambda box: take(box) / 3))
+def test_outputs_and_inputs_in_containers(subtests):
     plain = rows(mlp(Apply(torch.tanh), Apply(lambda y: y / 3)), windows_of())
-    found = rows(model, windows_of())
-    for name in ("1", "2"):
-        assert found[name].local_error == pytest.approx(plain[name].local_error, rel=1e-5)
-        assert found[name].sensitivity == pytest.approx(plain[name].sensitivity, rel=1e-5)
+    for kind, (put, take) in CONTAINERS.items():
+        model = mlp(Apply(lambda x, put=put: put(x.tanh())), Apply(lambda box, take=take: take(box) / 3))
+        found = rows(model, windows_of())
+        with subtests.test(kind):
+            for name in ("1", "2"):
+                assert found[name].local_error == pytest.approx(plain[name].local_error, rel=1e-5)
+                assert found[name].sensitivity == pytest.approx(plain[name].sensitivity, rel=1e-5)
 
 
 class Checkpointed(nn.Module):
@@ -524,13 +524,14 @@ DTYPES = {
 }
 
 
-@pytest.mark.parametrize("kind", DTYPES)
-def test_other_dtypes_pass(kind):
-    (window,) = windows_of()
-    if kind == "float64":
-        window = [tuple(it.double() for it in batch) for batch in window]
-    for row in rows(DTYPES[kind](), [window]).values():
-        assert math.isfinite(row.sensitivity)
+def test_other_dtypes_pass(subtests):
+    for kind, make in DTYPES.items():
+        (window,) = windows_of()
+        if kind == "float64":
+            window = [tuple(it.double() for it in batch) for batch in window]
+        with subtests.test(kind):
+            for row in rows(make(), [window]).values():
+                assert math.isfinite(row.sensitivity)
 
 
 def test_recurrent_and_attention_layers():

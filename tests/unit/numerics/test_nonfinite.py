@@ -3,18 +3,18 @@
 import dataclasses
 import math
 import random
-import statistics
-import time
 from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cpu import recurrent_in_bf16
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from work import at_most
 
 from amp_recipes.numerics.nonfinite.batch_samples import Inseparable, samples_in, take_samples
 from amp_recipes.numerics.nonfinite.cause import locate
@@ -297,27 +297,27 @@ def test_a_buffer_that_is_not_finite_matters_only_where_it_is_used():
     assert report.external == "buffer part.running_mean" and report.module == "part" and report.cause == "model"
 
 
-class Lstm(nn.Module):
+class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.lstm, self.after = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
+        self.recurrent, self.after = recurrent_in_bf16()(6, 8, batch_first=True), nn.Linear(8, 3)
 
     def forward(self, x):
-        return self.after(self.lstm(x)[0][:, -1])
+        return self.after(self.recurrent(x)[0][:, -1])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_lstm(dtype):
-    model, y = Lstm(), torch.arange(4) % 3
+def test_a_recurrent_layer(dtype):
+    model, y = Recurrent(), torch.arange(4) % 3
     x = torch.randn(4, 5, 6)
     assert locate(plain_trial(model, classified), [(x, y)], dtype).cause == "not replayable"
     x[1, 3] = INF
     report = locate(plain_trial(model, classified), [(x, y)], dtype)
-    assert (report.module, report.cause, report.samples) == ("lstm", "data", [1])
-    model.lstm.weight_hh_l0.data[0, 0] = math.nan
+    assert (report.module, report.cause, report.samples) == ("recurrent", "data", [1])
+    model.recurrent.weight_hh_l0.data[0, 0] = math.nan
     report = locate(plain_trial(model, classified), [(torch.randn(4, 5, 6), y)], dtype)
-    assert report.external == "parameter lstm.weight_hh_l0" and report.module == "lstm"
+    assert report.external == "parameter recurrent.weight_hh_l0" and report.module == "recurrent"
 
 
 class Attention(nn.Module):
@@ -676,31 +676,28 @@ def test_locating_leaves_nothing_behind():
     assert not any(it._post_accumulate_grad_hooks for it in net.parameters())
 
 
-def test_a_watched_run_costs_a_few_steps_time():
+def test_a_watched_run_does_not_look_at_every_element_in_python():
     torch.manual_seed(0)
-    layers = [nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, dropout=0.0) for _ in range(3)]
+    layers = [nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, dropout=0.0) for _ in range(2)]
     model = nn.Sequential(nn.Linear(16, 64), *layers, nn.Linear(64, 16))
     trial = plain_trial(model, lambda model, x: model(x).square().mean())
-    window = [torch.randn(8, 32, 16)]
-
-    def seconds(watched):
-        watch = [NonfiniteTrace(model, window, dict(model.named_parameters()), {})] if watched else []
-        began = time.process_time()  # of this process alone, however loaded the machine is
-        trial.run(window, BF16, watch=watch)
-        return time.process_time() - began
-
-    seconds(True), seconds(False)
+    window = [torch.randn(8, 32, 16)]  # 20 activations of 16,000 and more elements
     for fault in (0.0, math.nan):  # a finite step is watched to its end; a NaN makes all activations NaN
         model[0].weight.data[0, 0] = fault
-        ratios = [seconds(True) / seconds(False) for _ in range(5)]
-        assert statistics.median(ratios) < 8, "2 to 3 as measured; a look at every element in Python takes hundreds"
+        with at_most(calls=200_000):
+            trial.run(window, BF16, watch=[NonfiniteTrace(model, window, dict(model.named_parameters()), {})])
 
 
 # ---------------------------------------------------------------------------------------------- values and samples
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, FP32, FP16, BF16, torch.complex64, torch.float8_e5m2])
-def test_kinds_of_values(dtype):
+def test_kinds_of_values(subtests):
+    for dtype in (torch.float64, FP32, FP16, BF16, torch.complex64, torch.float8_e5m2):
+        with subtests.test(str(dtype)):
+            kinds_of_values(dtype)
+
+
+def kinds_of_values(dtype):
     fine = torch.tensor([[60000.0, 1.0, -60000.0]]).expand(50, 3).to(FP32)
     if dtype == torch.float8_e5m2:
         fine = fine / 10

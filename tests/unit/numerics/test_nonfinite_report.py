@@ -202,9 +202,8 @@ def test_what_a_folder_cannot_hold_is_named(tmp_path):
         read_replay(write(tmp_path, [around]))
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "value"),
-    [
+def test_only_classes_of_batches_are_made():
+    for kind, name, value in (
         ("namedtuple", "test_nonfinite_report:Gone", [1]),
         ("namedtuple", "not_imported:Pair", [1, 2]),
         ("namedtuple", "subprocess:Popen", ["true"]),
@@ -214,11 +213,9 @@ def test_what_a_folder_cannot_hold_is_named(tmp_path):
         ("dataclass", f"{__name__}:Mesh", {"a": 1}),
         ("namedtuple", f"{__name__}:Pair", [1]),
         ("pickle", f"{__name__}:Pair", [1, 2]),
-    ],
-)
-def test_only_classes_of_batches_are_made(kind, name, value):
-    with pytest.raises(CheckpointError, match="not imported"):
-        PlainBatches([value], [((0,), kind, name)]).restored()
+    ):
+        with pytest.raises(CheckpointError, match="not imported"):
+            PlainBatches([value], [((0,), kind, name)]).restored()
 
 
 def test_damage_is_found(written, tmp_path):
@@ -284,26 +281,28 @@ def test_a_run_that_was_started_as_a_module(tmp_path):
 SECRET = "hunter2"
 
 
-@pytest.mark.parametrize(
-    ("words", "kept", "masked"),
-    [
-        ([f"--api_key={SECRET}"], ["--api_key=***"], ["--api_key"]),
-        (["a.yaml", "--hf.token", SECRET, "--x"], ["a.yaml", "--hf.token", "***", "--x"], ["--hf.token"]),
-        ([f"wandb.apiKey={SECRET}"], ["wandb.apiKey=***"], ["wandb.apiKey"]),
-        ([f"--PGPASSWORD={SECRET}={SECRET}"], ["--PGPASSWORD=***"], ["--PGPASSWORD"]),
-        ([f"--log={{url: x, token: {SECRET}}}"], ["--log={url: x, token: ***}"], ["token"]),
-        ([f'--log={{"client_secret": "{SECRET}, {SECRET}"}}'], ['--log={"client_secret": ***}'], ["client_secret"]),
-        (["--token", "--x=1"], ["--token", "--x=1"], []),
-        (["--api_key=", "--monkey=1", "--tokenizer=a", "--max_tokens=5", "--n_keys=2", "key"], None, []),
-    ],
-)
-def test_secrets_are_not_kept(tmp_path, words, kept, masked):
-    folder = write(tmp_path, [], command={**COMMAND, "words": words})
-    assert not any(SECRET.encode() in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
-    command = read_command(folder)
-    assert command["words"] == (words if kept is None else kept) and command["masked"] == masked
-    told = read_replay(folder).compared_with(NonfiniteReport("not replayable", "finite", torch.float32, 1.0))
-    assert ("must be given again" in told) == bool(masked) and all(name in told for name in masked)
+WORDS = [  # given, kept (None: all as given), masked
+    ([f"--api_key={SECRET}"], ["--api_key=***"], ["--api_key"]),
+    (["a.yaml", "--hf.token", SECRET, "--x"], ["a.yaml", "--hf.token", "***", "--x"], ["--hf.token"]),
+    ([f"wandb.apiKey={SECRET}"], ["wandb.apiKey=***"], ["wandb.apiKey"]),
+    ([f"--PGPASSWORD={SECRET}={SECRET}"], ["--PGPASSWORD=***"], ["--PGPASSWORD"]),
+    ([f"--log={{url: x, token: {SECRET}}}"], ["--log={url: x, token: ***}"], ["token"]),
+    ([f'--log={{"client_secret": "{SECRET}, {SECRET}"}}'], ['--log={"client_secret": ***}'], ["client_secret"]),
+    (["--token", "--x=1"], ["--token", "--x=1"], []),
+    (["--api_key=", "--monkey=1", "--tokenizer=a", "--max_tokens=5", "--n_keys=2", "key"], None, []),
+]
+
+
+def test_secrets_are_not_kept(tmp_path, subtests):
+    for number, (words, kept, masked) in enumerate(WORDS):
+        with subtests.test(" ".join(words)):
+            folder = write(tmp_path / str(number), [], command={**COMMAND, "words": words})
+            files = [file for file in folder.parent.rglob("*") if file.is_file()]
+            assert files and not any(SECRET.encode() in file.read_bytes() for file in files)
+            command = read_command(folder)
+            assert command["words"] == (words if kept is None else kept) and command["masked"] == masked
+            told = read_replay(folder).compared_with(NonfiniteReport("not replayable", "finite", torch.float32, 1.0))
+            assert ("must be given again" in told) == bool(masked) and all(name in told for name in masked)
 
 
 def test_nobody_else_may_read_what_the_batches_hold(tmp_path):

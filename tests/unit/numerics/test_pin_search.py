@@ -293,15 +293,17 @@ def test_pairs_show_what_seeds_hide():
     assert alike.proven and "would have shown" in alike.text
 
 
+@pytest.mark.parametrize("trials", [100, pytest.param(400, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("lost", [0.0, 0.01])
-def test_the_share_of_false_alarms_and_of_those_that_are_found(lost):
+def test_the_share_of_false_alarms_and_of_those_that_are_found(lost, trials):
     """5 % of equal ones are called worse, as they are told; a loss of several standard errors is found mostly."""
     generator = torch.Generator().manual_seed(0)
     said = []
-    for _ in range(400):
+    for _ in range(trials):
         noise = (0.003 * torch.randn(3, generator=generator)).tolist()
         said.append("WORSE" in judged([value for it in noise for value in (0.5, 0.5 + lost + it)]).text)
-    assert 0.02 < sum(said) / 400 < 0.09 if lost == 0 else sum(said) / 400 > 0.8
+    within = (0.02, 0.09) if trials == 400 else (0.0, 0.12)  # 2.2 % is the standard deviation of 100
+    assert within[0] <= sum(said) / trials < within[1] if lost == 0 else sum(said) / trials > 0.8
 
 
 def test_one_seed_that_diverges_does_not_hide_behind_its_own_spread():

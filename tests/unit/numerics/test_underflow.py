@@ -48,8 +48,14 @@ def windows(count=2, batches=1, samples=32):
     return [[batch() for _ in range(batches)] for _ in range(count)]
 
 
-@pytest.mark.parametrize("gain", [1.0, 1e-3, 1e-5])
-@pytest.mark.parametrize("batches", [1, 3])
+# Each gain and each number of batches once; all pairs in the extended tier.
+@pytest.mark.parametrize(
+    ("gain", "batches"),
+    [
+        *((1.0, 1), (1e-3, 3), (1e-5, 1)),
+        *(pytest.param(*it, marks=pytest.mark.extended) for it in ((1.0, 3), (1e-3, 1), (1e-5, 3))),
+    ],
+)
 def test_it_predicts_the_zeros_of_fp16(gain, batches):
     """Within a tenth of the share: what fp16 rounds up to its smallest number flows on, where most is flushed."""
     trial, steps = network(gain), windows(batches=batches)
@@ -120,17 +126,18 @@ def test_what_is_written():
     assert f"{found.init_scale:g}" in found.summary()
 
 
-@pytest.mark.parametrize("gain", [1e-14, 1e-20, 1e-34])
-def test_losses_too_small_for_any_scale(gain):
+def test_losses_too_small_for_any_scale(subtests):
     """The scale is one that a run accepts, and what is said of it is true of it."""
-    found = underflow(network(gain), windows())
-    assert found.init_scale == 2.0**24 and found.counted
-    flushed = found.flushed[found.scales.index(found.init_scale)] - found.exact_zeros
-    assert f"flushes {100 * flushed:.2g} %" in found.summary()
-    assert flushed > 0.5 or gain > 1e-15
-    if flushed > 0.5 and found.flushed[-1] - found.exact_zeros >= 1e-3:
-        assert found.window_octaves is None and "no scale keeps" in found.summary()
-    json.dumps(found.as_dict(), allow_nan=False)
+    for gain in (1e-14, 1e-20, 1e-34):
+        with subtests.test(f"{gain:g}"):
+            found = underflow(network(gain), windows())
+            assert found.init_scale == 2.0**24 and found.counted
+            flushed = found.flushed[found.scales.index(found.init_scale)] - found.exact_zeros
+            assert f"flushes {100 * flushed:.2g} %" in found.summary()
+            assert flushed > 0.5 or gain > 1e-15
+            if flushed > 0.5 and found.flushed[-1] - found.exact_zeros >= 1e-3:
+                assert found.window_octaves is None and "no scale keeps" in found.summary()
+            json.dumps(found.as_dict(), allow_nan=False)
 
 
 def test_gradients_of_weights_are_counted_where_they_are_born_in_low_precision():

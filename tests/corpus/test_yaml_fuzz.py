@@ -448,7 +448,11 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "examples",
-    [12, pytest.param(250, marks=pytest.mark.extended), pytest.param(5_000, marks=pytest.mark.nightly)],
+    [
+        12,
+        pytest.param(250, marks=pytest.mark.extended),
+        pytest.param(5_000, marks=[pytest.mark.extended, pytest.mark.nightly]),
+    ],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_yaml_is_loaded_or_refused_and_nothing_else_happens(folder, kind, examples):

@@ -474,7 +474,7 @@ def work(root: Path, cases: list[str]) -> None:
     [
         *(FIRST[part::4] for part in range(4)),
         *(pytest.param(EXTENDED[part::4], marks=pytest.mark.extended) for part in range(4)),
-        *(pytest.param(NIGHTLY[part::12], marks=pytest.mark.nightly) for part in range(12)),
+        *(pytest.param(NIGHTLY[part::12], marks=[pytest.mark.extended, pytest.mark.nightly]) for part in range(12)),
     ],
     ids=lambda cases: cases[0],
 )

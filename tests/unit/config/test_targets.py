@@ -350,7 +350,7 @@ def test_a_file_of_nothing_but_one_kind_of_line_takes_little_work(part, tmp_path
         root = node({"items": []})
         lines = tree[: max(1, len(tree) // part)]
         root.items["items"].items = [node(item, line=line) for line, item in enumerate(lines, start=1)]
-        with subtests.test(name), at_most(calls=2_500_000):
+        with subtests.test(name), at_most(calls=1_300_000):
             check_targets(root, trust, mistakes)
         assert len(mistakes) <= 310
     sys.modules.pop("my_model", None)

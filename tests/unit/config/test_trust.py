@@ -826,7 +826,7 @@ def test_a_refusal_does_not_run_an_objects_code_to_find_its_advice(recipe, trust
 
 def test_many_wrong_names_take_little_work(subtests):
     for name in ("torch.nn.Linaer{}", "torhc.X{}", "nosuchmodule{}.Linear", "os.system{}", "math.x{}"):
-        with subtests.test(name), at_most(calls=1_500_000):
+        with subtests.test(name), at_most(calls=1_200_000):
             trust = Trust()
             found = [str(refusal_of(trust, name.format(number))) for number in range(300)]
             assert all(found) and "None" not in found

@@ -192,6 +192,7 @@ def test_without_a_typo_there_is_nothing_to_report(in_recipe, tmp_path):
     assert len(mutants()) >= 50
 
 
+NIGHTLY = [pytest.mark.extended, pytest.mark.nightly]
 KINDS = [["key"], ["nested"], ["tag", "target"], ["reference", "value"], ["option", "option value", "override"]]
 
 
@@ -199,9 +200,9 @@ KINDS = [["key"], ["nested"], ["tag", "target"], ["reference", "value"], ["optio
     ("turn", "kinds"),
     [
         *((0, kinds) for kinds in KINDS),
-        *(pytest.param(turn, list(chain(*KINDS)), marks=pytest.mark.nightly) for turn in range(1, 20)),
+        *(pytest.param(turn, list(chain(*KINDS)), marks=NIGHTLY) for turn in range(1, 20)),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, list) else None,
 )
 def test_every_typo_is_reported_and_nine_of_ten_with_the_right_name(turn, kinds, in_recipe, tmp_path, subtests):
     every = [mutant for mutant in mutants(turn) if mutant.kind in kinds]

@@ -183,7 +183,7 @@ def killed(amounts: Amounts, folder: Path, strategy: str, restarts: int) -> Tall
     plan = _plan(amounts, strategy=strategy, **SAVES)
     whole = undisturbed(plan, folder)
     for _ in range(_times(amounts)):
-        fault = _random_fault(chance, whole, "kill")
+        fault = _random_fault(chance, whole, "kill", ("prepare", *_PHASES))
         fault.value = chance.uniform(0, _KILL_WITHIN_SECONDS)
         with new_folder(folder) as place:
             this = replace(plan, folder=str(place / "run"), faults=[fault])

@@ -39,9 +39,10 @@ VALIDATION_SAMPLES = 12
 class Fault:
     """What happens to some ranks when they come to `phase` for the `nth` time.
 
-    phase: a step of the loop, "write" (anything is made, written, renamed or deleted in the folder of checkpoints) or
-    "load" (a file of a checkpoint is opened to be read). action: the name of a method of `Faults`; value: what it
-    takes. ranks: None, all of them. life: counts torchrun's restarts.
+    phase: a step of the loop, "write" (anything is made, written, renamed or deleted in the folder of checkpoints),
+    "prepare" (the same before the first batch, where no signal is handled yet; how often varies by one, as the ranks
+    make the folder at the same time) or "load" (a file of a checkpoint is opened to be read). action: the name of a
+    method of `Faults`; value: what it takes. ranks: None, all of them. life: counts torchrun's restarts.
     """
 
     phase: str
@@ -150,7 +151,7 @@ class Faults:
                     getattr(self, fault.action)(fault)
 
     def watch_files(self, folder: Path) -> None:
-        """From now on report what is done in the folder of checkpoints, as the phases "write" and "load"."""
+        """From now on report what is done in the folder of checkpoints, as the phases "prepare", "write" and "load"."""
         save, busy = str(folder), threading.local()
         kinds = {"os.mkdir": "write", "os.rename": "write", "os.remove": "write", "os.rmdir": "write"}
 
@@ -167,6 +168,8 @@ class Faults:
                 writes = arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
                 inside = os.fspath(path) != save and not os.path.isdir(path)
                 phase = "write" if writes else "load" if inside else None
+            if phase == "write" and not self.seen["forward"]:
+                phase = "prepare"
             if phase is not None:
                 busy.yes = True
                 try:

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from in_turn import in_turn
-from pairwise import pairwise
+from pairwise import each_once, pairwise
 
 HOSTS = ["at_once", "queued"]
 
@@ -18,5 +17,5 @@ def with_hosts(indirect: Sequence[str] = (), **factors: Sequence[Any]) -> pytest
 
 def hosts_in_turn(indirect: Sequence[str] = (), **factors: Sequence[Any]) -> pytest.MarkDecorator:
     """Every value of the first factor comes once in the default tier, the hosts in turn; the rest is extended."""
-    rows = in_turn(*factors.values(), HOSTS)
+    rows = each_once(*factors.values(), HOSTS)
     return pytest.mark.parametrize([*factors, "host"], rows, indirect=[*indirect, "host"])

@@ -30,7 +30,7 @@ def processor_seconds() -> float:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Run a test of the default tier, and measure it."""
-    if item.get_closest_marker("extended") is not None:
+    if any(item.get_closest_marker(tier) for tier in ("extended", "nightly")):
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     seconds, reports = _measured(item, nextitem)

@@ -129,9 +129,11 @@ def test_other_encoders_train_at_each_precision(recipe, ctc_options, tmp_path, e
         text = text.replace("model.RecurrentEncoder", "model.ConformerEncoder").replace("    kind: gru", "    heads: 2")
     settings = tmp_path / "settings.yaml"
     settings.write_text(text)
+    # Not 16: on a CPU with avx512_fp16, oneDNN (torch 2.13) hangs in an fp16 depthwise convolution of 16 channels.
+    options = [*ctc_options, "--width=32"]
     for precision in ("fp32", "bf16", "fp16"):
         folder = tmp_path / precision
-        recipe.train.main([str(settings), *ctc_options, f"--precision={precision}", f"--output_folder={folder}"])
+        recipe.train.main([str(settings), *options, f"--precision={precision}", f"--output_folder={folder}"])
         assert [record["stage"] for record in stage_records(folder)] == ["train", "valid", "test"]
         assert all(math.isfinite(record["loss"]) for record in stage_records(folder))
 

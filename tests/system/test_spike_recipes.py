@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from in_turn import in_turn
+from pairwise import each_once
 from spiking_runs import (
     BATCH,
     DEFAULTS,
@@ -156,7 +156,7 @@ COUNTERS = {
 }
 
 
-@pytest.mark.parametrize(("counter", "interval"), in_turn([*COUNTERS], [0, 4]))
+@pytest.mark.parametrize(("counter", "interval"), each_once([*COUNTERS], [0, 4]))
 def test_every_epoch_comes_once_to_its_end_whatever_counts_them(tmp_path, counter, interval):
     brain = make(tmp_path, ckpt_interval_steps=interval)
     brain.fit(COUNTERS[counter](), Samples(), Samples(None), train_loader_kwargs={"batch_size": BATCH})

@@ -4,7 +4,7 @@ import os
 
 import pytest
 from hosts import HOSTS
-from in_turn import in_turn
+from pairwise import each_once
 from spiking_runs import Died, batches, die, fit, make, records, terminate
 
 from amp_recipes.checkpoint import Checkpointer, going_back
@@ -47,7 +47,7 @@ def last_of_each(folder):
 
 
 # At the spike's second coming, later in the recovery, at the next.
-@pytest.mark.parametrize(("whole", "dies_at"), in_turn([*OPTIONS], [20, 22, 41]), indirect=["whole"])
+@pytest.mark.parametrize(("whole", "dies_at"), each_once([*OPTIONS], [20, 22, 41]), indirect=["whole"])
 def test_a_run_that_is_killed_goes_on_bit_for_bit_also_in_the_recovery(tmp_path, whole, dies_at):
     options, end, steps = whole
     with pytest.raises(Died):
@@ -62,7 +62,7 @@ def whole_of_one_epoch(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("dies_at", "end_by", "host"), in_turn([18, 19, 21, 24], [terminate, die], HOSTS), indirect=["host"]
+    ("dies_at", "end_by", "host"), each_once([18, 19, 21, 24], [terminate, die], HOSTS), indirect=["host"]
 )
 @pytest.mark.usefixtures("host")
 def test_whatever_ends_it_and_wherever(tmp_path, whole_of_one_epoch, dies_at, end_by):
@@ -75,7 +75,7 @@ def test_whatever_ends_it_and_wherever(tmp_path, whole_of_one_epoch, dies_at, en
 ENDS = [(14, 1, 1, 1), (36,), (39, 1, 1), (37, 2, 3), (10,)]
 
 
-@pytest.mark.parametrize(("ends", "interval"), in_turn(ENDS, [4, 0]), ids=str)
+@pytest.mark.parametrize(("ends", "interval"), each_once(ENDS, [4, 0]), ids=str)
 def test_what_a_signal_has_saved_is_no_place_to_go_back_to(tmp_path, whole_of_two, ends, interval):
     """Or a run that was interrupted would go back to another place than the one that was not."""
     for dies_at in ends:  # in its process
@@ -101,7 +101,7 @@ def whole_with_patience(tmp_path_factory):
     return whole.end
 
 
-@pytest.mark.parametrize(("moment", "after"), in_turn(MOMENTS, [False, True]))
+@pytest.mark.parametrize(("moment", "after"), each_once(MOMENTS, [False, True]))
 def test_killed_while_it_goes_back_it_does_so_again(tmp_path, monkeypatch, whole_with_patience, moment, after):
     """A signal has had the state saved in the midst of the spike, so that there is something to delete as well."""
     data, options = SPIKE_OF_THREE

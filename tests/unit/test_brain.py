@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from in_turn import in_turn
+from pairwise import each_once
 from programs import run_python
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -443,7 +443,7 @@ SAVED = [
 ]
 
 
-@pytest.mark.parametrize(("saved", "counter"), in_turn(SAVED, [*COUNTERS]))
+@pytest.mark.parametrize(("saved", "counter"), each_once(SAVED, [*COUNTERS]))
 def test_a_run_that_dies_goes_on_where_it_was_saved(tmp_path, saved, counter):
     (after, options), counter = saved, COUNTERS[counter]
     whole = make(output_folder=str(tmp_path / "whole"), **options)

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 from hosts import hosts_in_turn
-from in_turn import in_turn
+from pairwise import each_once
 from spiking_runs import BATCH, SAMPLES, Died, Recipe, Samples, Watched, batches, fit, make, rates, records, same, saved
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -162,7 +162,7 @@ def test_without_a_spike_the_run_is_the_one_without_the_option(tmp_path, options
 
 
 @pytest.mark.parametrize(
-    ("source", "interval"), in_turn(SOURCES, [0, 4]), ids=lambda value: getattr(value, "__name__", None)
+    ("source", "interval"), each_once(SOURCES, [0, 4]), ids=lambda value: getattr(value, "__name__", None)
 )
 def test_weights_and_batches_are_those_of_the_checkpoint(tmp_path, source, interval):
     data, kwargs = source()

@@ -124,9 +124,13 @@ def test_a_short_run_tells_keywords_apart(recipe, keyword_options, tmp_path, pre
 
 @pytest.mark.parametrize("encoder", ["gru", "conformer"])
 def test_other_encoders_train_at_each_precision(recipe, ctc_options, tmp_path, encoder):
-    text = CTC.read_text().replace("kind: lstm", "kind: gru").replace('["type:LSTM"]', "[]")
-    if encoder == "conformer":
-        text = text.replace("model.RecurrentEncoder", "model.ConformerEncoder").replace("    kind: gru", "    heads: 2")
+    text = CTC.read_text()
+    if encoder == "gru":
+        text = text.replace("kind: lstm", "kind: gru").replace('["type:LSTM"]', "[]")
+    else:
+        # In fp16 oneDNN's depthwise convolution of 15 steps never ends on a CPU with avx512_fp16 (torch 2.13).
+        text = text.replace("    kind: lstm", "    heads: 2").replace("type:LSTM", "type:Conv1d")
+        text = text.replace("model.RecurrentEncoder", "model.ConformerEncoder")
     settings = tmp_path / "settings.yaml"
     settings.write_text(text)
     # Not 16: on a CPU with avx512_fp16, oneDNN (torch 2.13) hangs in an fp16 depthwise convolution of 16 channels.

@@ -6,7 +6,6 @@ import functools
 import os
 import random
 import re
-import sys
 import textwrap
 import types
 from pathlib import Path
@@ -16,6 +15,7 @@ import ruamel.yaml
 import torch
 import yaml as pyyaml
 from hyperpyyaml import load_hyperpyyaml
+from recipe_runs import recipe_modules
 from repository import REPOSITORY
 
 from amp_recipes.config import load_hparams, seed_everything
@@ -695,16 +695,14 @@ def test_a_document_gives_the_same_objects(write, group, subtests):
 
 # The others make data or models, or refer to attributes of attributes, which HyperPyYAML has no words for.
 @pytest.mark.parametrize("task", ["adversarial", "image_classification"])
-def test_the_yaml_of_a_recipe_gives_the_same_objects(task, monkeypatch):
+def test_the_yaml_of_a_recipe_gives_the_same_objects(task):
     pytest.importorskip("sklearn", reason="the recipe's data needs the extra 'recipes'")
     file = REPOSITORY / "configs" / f"{task}.yaml"
-    monkeypatch.syspath_prepend(REPOSITORY / "recipes" / task)
-    for name in ("data", "model"):  # two recipes may have modules of one name
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    seed_everything(1234)
-    theirs = hyperpyyaml_objects(file)
-    seed_everything(1234)
-    Comparison().check(dict(load_hparams(file, trust=("data", "model"))), dict(theirs))
+    with recipe_modules(task):
+        seed_everything(1234)
+        theirs = hyperpyyaml_objects(file)
+        seed_everything(1234)
+        Comparison().check(dict(load_hparams(file, trust=("data", "model"))), dict(theirs))
 
 
 def test_what_differs_on_purpose(write, subtests):

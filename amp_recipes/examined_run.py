@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ class ExaminedRun(ResumableRun):
         super()._set_up_counters()
         self._examines = False  # a step is being tried: nothing of it may reach the run
         self._asked_for_done = False  # what the script was started for
-        self._validation_untried = False  # its precision has to be tried before the first step of this fit
+        self._untried = False  # this fit's first batch has not been run on copies yet
         self._replays = 0  # in this fit
         self._reports: dict[tuple[Any, ...], str] = {}  # of this fit: what was told, and where it is written
         self._generators: tuple[Any, dict[str, Any]] = (None, {})
@@ -84,7 +85,7 @@ class ExaminedRun(ResumableRun):
     def _start_afresh(self) -> None:
         super()._start_afresh()
         self._replays, self._reports = 0, {}
-        self._validation_untried = self._loaders["valid"] is not None
+        self._untried = True
 
     # ------------------------------------------------------------------ diagnosis
 
@@ -238,53 +239,48 @@ class ExaminedRun(ResumableRun):
     def _blaming_precision(self, batches: Sequence[Any], before: BeforeStep | None = None) -> Iterator[None]:
         """Within it, an error that only comes in low precision becomes a PrecisionError that names the cure.
 
-        before: where the training step began; there the run is put back to.
+        before: where the training step began.
         """
-        if self._validation_untried and not distributed.initialized():
-            self._try_validation(batches[:1])
+        # One rank alone cannot take a step again: the others would wait for it, or it for them.
+        if self._examines or distributed.initialized():
+            yield
+            return
+        if self._untried and self._stage is Stage.TRAIN:
+            self._untried = False
+            self._try_first_batch(batches[:1])
         try:
             yield
         except RuntimeError as error:
-            own = isinstance(error, (AmpRecipesError, torch.OutOfMemoryError))
-            # One rank alone cannot take a step again: the others would wait for it, or it for them.
-            if not own and not self._examines and not distributed.initialized():
-                self._check_runnable(batches, self._stage, before, error)
+            if not isinstance(error, (AmpRecipesError, torch.OutOfMemoryError)):
+                trial = self._trial(before) if self._stage is Stage.TRAIN else self._forward_trial(self._stage)
+                self._check_runnable(trial, batches, self._stage, error)
             raise
 
-    def _try_validation(self, batches: Sequence[Any]) -> None:
-        """Before the first step: validate a batch on copies, if that will run in a precision that training has not.
+    def _try_first_batch(self, batches: Sequence[Any]) -> None:
+        """Before the first step: run the first batch on copies, in each low precision that this fit will use.
 
-        Else a module that the device cannot run in it would end the run after the first epoch. Raises PrecisionError.
+        A step of the recipe's own is not tried: what it does beside a forward is not known. Raises PrecisionError.
         """
-        self._validation_untried = False
-        if self._plan.evaluation.dtype is self._plan.training.dtype:
-            return
-        try:
-            self._check_runnable(batches, Stage.VALID)
-        except PrecisionError:
-            raise
-        except Exception as error:  # the recipe's validation may take other batches
-            logger.debug("validation in %s was not tried: %r", self._plan.evaluation.name, error)
+        training, evaluation = self._plan.training.dtype, self._plan.evaluation.dtype
+        if not self._own_fit_batch:
+            self._check_runnable(self._forward_trial(Stage.TRAIN), batches, Stage.TRAIN)
+        if self._loaders["valid"] is not None and (evaluation is not training or self._own_fit_batch):
+            self._check_runnable(self._forward_trial(Stage.VALID), batches, Stage.VALID)
 
     def _check_runnable(
-        self,
-        batches: Sequence[Any],
-        stage: Stage,
-        before: BeforeStep | None = None,
-        cause: RuntimeError | None = None,
+        self, trial: Trial, batches: Sequence[Any], stage: Stage, cause: RuntimeError | None = None
     ) -> None:
         """Raise PrecisionError if `batches` can be run in fp32, but not in the precision of `stage`."""
         training = stage is Stage.TRAIN
         precision = self._plan.training if training else self._plan.evaluation
         if precision.dtype is torch.float32 or (training and self._plan.widened):
             return
-        trial = self._trial(before) if training else self._evaluation_trial(stage)
-        found = find_unrunnable(trial, batches, precision.dtype, self._plan.pinned)
+        try:
+            found = find_unrunnable(trial, batches, precision.dtype, self._plan.pinned)
+        except Exception as error:  # of the recipe's own: it comes again where it belongs, if it is one
+            logger.debug("%s could not be tried: %r", precision.name, error)
+            return
         if found is not None:
-            if before is not None:
-                set_torch_random_state(before.random, self.device)
-                with torch.no_grad():
-                    self._plan.updates.buffers.settle(None, lambda: True)
             raise PrecisionError(self._unrunnable_text(found, precision, training, cause)) from cause
 
     def _unrunnable_text(
@@ -295,20 +291,28 @@ class ExaminedRun(ResumableRun):
         pins = json.dumps([*self.fp32_modules, *found.errors])
         cure = f"put `fp32_modules: {pins}` into the YAML (tried: it then runs), or use" if found.errors else "use"
         return (
-            f"{option} {precision.name} cannot run on {device_capabilities(self.device).device_name}: {what}. "
-            f"In fp32 it runs: {cure} --{option} fp32."
+            f"{option} {precision.name} cannot run this model on {device_capabilities(self.device).device_name}: "
+            f"{what}. In fp32 it runs: {cure} --{option} fp32."
         )
 
-    def _evaluation_trial(self, stage: Stage) -> Trial:
-        """The evaluation of a batch, to be tried with other precisions."""
+    def _forward_trial(self, stage: Stage) -> Trial:
+        """Forward and loss of a batch, to be tried with other precisions."""
 
         def take(batches: Sequence[Any], _: UpdateOwner, context: AbstractContextManager) -> list[torch.Tensor]:
-            self._stage, self.evaluation_ctx = stage, context
-            self.modules.eval()
-            with torch.no_grad():
-                return [self.evaluate_batch(self._to_device(batch), stage) for batch in batches]
+            self._stage = stage
+            self.modules.train(stage is Stage.TRAIN)
+            if stage is not Stage.TRAIN:
+                self.evaluation_ctx = context
+                with torch.no_grad():
+                    return [self.evaluate_batch(self._to_device(batch), stage) for batch in batches]
+            losses = []
+            for batch in map(self._to_device, batches):
+                self.step += 1
+                with context:
+                    losses.append(self.compute_objectives(self.compute_forward(batch, stage), batch, stage).detach())
+            return losses
 
-        return Trial(self.modules, self.device, take, preserve=self._rehearsal)
+        return Trial(self.modules, self.device, take, preserve=partial(self._rehearsal, steps=False))
 
     # ------------------------------------------------------------------ trying a step
 
@@ -339,11 +343,15 @@ class ExaminedRun(ResumableRun):
         return losses
 
     @contextmanager
-    def _rehearsal(self, weights: bool) -> Iterator[None]:
-        """Within it, steps leave no trace in the run: neither in its counters nor in what the recipe remembers."""
+    def _rehearsal(self, weights: bool, steps: bool = True) -> Iterator[None]:
+        """Within it, steps leave no trace in the run: neither in its counters nor in what the recipe remembers.
+
+        weights: keep them too; steps: whether more than a forward will be done.
+        """
         kept = {name: getattr(self, name) for name in _OF_A_STEP}
         # Its own code may move weights without an optimizer's step: a teacher's average, a critic's clipping.
-        weights = weights or any(map(self._overrides, ("fit_batch", "on_fit_batch_start", "on_fit_batch_end")))
+        hooks = ("fit_batch", "on_fit_batch_start", "on_fit_batch_end")
+        weights = weights or (steps and any(map(self._overrides, hooks)))
         optimizers = self.optimizers_dict.values()
         holders = [(vars(self), self._recipe_state.not_the_recipes), (vars(self.hparams), ())]
         with preserved(self.modules, optimizers, self.device, weights, holders, untouched=[self]):

@@ -16,30 +16,41 @@ class Unrunnable:
     """What keeps a step from running in a precision.
 
     errors: by the pattern (as `fp32_modules` takes it) of the modules to pin: the name of the first of them that
-    raised, and its error. With all of them pinned the step runs. Empty: no pins help, only fp32.
+    raised, and what it said. With all of them pinned the step runs. Empty: no pins help, only fp32.
     """
 
-    errors: dict[str, tuple[str, RuntimeError]]
+    errors: dict[str, tuple[str, str]]
 
     def __str__(self) -> str:
-        return "; ".join(f"{name} raises {first_line(error)!r}" for name, error in self.errors.values())
+        return "; ".join(f"{name} raises {text!r}" for name, text in self.errors.values())
 
 
 def find_unrunnable(trial: Trial, window: Window, dtype: torch.dtype, pinned: Iterable[str] = ()) -> Unrunnable | None:
     """Why `window` cannot be run under autocast to `dtype`; None where it can, or where fp32 cannot run it either.
 
     pinned: names of the modules that are pinned to fp32 already. Everything is afterwards as it was. Takes one step
-    for each kind of module that fails, and one in fp32.
+    where all is well; else one for each kind of module that fails, and two more. Raises what the step raises that is
+    no RuntimeError, and torch.OutOfMemoryError.
     """
+    pinned = list(pinned)
+    errors = _cure(trial, window, dtype, pinned)
+    # Once more as it was: an error that comes and goes by itself is none of the precision's.
+    if errors is None or _failure(trial, window, dtype, pinned) is None:
+        return None
+    return Unrunnable(errors)
+
+
+def _cure(trial: Trial, window: Window, dtype: torch.dtype, pinned: list[str]) -> dict[str, tuple[str, str]] | None:
+    """What to pin, as `Unrunnable.errors`; None where the step runs as it is, or does not in fp32 either."""
     pins, errors = list(pinned), {}
-    while (error := _error_of(trial, window, dtype, pins)) is not None:
-        name = _innermost_module(error, trial.modules)
+    while (failure := _failure(trial, window, dtype, pins)) is not None:
+        name, text = failure
         if name is None or name in pins:
-            return Unrunnable({}) if _error_of(trial, window, torch.float32, pins) is None else None
+            return {} if _failure(trial, window, torch.float32, pins) is None else None
         pattern, added = _kind(trial.modules, name)
-        errors[pattern] = name, error
+        errors[pattern] = name, text
         pins += added
-    return Unrunnable(errors) if errors else None
+    return errors or None
 
 
 def first_line(error: BaseException) -> str:
@@ -47,11 +58,14 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _error_of(trial: Trial, window: Window, dtype: torch.dtype, pins: list[str]) -> RuntimeError | None:
+def _failure(trial: Trial, window: Window, dtype: torch.dtype, pins: list[str]) -> tuple[str | None, str] | None:
+    """The module in which the step fails, if it is in one, and what the error says; None where it runs."""
     try:
         trial.run(window, dtype, pins=pins)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        return error
+        return _innermost_module(error, trial.modules), first_line(error)
     return None
 
 

@@ -96,29 +96,47 @@ def state_of(brain):
     return [*map(torch.clone, brain.modules.state_dict().values()), torch.get_rng_state()]
 
 
-@pytest.mark.parametrize(
-    ("options", "option", "cause"),
-    [
-        ({"precision": "bf16"}, "precision bf16", RuntimeError),
-        ({"eval_precision": "bf16"}, "eval_precision bf16", None),
-    ],
-    ids=["training", "validation"],
-)
-def test_fit_ends_before_the_first_update_and_says_what_to_pin(options, option, cause):
-    brain = recipe(network(nn.Mish()), **options)
+@pytest.mark.parametrize("option", ["precision", "eval_precision"])
+def test_fit_ends_before_the_first_step_and_says_what_to_pin(option):
+    brain = recipe(network(nn.Mish()), **{option: "bf16"}, locate_nonfinite=False)
     before = state_of(brain)
     with pytest.raises(PrecisionError) as caught:
         brain.fit(range(1, 3), BATCHES, BATCHES)
     message = str(caught.value)
-    assert message.startswith(f"{option} cannot run on this CPU")
+    assert message.startswith(f"{option} bf16 cannot run this model on this CPU")
     assert "model.3 raises 'could not create a primitive'" in message
-    assert '`fp32_modules: ["type:Mish"]`' in message and f"--{option.split()[0]} fp32" in message
-    assert type(caught.value.__cause__) is (cause or type(None))
-    assert all(map(torch.equal, state_of(brain), before)) and brain.optimizer_step == 0
+    assert '`fp32_modules: ["type:Mish"]`' in message and f"--{option} fp32" in message
+    assert all(map(torch.equal, state_of(brain), before)) and (brain.step, brain.optimizer_step) == (0, 0)
 
-    cured = recipe(network(nn.Mish()), fp32_modules=["type:Mish"], **options)
+    cured = recipe(network(nn.Mish()), fp32_modules=["type:Mish"], **{option: "bf16"})
     cured.fit(range(1, 3), BATCHES, BATCHES)
     assert cured.optimizer_step == 6
+
+
+@pytest.mark.parametrize("option", ["precision", "eval_precision"])
+def test_a_run_whose_first_batch_was_tried_equals_one_where_it_was_not(option, monkeypatch):
+    losses = []
+    for tried in (True, False):
+        brain = recipe(network(), **{option: "bf16"}, seed=1)
+        if not tried:
+            monkeypatch.setattr(Recipe, "_try_first_batch", lambda self, batches: None)
+        brain.fit(range(1, 3), BATCHES, BATCHES)
+        losses.append([brain.avg_train_loss, *state_of(brain)])
+    assert losses[0][0] == losses[1][0] and all(map(torch.equal, losses[0][1:], losses[1][1:]))
+
+
+def test_a_step_of_the_recipes_own_is_blamed_when_it_fails():
+    class Own(Recipe):
+        def fit_batch(self, batch):
+            with self.training_ctx:
+                loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+            self.backward(loss)
+            self.optimizers_step()
+            return loss.detach()
+
+    with pytest.raises(PrecisionError, match="type:Mish") as caught:
+        recipe(network(nn.Mish()), Own, precision="bf16").fit(range(1, 2), BATCHES)
+    assert type(caught.value.__cause__) is RuntimeError
 
 
 def test_the_pins_that_a_run_has_stay_in_the_advice():
@@ -137,9 +155,9 @@ def test_evaluation_says_it_too_and_a_module_that_comes_later():
     model, late = network(), network(nn.Mish())
     options = {"device": "cpu", "noprogressbar": True, "precision": "bf16"}
     brain = Late({"model": model, "late": late}, lambda parameters: torch.optim.SGD(parameters, 0.1), {}, options)
-    with pytest.raises(PrecisionError, match=r"late.3 raises .*type:Mish"):
+    with pytest.raises(PrecisionError, match=r"late.3 raises .*type:Mish") as caught:
         brain.fit(range(1, 2), BATCHES)
-    assert brain.optimizer_step == 2
+    assert brain.optimizer_step == 2 and type(caught.value.__cause__) is RuntimeError
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), torch.OutOfMemoryError("no memory"), KeyError("x")])
@@ -151,6 +169,35 @@ def test_other_errors_stay_as_they_are(error):
     with pytest.raises(type(error)) as caught:
         recipe(network(), Failing, precision="bf16").fit(range(1, 2), BATCHES)
     assert caught.value is error
+
+
+def test_an_error_that_comes_and_goes_is_not_blamed_on_the_precision():
+    class Moody(Recipe):
+        calls = 0
+
+        def compute_objectives(self, predictions, batch, stage):
+            type(self).calls += 1
+            if self.step == 3 and self.calls < 6:  # in the step, and in the first of those that are tried again
+                raise RuntimeError("the disk sleeps")
+            return super().compute_objectives(predictions, batch, stage)
+
+    with pytest.raises(RuntimeError, match="the disk sleeps") as caught:
+        recipe(network(), Moody, precision="bf16").fit(range(1, 2), BATCHES)
+    assert not isinstance(caught.value, PrecisionError)
+
+
+def test_what_fails_in_another_way_when_it_is_tried_again_does_not_hide_the_error():
+    class Changing(Recipe):
+        calls = 0
+
+        def compute_objectives(self, predictions, batch, stage):
+            type(self).calls += 1
+            if self.step == 3:
+                raise RuntimeError("first") if self.calls < 5 else ValueError("second")
+            return super().compute_objectives(predictions, batch, stage)
+
+    with pytest.raises(RuntimeError, match="first"):
+        recipe(network(), Changing, precision="bf16").fit(range(1, 2), BATCHES)
 
 
 def test_a_validation_that_takes_other_batches_is_not_tried_on_those_of_training():

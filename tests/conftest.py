@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of tests start an interpreter, and each would compile the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+import hypothesis
 import pytest
 import ruamel.yaml
 import yaml
@@ -23,6 +24,10 @@ with suppress(ImportError):
 from amp_recipes.host_copy import HostCopy
 
 pytest_plugins = ["processor_time"]
+
+# The same examples everywhere, however slow the machine is; `--hypothesis-profile=default` draws others.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 sys.dont_write_bytecode = False  # nor does the next run rewrite the test files' assertions anew
 

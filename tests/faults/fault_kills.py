@@ -37,9 +37,9 @@ from fault_runs import (
 _TRIES = 6  # per kill that is to hit something short
 
 
-def in_saves(amounts: Amounts, folder: Path, background: bool, epochs: int = 2) -> Tally:
+def in_saves(amounts: Amounts, folder: Path, background: bool) -> Tally:
     """Row 1: a kill while a checkpoint is being written."""
-    run = Run(None, width=LARGE, epochs=epochs, options={"ckpt_interval_steps": 1, "ckpt_background": background})
+    run = Run(None, width=LARGE, options={"ckpt_interval_steps": 1, "ckpt_background": background})
     return _aimed(amounts, folder, run, amounts.kills // 2, "save", "saved", "inside a save")
 
 

@@ -41,7 +41,11 @@ def in_processes(
             variables = {name: str(value) for name, value in variables.items()}
             programs.append(Program("-c", _WORK, folder, env={**variables, "PYTHONPATH": modules}))
         deadline = time.monotonic() + timeout_seconds
-        answers = [_answer(program, Path(folder) / str(rank), deadline) for rank, program in enumerate(programs)]
+        try:
+            answers = [_answer(program, Path(folder) / str(rank), deadline) for rank, program in enumerate(programs)]
+        finally:
+            for program in programs:
+                program.kill()  # one that is left: the test is ended from outside
     failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
     assert not failed, "\n".join(failed)
     return [result for _, result in answers]

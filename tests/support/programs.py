@@ -1,8 +1,8 @@
 """Starts Python programs for tests, each as a fork of one server that has imported torch already.
 
 `run_python` and `Program` are `subprocess.run` and `subprocess.Popen` for `python WORDS`. What they do not have is a
-fresh import of torch and amp_recipes: a test of that, of options of the interpreter, or of variables that torch reads
-when it is imported, starts `sys.executable` itself.
+fresh interpreter: a test of imports, of options of the interpreter (also as variables: PYTHONHASHSEED), or of variables
+that libraries read when they are imported, starts `sys.executable` itself.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 
 from repository import REPOSITORY
 
+READ_BY_SERVER = ("PYTHONPATH", "PYTHONUNBUFFERED")
 DEADLINE_SECONDS = 600  # of a program that hangs; none takes a tenth of it on an idle machine
 _finished_processor_seconds = [0.0]
 
@@ -37,13 +39,14 @@ def run_python(
     time.
     """
     program = Program(*words, cwd=cwd, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with program:
-        try:
-            output, errors = program.communicate(input, timeout_seconds)
-        except subprocess.TimeoutExpired:
-            program.kill()
-            output, errors = program.communicate()
-            raise AssertionError(f"{words} did not end within {timeout_seconds} s:\n{output}\n{errors}") from None
+    try:
+        output, errors = program.communicate(input, timeout_seconds)
+    except subprocess.TimeoutExpired:
+        program.send_signal(signal.SIGABRT)  # shows where each thread stands
+        output, errors = program.communicate()
+        raise AssertionError(f"{words} did not end within {timeout_seconds} s:\n{output}\n{errors}") from None
+    finally:
+        program.kill()  # also when the test is ended from outside
     return subprocess.CompletedProcess(words, program.returncode, output, errors)
 
 
@@ -59,6 +62,10 @@ class Program(subprocess.Popen):
     """
 
     def __init__(self, *words: Any, env: dict[str, str] | None = None, **options: Any) -> None:
+        unread = [name for name in env or {} if name.startswith("PYTHON") and name not in READ_BY_SERVER]
+        assert not unread, f"a forked program does not read {unread}: start sys.executable"
+        if not os.path.isdir(options.get("cwd") or "."):
+            raise FileNotFoundError(options["cwd"])
         variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **(env or {})}
         super().__init__([str(word) for word in words], env=variables, **{"text": True, **options})
 

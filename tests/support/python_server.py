@@ -8,6 +8,7 @@ and kills what it started, when the other end of its socket is closed.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import json
@@ -83,6 +84,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> NoReturn:
             os.dup2(descriptor, number)
         os.closerange(3, 1 << 12)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        faulthandler.enable(2)  # a program that hangs is asked by SIGABRT where it stands
         if request["new_session"]:
             os.setsid()
         os.chdir(request["cwd"])
@@ -92,13 +94,23 @@ def _become(request: dict[str, Any], streams: list[int]) -> NoReturn:
         _reseed()
         code = _exit_code(request["words"])
     finally:
-        with suppress(BaseException):
-            threading._shutdown()
-        with suppress(BaseException):
-            atexit._run_exitfuncs()
-        with suppress(BaseException):
-            sys.stdout.flush()
+        code = _finish(code)
+        if code < 0:  # ended by a signal
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
         os._exit(code)
+
+
+def _finish(code: int) -> int:
+    """What the interpreter does at its end: join threads, run exit functions, flush. Returns the exit code."""
+    for step in (threading._shutdown, atexit._run_exitfuncs):
+        with suppress(BaseException):
+            step()
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        return 120  # as the interpreter's
+    return code
 
 
 def _open_streams(unbuffered: bool) -> None:
@@ -126,9 +138,7 @@ def _exit_code(words: list[str]) -> int:
         return 1
     except BaseException as error:
         _show(error)
-        if isinstance(error, KeyboardInterrupt):
-            _end_by(signal.SIGINT)
-        return 1
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
@@ -158,12 +168,6 @@ def _show(error: BaseException) -> None:
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
         trace = trace.tb_next
     sys.excepthook(type(error), error.with_traceback(trace), trace)
-
-
-def _end_by(number: int) -> None:
-    sys.stdout.flush()
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

@@ -409,7 +409,8 @@ def test_evaluation_builds_no_graph_and_uses_its_own_precision():
 
     brain = make(Watching, precision="bf16")
     brain.fit(range(1), batches(1), batches(1))
-    assert seen == [(Stage.TRAIN, True, True), (Stage.VALID, False, False)]
+    train = (Stage.TRAIN, True, True)
+    assert seen == [train, train, (Stage.VALID, False, False)]  # the first is on copies, before the first step
 
 
 # ---------------------------------------------------------------- resume

@@ -127,7 +127,8 @@ class Brain(SpikeRecovery):
     def _fit_window(self, batches: Sequence[Any]) -> None:
         """One iteration: the batches whose gradients make one update."""
         weights, samples = self._weigh(batches) if self._round is None else (self._round.weights, 0)
-        self._ledger.open(weights, samples, before := self._before_step(batches))
+        before = self._before_step(batches)
+        self._ledger.open(weights, samples, before)
         metrics = self._window_sums = StageMetrics()
         with self._blaming_precision(batches, before):
             losses = self._take_batches(batches, weights)
@@ -493,8 +494,6 @@ class Brain(SpikeRecovery):
 
     def _step_limit_reached(self) -> bool:
         limit = self.optimizer_step_limit
-        if not limit:
-            return False
-        if self._optimizer_step + len(self._ledger) < limit:
+        if not limit or self._optimizer_step + len(self._ledger) < limit:
             return False  # not even if all that is under way is taken: no need to wait for it
         return self.optimizer_step >= limit

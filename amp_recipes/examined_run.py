@@ -289,7 +289,7 @@ class ExaminedRun(ResumableRun):
         option = "precision" if training else "eval_precision"
         what = str(found) or (first_line(cause) if cause is not None else "the forward fails")
         pins = json.dumps([*self.fp32_modules, *found.errors])
-        cure = f"put `fp32_modules: {pins}` into the YAML (tried: it then runs), or use" if found.errors else "use"
+        cure = f"add `fp32_modules: {pins}` to the YAML (tested: it then runs), or use" if found.errors else "use"
         return (
             f"{option} {precision.name} cannot run this model on {device_capabilities(self.device).device_name}: "
             f"{what}. In fp32 it runs: {cure} --{option} fp32."

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 from _peers import PEERS
+from _reporting import count, cpu_model, positive
 from _workload import DTYPES, MAX_GRAD_NORM, OPTIMIZERS, Case, Contender, Refused, TimedBatches
 from torch import nn
 
@@ -276,20 +277,6 @@ def machine(device: torch.device) -> str:
     return cpu_model()
 
 
-def cpu_model() -> str:
-    """What the processor calls itself, where the system tells."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()} ({platform.machine()})"
-    return platform.processor() or platform.machine()
-
-
-def count(number: int, noun: str) -> str:
-    """`1 thread`, `2 threads`."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
 # ---------------------------------------------------------------------- command line
 
 
@@ -305,14 +292,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave other frameworks out")
     parser.add_argument("--output", type=Path, default=RESULT, help="the Markdown file to write")
     return parser.parse_args(argv)
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
 
 
 def main(argv: Sequence[str]) -> None:

@@ -15,8 +15,8 @@ from amp_recipes.numerics.trial import Trial, Window
 class Unrunnable:
     """What keeps a step from running in a precision.
 
-    errors: by the pattern (as `fp32_modules` takes it) of the modules to pin: the name of the first of them that
-    raised, and what it said. With all of them pinned the step runs. Empty: no pins help, only fp32.
+    errors: pattern for `fp32_modules` -> (the first module of that pattern that raised, the first line of its error).
+    With all patterns pinned the step runs. Empty: no pins help, only fp32.
     """
 
     errors: dict[str, tuple[str, str]]
@@ -28,7 +28,7 @@ class Unrunnable:
 def find_unrunnable(trial: Trial, window: Window, dtype: torch.dtype, pinned: Iterable[str] = ()) -> Unrunnable | None:
     """Why `window` cannot be run under autocast to `dtype`; None where it can, or where fp32 cannot run it either.
 
-    pinned: names of the modules that are pinned to fp32 already. Everything is afterwards as it was. Takes one step
+    pinned: names of the modules that are pinned to fp32 already. Leaves the run unchanged. Takes one step
     where all is well; else one for each kind of module that fails, and two more. Raises what the step raises that is
     no RuntimeError, and torch.OutOfMemoryError.
     """

@@ -35,7 +35,9 @@ import fault_processes as processes
 import torch
 from fault_runs import Amounts, Child, Tally, bury_all
 from fault_torchrun import bury_all_launches
-from reporting import count, cpu_model, positive
+
+sys.path.append(str(disk.REPOSITORY / "benchmarks"))
+from _reporting import count, cpu_model, positive
 
 RESULT = disk.REPOSITORY / "benchmarks" / "results" / "faults.md"
 PART_SECONDS = 3600  # after which a part of a row counts as hung

@@ -29,6 +29,11 @@ def each_once(*factors: Sequence[Any]) -> list[Any]:
     return _params(factors, {tuple(at % len(factor) for factor in factors) for at in range(count)})
 
 
+def extended(*values: Any) -> Any:
+    """A case of a parametrized test that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.extended)
+
+
 def _params(factors: Sequence[Sequence[Any]], by_default: set[tuple[int, ...]]) -> list[Any]:
     params = []
     for row in _rows(factors):

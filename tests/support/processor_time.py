@@ -1,6 +1,6 @@
 """Fails a test of the default tier that takes too much processor time, so that `make test` stays fast.
 
-Counted are this process, the processes that it waited for and the programs that it started. Not counted are the time
+It counts this process, the processes that it waited for and the programs that it started. It does not count the time
 that a test waits, other programs, and fixtures that several tests share. A test over the limit runs again, since the
 first run in a process may import or compile what later ones find done.
 """
@@ -51,7 +51,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> object:
-    """Take the time of fixtures that several tests share out of the account of the test that comes first."""
+    """Do not count a fixture that several tests share as time of the first of them."""
     if fixturedef.scope == "function":
         return (yield)
     before, nested = processor_seconds(), _in_shared_fixtures[0]

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 from programs import run_python
 from repository import REPOSITORY
 
@@ -43,11 +42,6 @@ def run_script(
     finished = run_python(RECIPES / task / script, *words, cwd=cwd)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished
-
-
-def extended(*values: object):
-    """A case of a parametrized test that `make test` leaves out."""
-    return pytest.param(*values, marks=pytest.mark.extended)
 
 
 def stage_records(output_folder: Path) -> list[dict]:

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pairwise import extended
 from PIL import Image
-from recipe_runs import CONFIGS, extended, recipe_modules, run_script, stage_records
+from recipe_runs import CONFIGS, recipe_modules, run_script, stage_records
 from safetensors.torch import load_file
 
 from amp_recipes.checkpoint import best_checkpoint, model_weights

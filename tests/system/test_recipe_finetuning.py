@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers  # loads each part when it is first used
+from pairwise import extended
 from programs import DEADLINE_SECONDS
-from recipe_runs import CONFIGS, extended, recipe_modules, stage_records
+from recipe_runs import CONFIGS, recipe_modules, stage_records
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 

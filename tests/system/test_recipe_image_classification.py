@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pairwise import extended
 from PIL import Image
-from recipe_runs import CONFIGS, RECIPES, extended, recipe_modules, stage_records
+from recipe_runs import CONFIGS, RECIPES, recipe_modules, stage_records
 from repository import REPOSITORY
 from safetensors.torch import load_file
 

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recipe_runs import CONFIGS, extended, recipe_modules, run_script, stage_records
+from pairwise import extended
+from recipe_runs import CONFIGS, recipe_modules, run_script, stage_records
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from pairwise import pairwise
+from pairwise import extended, pairwise
 from processes import in_processes
 from torch import nn
 
@@ -114,10 +114,6 @@ def by_hand(weighs, lengths, accumulate, batch_sizes=None):
 
 
 WAYS = ["ddp", "fsdp"], [Regression, Weighted], [1, 2]
-
-
-def extended(*values):
-    return pytest.param(*values, marks=pytest.mark.extended)
 
 
 @pytest.mark.parametrize(

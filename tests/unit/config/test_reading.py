@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from programs import run_python
 from work import at_most
 
-from amp_recipes.config.limits import FILE_BYTES, Budget, LimitError
+from amp_recipes.config.limits import FILE_BYTES, NODES, Budget, LimitError
 from amp_recipes.config.nodes import Mapping, Mistakes, Scalar, Sequence, Source
 from amp_recipes.config.reading import plain_value, read_file, read_text
 from amp_recipes.errors import ConfigError
@@ -337,7 +337,7 @@ BOMBS = {
 QUICK_BOMBS = {"text", "brackets", "dashes", "deep tuple", "merged keys", "merge chain", "five megabytes"}
 MEASURE = """
 import resource, sys
-from amp_recipes.config.limits import Budget, LimitError
+from amp_recipes.config.limits import NODES, Budget, LimitError
 from amp_recipes.config.nodes import Mistakes
 from amp_recipes.config.reading import read_file
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -443,6 +443,7 @@ def test_200_lines_are_read_in_no_time():
 
 
 def test_the_limit_of_nodes_counts_over_all_files():
+    assert Budget().nodes == NODES
     budget = Budget(nodes=2_000)
     for _ in range(2):
         read_text("a: [" + "1, " * 990 + "]", "f", Mistakes(), budget)

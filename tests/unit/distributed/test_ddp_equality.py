@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from pairwise import pairwise
+from pairwise import extended, pairwise
 from processes import in_processes
 from torch import nn
 
@@ -210,10 +210,6 @@ def check(case: Case, relative: float = 0.0) -> None:
 
 
 UNEVEN = ((4, 3, 3, 2, 2), (3, 3, 2))  # in windows of two: 2, 2, 1 and 2, 1, 0 batches
-
-
-def extended(*values):
-    return pytest.param(*values, marks=pytest.mark.extended)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import extended
 from processes import in_processes
 from sharded_runs import by_hand, furthest, train_sharded, whole
 
@@ -22,10 +23,6 @@ def run(rank, options, batches, optimizer=None, tied=False):
     # As arrays: a tensor in a pipe is a name of memory that is gone when the process has ended.
     weights = {name: it.numpy() for name, it in whole(brain.modules).items()}
     return weights, brain.optimizer_step, brain.skipped_steps, brain.summary.last
-
-
-def extended(*values):
-    return pytest.param(*values, marks=pytest.mark.extended)
 
 
 @pytest.mark.parametrize(

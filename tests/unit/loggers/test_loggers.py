@@ -102,8 +102,10 @@ def every_logger(subtests, tmp_path):
         for index, (name, make) in enumerate(LOGGERS.items()):
             with subtests.test(name):
                 logger = make(tmp_path / f"run {index}")
-                function(logger)
-                logger.close()
+                try:
+                    function(logger)
+                finally:
+                    logger.close()
 
     return run
 

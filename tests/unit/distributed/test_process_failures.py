@@ -310,9 +310,9 @@ def test_an_error_on_one_rank_ends_all_and_torchrun_shows_it_as_the_cause(tmp_pa
     finished = torchrun(tmp_path, "raise ValueError('bad sample 7')")
     assert finished.returncode == 1
     assert "[rank 1] ValueError: bad sample 7" in finished.stderr
-    # Rank 0 says why it ends, unless torchrun has seen first that rank 1 is gone, and has ended it.
-    told = re.findall(r"\[rank 0\] train\.py: ProcessError: (.*)", finished.stderr)
-    assert all(line.startswith("rank 0 lost the others") for line in told)
+    # Between, it may say what it was waiting for: that depends on where rank 0 was when rank 1 failed.
+    told = r"\[rank 0\] train\.py: ProcessError: rank 0 lost the others.*, because rank 1 failed: ValueError"
+    assert re.search(told, finished.stderr), finished.stderr
     summary = finished.stderr.split("Root Cause")[1]
     assert "ValueError: bad sample 7" in summary and "rank      : 1" in summary
 

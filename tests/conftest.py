@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import logging
 import os
 import sys
 from contextlib import suppress
@@ -48,6 +49,19 @@ def host(request, monkeypatch):
     if request.param == "queued":
         monkeypatch.setattr(HostCopy, "immediate", False)
     return request.param
+
+
+@pytest.fixture
+def logging_as_before(monkeypatch):
+    """The root logger is left as it was found; rank 0 writes to it."""
+    monkeypatch.delenv("RANK", raising=False)
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import atexit
 import os
-import runpy
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +21,9 @@ from typing import NoReturn
 import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handlers
 import torch.distributed.fsdp  # noqa: F401 - what workers import, once here instead of in each
 import torch.distributed.run as torchrun
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))  # started as a script, by its path
+from python_server import end_program, run_program
 
 POLL_SECONDS = 0.005
 
@@ -81,8 +82,8 @@ def run(arguments: list[str], start: Callable[[tuple[str, ...], dict[str, str]],
 
 
 def _be_interpreter(argv: tuple[str, ...], env: dict[str, str]) -> NoReturn:
-    """Run a script in this fork as a new interpreter would: hooks, threads, exit functions and exit code."""
-    code = 120
+    """Run a script in this fork as a new interpreter would."""
+    code = 70
     try:
         os.setsid()
         os.environ.clear()
@@ -91,22 +92,9 @@ def _be_interpreter(argv: tuple[str, ...], env: dict[str, str]) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         atexit._clear()
-        sys.argv = list(argv)
-        sys.path[0] = os.path.dirname(argv[0])
-        code = 0
-        try:
-            runpy.run_path(argv[0], run_name="__main__")
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        except BaseException:
-            code = 1
-            sys.excepthook(*sys.exc_info())
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        code = run_program(list(argv))
     finally:
-        os._exit(code)
+        end_program(code)
 
 
 if __name__ == "__main__":

@@ -88,3 +88,21 @@ def work(folder: str) -> NoReturn:
     # Not through the interpreter's end: a gloo thread that then lets go of a tensor would abort the process.
     sys.stdout.flush()
     os._exit(0)
+
+
+def in_a_child(action: Callable[[], object]) -> str:
+    """What `action` returns, as text, or "Type: message" of the exception that it raises, from a forked process."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = str(action())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as stream:
+        text = stream.read()
+    os.waitpid(pid, 0)
+    return text

@@ -92,25 +92,24 @@ def _become(request: dict[str, Any], streams: list[int]) -> NoReturn:
         os.environ.update(request["env"])
         _open_streams(bool(os.environ.get("PYTHONUNBUFFERED")))
         _reseed()
-        code = _exit_code(request["words"])
+        code = run_program(request["words"])
     finally:
-        code = _finish(code)
-        if code < 0:  # ended by a signal
-            signal.signal(-code, signal.SIG_DFL)
-            os.kill(os.getpid(), -code)
-        os._exit(code)
+        end_program(code)
 
 
-def _finish(code: int) -> int:
-    """What the interpreter does at its end: join threads, run exit functions, flush. Returns the exit code."""
+def end_program(code: int) -> NoReturn:
+    """What the interpreter does at its end: join threads, run exit functions, flush. Below 0, code is a signal."""
     for step in (threading._shutdown, atexit._run_exitfuncs):
         with suppress(BaseException):
             step()
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
-        return 120  # as the interpreter's
-    return code
+        code = 120  # as the interpreter's
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _open_streams(unbuffered: bool) -> None:
@@ -128,7 +127,8 @@ def _reseed() -> None:
         sys.modules["numpy"].random.seed()
 
 
-def _exit_code(words: list[str]) -> int:
+def run_program(words: list[str]) -> int:
+    """Run `-m MODULE ...`, `-c CODE ...` or `SCRIPT ...` as `__main__`, and return its exit code for `end_program`."""
     try:
         _run(words)
     except SystemExit as end:
@@ -143,7 +143,6 @@ def _exit_code(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> None:
-    """Run `-m MODULE ...`, `-c CODE ...` or `SCRIPT ...` as `__main__`."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__builtins__ = __builtins__
     added = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]

@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from end_of_run import everything
 from pairwise import each_once
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -145,27 +146,6 @@ def fit(brain, source=dataset):
 def whole_run(source=dataset, **options):
     """The Brain of a run that nothing ended."""
     return fit(make(**options), source)
-
-
-def everything(brain):
-    """What decides about the next step, as plain values, at the end of a fit."""
-    return {
-        "weights": {name: value.tolist() for name, value in brain.modules.state_dict().items()},
-        "optimizer": [
-            {name: value.tolist() for name, value in state.items()}
-            for state in brain.optimizer.state_dict()["state"].values()
-        ],
-        "rate": brain.optimizer.param_groups[0]["lr"],
-        "scaler": brain.scaler.state_dict(),
-        "average": None if brain._ema is None else [a.tolist() for a in brain._ema.state_dict().values()],
-        "steps": (brain.optimizer_step, brain.skipped_steps),
-        "torch": torch.rand(2).tolist(),
-        "python": random.random(),
-        "numpy": np.random.rand(2).tolist(),
-        "metrics": brain.summary.last,
-        "best": brain.summary.best,
-        "samples": (brain.summary.samples, brain.summary.epochs),
-    }
 
 
 def die():

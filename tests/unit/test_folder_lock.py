@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from processes import in_a_child
 from programs import DEADLINE_SECONDS, Program
 
 from amp_recipes import folder_lock
@@ -50,24 +51,6 @@ def process(code, *arguments):
 
 def holder(folder):
     return process("lock_folder(sys.argv[1]); say('locked'); signal.pause()", folder)
-
-
-def in_a_child(action):
-    """What `action` returns, as text, or the exception that it raises, from a forked process."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            text = str(action())
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(writing, text.encode())
-        os._exit(0)
-    os.close(writing)
-    with open(reading) as stream:
-        text = stream.read()
-    os.waitpid(pid, 0)
-    return text
 
 
 def is_free(folder):

@@ -36,16 +36,7 @@ layers:
 """
 
 
-@pytest.fixture(autouse=True)
-def logging_as_before(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    for handler in set(root.handlers) - set(handlers):
-        handler.close()
-    root.handlers[:] = handlers
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
 def tree(text):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import in_a_child
 from programs import run_python
 
 from amp_recipes.config import (
@@ -35,16 +36,7 @@ net: !include:net.yaml
 """
 
 
-@pytest.fixture(autouse=True)
-def logging_as_before(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    for handler in set(root.handlers) - set(handlers):
-        handler.close()
-    root.handlers[:] = handlers
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
 @pytest.fixture
@@ -198,36 +190,17 @@ def test_warnings_still_reach_stderr_where_logging_was_not_configured(tmp_path):
     assert "INFO amp_recipes.x: quiet" in text and "WARNING recipe: loud" in text
 
 
-def refused_elsewhere(folder, yaml):
-    """What another process is told that starts in `folder`."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            create_experiment_directory(folder, yaml)
-            text = "no error"
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(writing, text.encode())
-        os._exit(0)
-    os.close(writing)
-    with open(reading) as stream:
-        text = stream.read()
-    os.waitpid(pid, 0)
-    return text
-
-
 def test_a_second_run_in_the_folder_is_refused_before_it_writes_anything(tmp_path):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text("lr: 0.1\n")
     second.write_text("lr: 0.2\n")
     folder = create_experiment_directory(tmp_path / "run", first)
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
-    text = refused_elsewhere(folder, second)
+    text = in_a_child(lambda: create_experiment_directory(folder, second))
     assert text.startswith("FolderInUseError") and f"pid {os.getpid()} " in text
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"} == before
     unlock_folder(folder)
-    assert refused_elsewhere(folder, second) == "no error"
+    assert in_a_child(lambda: create_experiment_directory(folder, second)) == str(folder)
 
 
 # ---------------------------------------------------------------------- what a Brain asks for

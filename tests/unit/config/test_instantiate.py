@@ -251,7 +251,7 @@ def test_text_that_looks_like_a_tag_stays_text():
 
 
 def test_no_yaml_text_is_read_while_building(monkeypatch):
-    built({})  # HyperPyYAML's constructors are known now
+    built({"a": ("!apply:operator.add", [1, 2])})  # HyperPyYAML's constructors are known from here on
     monkeypatch.setattr(pyyaml, "load", None)
     monkeypatch.setattr(instantiate, "load_hyperpyyaml", None)
     assert built({"a": ("!apply:operator.add", [1, 2]), "t": ("!tuple", [1])}) == {"a": 3, "t": (1,)}

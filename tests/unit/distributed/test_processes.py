@@ -194,10 +194,11 @@ def hang_first(rank):
 
 
 def slow_first(rank):
-    processes._timeout_minutes = 3 / 60
+    processes._timeout_minutes = 2 / 60
+    processes.SignOfLife._SECONDS = 0.02
     with distributed.main_process_first():
         if rank == 0:
-            time.sleep(4)  # longer than the time-out, but alive
+            time.sleep(2.5)  # longer than the time-out, but alive
     return True
 
 

@@ -432,7 +432,7 @@ def test_all_layers_losses_optimizers_and_schedulers_are_there(trust):
         trust.locate(f"torch.{name}")
 
 
-def test_a_listed_object_may_be_named_where_it_lives(trust):
+def test_a_listed_object_may_be_named_where_it_lives(trust, subtests):
     for name in names(
         """
         torch.nn.modules.linear.Linear torch.nn.modules.loss.CrossEntropyLoss torch.nn.modules.conv.Conv2d
@@ -441,7 +441,8 @@ def test_a_listed_object_may_be_named_where_it_lives(trust):
         amp_recipes.Stage.TRAIN amp_recipes.loggers.JsonlLogger amp_recipes.config.seed_everything builtins.max
         """
     ):
-        assert trust.locate(name) is pydoc.locate(name), name
+        with subtests.test(name):
+            assert trust.locate(name) is pydoc.locate(name)
 
 
 def test_what_of_amp_recipes_loads_writes_or_runs_is_refused(trust):
@@ -802,10 +803,11 @@ def test_advice_on_an_attribute(recipe, trust, subtests):
                 assert Trust([advice], [recipe]).attribute(owner, attribute)
 
 
-def test_no_advice_where_none_would_help():
+def test_no_advice_where_none_would_help(subtests):
     for name in ("builtins", "amp_recipes.config.trust.nothing", "os.nothing", "torch.hub.nothing"):
-        error = refusal_of(Trust(), name)
-        assert error is not None and advice_in(error) == "", name
+        with subtests.test(name):
+            error = refusal_of(Trust(), name)
+            assert error is not None and advice_in(error) == ""
 
 
 def test_a_refusal_does_not_run_an_objects_code_to_find_its_advice(recipe, trust):

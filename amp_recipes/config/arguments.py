@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -204,7 +205,7 @@ class _Asked:
                 mistakes.append(f"--{name} takes no value, but is given {text!r}.")
             self.flags.append(name)
         elif name == "trust" and text is not None:
-            self.trust += [part.strip() for part in text.strip("[]").split(",") if part.strip()]
+            self.trust += _names_in(text)
         elif name == "sweep" and text is not None:
             self.axes.append(text)
         elif name == "sweep-trials" and text is not None:
@@ -216,6 +217,11 @@ class _Asked:
         return True
 
     def mistakes(self) -> Iterator[str]:
+        if foreign := [name for name in self.trust if name not in _trusted_by_the_user()]:
+            yield (
+                f"--trust {','.join(foreign)} is not on the command line that started this process, and only that can "
+                "grant trust: other words may be a YAML's. Give it there, or in the script: load_hparams(..., trust=...)."
+            )
         if self.trials is not None and not (self.trials.isdecimal() and int(self.trials) > 0):
             yield f"--sweep-trials is {self.trials!r}, but must be a whole number, 1 or more."
         if self.trials is not None and not self.axes:
@@ -238,6 +244,18 @@ class _Asked:
         if self.replay is not None:
             return Purpose("replay", self.replay)
         return Purpose("diagnose") if "diagnose" in self.flags else Purpose()
+
+
+def _names_in(text: str) -> list[str]:
+    return [part.strip() for part in text.strip("[]").split(",") if part.strip()]
+
+
+def _trusted_by_the_user() -> set[str]:
+    """What `--trust` names on the command line that started this process. A YAML has no way to it."""
+    words = sys.orig_argv
+    texts = [word.removeprefix("--trust=") for word in words if word.startswith("--trust=")]
+    texts += [text for word, text in pairwise(words) if word == "--trust"]
+    return {name for text in texts for name in _names_in(text)}
 
 
 def parse_value(text: str) -> Any:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from amp_recipes.config.entry_points import reads_command_line
 from amp_recipes.config.mistakes import did_you_mean
 from amp_recipes.config.module_files import (
     bare_folder,
@@ -275,8 +276,11 @@ class Trust:
             is_instance = subject is kind
             if is_instance and of_an_object and _is_harmless(item, home):
                 continue
+            what = f"it is {'an instance of ' if is_instance else ''}{qualified}"
             if not self._is_allowed(subject, home, qualified, module):
-                return f"it is {'an instance of ' if is_instance else ''}{qualified}", qualified
+                return what, qualified
+            if reader := self._command_line_reader(item if type(item) is MethodType else subject, home, qualified):
+                return f"{what}, which starts a script: it reads a command line ({reader})", qualified
         return None
 
     def _is_allowed(self, subject: Any, home: str | None, qualified: str, module: str | None) -> bool:
@@ -292,6 +296,12 @@ class Trust:
         if home.startswith("amp_recipes.") and key_of(subject) in map(key_of, amp_recipes_objects().values()):
             return True
         return self._is_named(qualified) or self._is_recipe(home)
+
+    def _command_line_reader(self, subject: Any, home: str | None, qualified: str) -> str:
+        """What of the recipe's own code would read a command line, whose words would be the YAML's; empty if nothing."""
+        if home is None or self._is_named(qualified) or not self._is_recipe(home):
+            return ""
+        return reads_command_line(subject, self._is_recipe)
 
     def _is_named(self, name: str) -> bool:
         """Whether the user trusts this name, or a package or module above it."""

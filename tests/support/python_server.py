@@ -145,6 +145,7 @@ def run_program(words: list[str]) -> int:
 def _run(words: list[str]) -> None:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__builtins__ = __builtins__
+    sys.orig_argv = [sys.executable, *words]
     added = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if words[0] == "-m":
         sys.argv = ["-m", *words[2:]]

@@ -4,6 +4,7 @@ import copy
 import datetime
 import pickle
 import re
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -180,7 +181,8 @@ def test_overrides_keep_their_run_options_through_copy_and_pickle():
 # ---------------------------------------------------------------------- what is asked for beside a run
 
 
-def test_words_that_are_no_options_become_a_request(subtests):
+def test_words_that_are_no_options_become_a_request(subtests, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["train.py", "--trust", "a,b.c,d"])
     for words, expected in [
         ([], Request()),
         (["--check"], Request("check")),

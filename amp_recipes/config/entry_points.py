@@ -1,0 +1,128 @@
+"""Which functions read a command line: a YAML that could call one would start the script again, in its own words."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+_READERS = ("argparse.", "optparse.", "getopt.", "click.", "typer.", "fire.", "absl.app", "hydra.", "docopt.", "sys.argv")
+_READER_FUNCTIONS = ("main", "parse_arguments")
+
+
+class _Name(str):
+    """The dotted name of something that is not there to be looked at."""
+
+
+def reads_command_line(subject: Any, is_own: Callable[[str], bool]) -> str:
+    """What a function, or a class once it has an object, would read a command line with; empty if nothing.
+
+    is_own: whether a module, by its name, holds code that is followed; that of other modules is not looked at.
+    A function called `main` counts. Nothing is called or imported: what the code names is looked up.
+    """
+    pending: list[tuple[Any, type | None]] = [(subject, None)]
+    seen: set[tuple[int, type | None]] = set()
+    while pending:
+        item, owner = pending.pop()
+        if (id(item), owner) in seen:
+            continue
+        seen.add((id(item), owner))
+        if reader := _reader(item):
+            return reader
+        if inspect.isclass(item):
+            own_bases = [base for base in item.__mro__ if is_own(base.__module__)]
+            pending += [(method, item) for base in own_bases for method in _called_unnamed(base)]
+            continue
+        function, owner = _function_of(item, owner)
+        if function is not None and is_own(str(function.__module__)):
+            pending += [(value, owner) for value in _named_by(function, owner)]
+    return ""
+
+
+def _reader(value: Any) -> str:
+    """The full name of what reads a command line, if that is what a value is."""
+    if isinstance(value, _Name):
+        name = str(value)
+    elif value is sys.argv:
+        name = "sys.argv"
+    else:  # an object tells the module of its class
+        name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    is_function = isinstance(value, FunctionType | _Name) and name.rpartition(".")[2] in _READER_FUNCTIONS
+    return name if is_function or name.startswith(_READERS) else ""
+
+
+def _called_unnamed(kind: type) -> Iterator[Any]:
+    """The methods that Python or torch call without being told their names: `__init__`, `__call__`, `forward`."""
+    for name, value in vars(kind).items():
+        if (name.startswith("__") and name.endswith("__")) or name == "forward":
+            yield value
+
+
+def _function_of(value: Any, owner: type | None) -> tuple[FunctionType | None, type | None]:
+    """The Python function behind a value, and the class whose `self` or `cls` it is given."""
+    while not isinstance(value, FunctionType):
+        if isinstance(value, functools.partial | functools.partialmethod):
+            value = value.func
+        elif isinstance(value, MethodType):
+            value, bound = value.__func__, value.__self__
+            owner = bound if inspect.isclass(bound) else type(bound)
+        elif isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        else:
+            return None, None
+    return value, owner
+
+
+def _named_by(function: FunctionType, owner: type | None) -> Iterator[Any]:
+    """The values that a function's code finds in its module, class, closure and defaults, as far as they are there."""
+    yield getattr(function, "__wrapped__", None)
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    yield from _read_by(function.__code__, function.__globals__, owner)
+
+
+def _read_by(code: CodeType, names: dict[str, Any], owner: type | None) -> Iterator[Any]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):  # a function within it, a comprehension
+            yield from _read_by(constant, names, owner)
+    variables: dict[str, Any] = {code.co_varnames[0]: owner} if code.co_argcount else {}
+    value: Any = None
+    module: Any = None  # what is being imported from
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            value = names.get(step.argval)
+        elif step.opname == "IMPORT_NAME":
+            value = module = sys.modules.get(step.argval, _Name(step.argval))
+        elif step.opname == "IMPORT_FROM":
+            value = _member(module, step.argval)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            value = _member(value, step.argval)
+        elif step.opname == "STORE_FAST":
+            variables[step.argval] = value
+        elif step.opname.startswith("LOAD_FAST"):  # later Pythons load two variables at once
+            value = variables.get(step.argval[-1] if isinstance(step.argval, tuple) else step.argval)
+        else:
+            value = None
+        if value is not None and not isinstance(value, ModuleType):
+            yield value
+
+
+def _member(owner: Any, name: str) -> Any:
+    """A member of a module or class, without running code of theirs; its name, where it is not there."""
+    if isinstance(owner, ModuleType):
+        is_there = name in vars(owner) and owner is not sys
+        return vars(owner)[name] if is_there else _Name(f"{owner.__name__}.{name}")
+    if isinstance(owner, _Name):
+        return _Name(f"{owner}.{name}")
+    return inspect.getattr_static(owner, name, None) if inspect.isclass(owner) else None

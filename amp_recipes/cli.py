@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from pathlib import Path
 from amp_recipes import __version__, compare, new
 from amp_recipes.completion import SHELLS, Words, completion_script
 from amp_recipes.config import check, parse_arguments
+from amp_recipes.config.arguments import trust_in
+from amp_recipes.config.changes import one_line
 from amp_recipes.config.commands import shown, summary
 from amp_recipes.errors import AmpRecipesError, ConfigError
 from amp_recipes.export import export_run
@@ -119,14 +122,31 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 
 def _replay_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="a folder nonfinite-N that a run left behind")
+    parser.add_argument(
+        "--trust",
+        metavar="NAMES",
+        default="",
+        help="with commas: a script or module that is not a file of yours as the run had it, and what the run trusted",
+    )
 
 
 def _replay(arguments: argparse.Namespace) -> int:
     command = read_command(arguments.folder)
     words = [*command["words"], f"--replay={arguments.folder.resolve()}"]
-    print(f"runs {command['script']} {' '.join(words)}", file=sys.stderr, flush=True)
+    start = ["-m", command["module"]] if command["module"] else [command["script"]]
+    shown_command = one_line(shlex.join(["python", *start, *words]))
+    print(f"in {one_line(command['cwd'])}:\n  {shown_command}", file=sys.stderr, flush=True)
+    reasons = {**command["not_vouched_for"], **dict.fromkeys(trust_in(words), "the run trusted it with --trust")}
+    if missing := [name for name in reasons if name not in arguments.trust.split(",")]:
+        listed = "".join(f"\n  {one_line(name)}: {one_line(reasons[name])}" for name in missing)
+        again = one_line(shlex.join(["amp-recipes", "replay", str(arguments.folder), f"--trust={','.join(reasons)}"]))
+        raise ConfigError(
+            f"{arguments.folder} may be from somebody else, and would run what nothing else vouches for:{listed}\n"
+            f"If the command above is yours: {again}"
+        )
     if command["masked"]:
-        print(f"not in the folder, give them again: {', '.join(command['masked'])}", file=sys.stderr, flush=True)
+        masked = one_line(", ".join(command["masked"]))
+        print(f"not in the folder, give them again: {masked}", file=sys.stderr, flush=True)
     return _start(Path(command["script"]), words, command["cwd"], command["module"])
 
 
@@ -135,7 +155,7 @@ def _start(script: Path, words: Sequence[str], folder: str | None = None, module
 
     module: its name, where it was started by `python -m`.
     """
-    if not script.is_file():
+    if not Path(folder or "", script).is_file():
         raise ConfigError(f"there is no script {script}; expected the recipe's script, such as train.py.")
     start = ["-m", module] if module else [str(script)]
     return subprocess.run([sys.executable, *start, *words], cwd=folder).returncode

@@ -217,10 +217,11 @@ class _Asked:
         return True
 
     def mistakes(self) -> Iterator[str]:
-        if foreign := [name for name in self.trust if name not in _trusted_by_the_user()]:
+        # A YAML has no way to the words that started this process.
+        if foreign := [name for name in self.trust if name not in trust_in(sys.orig_argv)]:
             yield (
                 f"--trust {','.join(foreign)} is not on the command line that started this process, and only that can "
-                "grant trust: other words may be a YAML's. Give it there, or in the script: load_hparams(..., trust=...)."
+                "grant trust: other words may be a YAML's. Give it there, or in the script, to load_hparams(trust=...)."
             )
         if self.trials is not None and not (self.trials.isdecimal() and int(self.trials) > 0):
             yield f"--sweep-trials is {self.trials!r}, but must be a whole number, 1 or more."
@@ -250,12 +251,11 @@ def _names_in(text: str) -> list[str]:
     return [part.strip() for part in text.strip("[]").split(",") if part.strip()]
 
 
-def _trusted_by_the_user() -> set[str]:
-    """What `--trust` names on the command line that started this process. A YAML has no way to it."""
-    words = sys.orig_argv
+def trust_in(words: Sequence[str]) -> list[str]:
+    """The names that `--trust` gives among the words of a command line."""
     texts = [word.removeprefix("--trust=") for word in words if word.startswith("--trust=")]
     texts += [text for word, text in pairwise(words) if word == "--trust"]
-    return {name for text in texts for name in _names_in(text)}
+    return [name for text in texts for name in _names_in(text)]
 
 
 def parse_value(text: str) -> Any:

@@ -10,7 +10,18 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-_READERS = ("argparse.", "optparse.", "getopt.", "click.", "typer.", "fire.", "absl.app", "hydra.", "docopt.", "sys.argv")
+_READERS = (
+    "argparse.",
+    "optparse.",
+    "getopt.",
+    "click.",
+    "typer.",
+    "fire.",
+    "absl.app",
+    "hydra.",
+    "docopt.",
+    "sys.argv",
+)
 _READER_FUNCTIONS = ("main", "parse_arguments")
 
 

@@ -298,7 +298,7 @@ class Trust:
         return self._is_named(qualified) or self._is_recipe(home)
 
     def _command_line_reader(self, subject: Any, home: str | None, qualified: str) -> str:
-        """What of the recipe's own code would read a command line, whose words would be the YAML's; empty if nothing."""
+        """What of the recipe's own code would read a command line, in the words of the YAML; empty if nothing."""
         if home is None or self._is_named(qualified) or not self._is_recipe(home):
             return ""
         return reads_command_line(subject, self._is_recipe)

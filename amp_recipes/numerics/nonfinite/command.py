@@ -41,7 +41,33 @@ def checked(folder: Path, command: Any) -> dict[str, Any]:
     is_module = module is None or (isinstance(module, str) and _MODULE.fullmatch(module) is not None)
     if not (lists and is_module and all(isinstance(given.get(key), str) for key in ("script", "cwd"))):
         raise CheckpointError(f"{folder}: its command is {command!r}; expected a script or module, words and a cwd.")
-    return {"script": given["script"], "module": module, "words": words, "cwd": given["cwd"], "masked": masked}
+    kept = {"script": given["script"], "module": module, "words": words, "cwd": given["cwd"], "masked": masked}
+    return {**kept, "not_vouched_for": _not_vouched_for(Path(folder), kept, given.get("sha256"))}
+
+
+def _not_vouched_for(folder: Path, command: dict[str, Any], digests: Any) -> dict[str, str]:
+    """What a command would run that only the folder speaks for, by the name under which a user may trust it: why.
+
+    A folder may come from anybody, its checksums too. So a script is taken as the user's own where it lies below the
+    working folder, outside of the run, unchanged; as a module, where that script is what the module's name means there.
+    """
+    here, run = Path.cwd().resolve(), folder.resolve().parent
+    cwd = Path(command["cwd"]).resolve()
+    script = (cwd / command["script"]).resolve()
+    module = command["module"]
+    digest = digests.get(command["script"]) if isinstance(digests, dict) else None
+    path = cwd.joinpath(*(module or "").split("."))
+    if here not in (cwd, *cwd.parents) or here not in script.parents:
+        reason = f"it is not in the working folder, {here}"
+    elif run in script.parents and run not in (here, *here.parents):
+        reason = f"it lies in the run's own folder, {run}"
+    elif digest is None or digest != _digest(script):
+        reason = "it is not the file that the run began with"
+    elif module is not None and script not in (path.with_suffix(".py"), path / "__main__.py"):
+        reason = f"{command['script']} is not that module"
+    else:
+        return {}
+    return {module or str(script.relative_to(here) if here in script.parents else script): reason}
 
 
 def changed_files(command: Mapping[str, Any] | None) -> list[str]:

@@ -83,12 +83,12 @@ class OffersIt:
     """Its object reads nothing; only who names the method does."""
     def from_words(self, argv): return parse_arguments(argv)
 '''
-STARTS = (
-    "begin by_module by_its_own_parser by_a_shared_parser by_argv by_imported_argv main through_another helper "
-    "in_a_lambda imported_late imported_from_late by_default by_keyword_default made in_a_closure wrapped part table "
-    "AtBirth WhenCalled Child AsForward ByName.from_words ByName.plain caller parse_arguments parser"
-).split()
-HARMLESS = "harmless loads_another speaks_of_it Harmless ByName ByName.harmless OffersIt decorated".split()
+STARTS = """
+    begin by_module by_its_own_parser by_a_shared_parser by_argv by_imported_argv main through_another helper
+    in_a_lambda imported_late imported_from_late by_default by_keyword_default made in_a_closure wrapped part table
+    AtBirth WhenCalled Child AsForward ByName.from_words ByName.plain caller parse_arguments parser
+"""
+HARMLESS = "harmless loads_another speaks_of_it Harmless ByName ByName.harmless OffersIt decorated"
 
 
 @pytest.fixture
@@ -101,10 +101,10 @@ def recipe(tmp_path, monkeypatch):
 
 
 def test_what_reads_a_command_line_is_no_target(recipe, subtests):
-    for name in STARTS:
+    for name in STARTS.split():
         with subtests.test(name), pytest.raises(NotTrusted):
             Trust((), [recipe]).locate(f"script.{name}")
-    for name in HARMLESS:
+    for name in HARMLESS.split():
         with subtests.test(name):
             assert Trust((), [recipe]).locate(f"script.{name}") is not None
 

@@ -402,7 +402,7 @@ def test_a_yaml_cannot_start_the_recipe_with_a_command_line_of_its_own(write, tm
     canary = tmp_path / "canary"
     evil = write(f"a: !apply:os.mkdir [{canary}]\n", "evil.yaml")
     file = write(f"a: !apply:test_hparams.start [['{evil}', --trust, os]]\n")
-    with pytest.raises(ConfigError, match="start is not trusted: .* which starts a script"):
+    with pytest.raises(ConfigError, match=r"start is not trusted: .* which starts a script"):
         load_hparams(file)
     with pytest.raises(ConfigError, match="is called by what a YAML names"):
         load_hparams(file, trust=["test_hparams"])

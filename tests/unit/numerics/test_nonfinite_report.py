@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from programs import run_python
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
@@ -115,7 +116,12 @@ def test_the_step_goes_wrong_again_in_another_model(written):
     replay = read_replay(folder)
     assert (replay.dtype, replay.scale, replay.pins) == (torch.bfloat16, 2.0, ["last"])
     assert {key: replay.command[key] for key in COMMAND} == COMMAND
-    assert read_command(folder) == {**COMMAND, "module": None, "masked": []}
+    kept = read_command(folder)
+    assert list(kept.pop("not_vouched_for")) == [COMMAND["script"]] and kept == {
+        **COMMAND,
+        "module": None,
+        "masked": [],
+    }
     assert replay.report["message"] == then.message and replay.versions["torch"] == torch.__version__
     model = Unlucky(2)
     pin_fp32(model, replay.pins)
@@ -270,6 +276,77 @@ def test_a_changed_script_is_told(tmp_path):
     assert torch.__version__ not in replay.compared_with(report)
     replay.versions["torch"] = "1.0"
     assert f"torch is {torch.__version__} here, and was 1.0" in replay.compared_with(report)
+
+
+def test_only_a_script_of_the_working_folder_is_vouched_for(tmp_path, monkeypatch, subtests):
+    here, run = tmp_path / "here", tmp_path / "here" / "results" / "run"
+    for file in ("here/train.py", "here/package/train.py", "here/results/run/train.py", "elsewhere/train.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("print(1)")
+    (here / "link.py").symlink_to(tmp_path / "elsewhere" / "train.py")
+    monkeypatch.chdir(here)
+    elsewhere = tmp_path / "elsewhere" / "train.py"
+
+    def doubted(folder=run, harm=None, **command):
+        written = write(folder, [], command={"words": [], "cwd": str(here), **command})
+        if harm is not None:
+            (here / harm).write_text("print(2)")
+        return read_command(written)["not_vouched_for"]
+
+    with subtests.test("as it was"):
+        assert doubted(script="train.py") == doubted(script=str(here / "train.py")) == {}
+        assert (
+            doubted(script="train.py", module="train")
+            == doubted(script="package/train.py", module="package.train")
+            == {}
+        )
+        assert doubted(here, script="train.py") == {}, "a run that writes into the working folder itself"
+    for what, named, why, command in [
+        ("elsewhere", str(elsewhere), "not in the working folder", {"script": "../elsewhere/train.py"}),
+        ("a link", str(elsewhere), "not in the working folder", {"script": "link.py"}),
+        ("of the run", "results/run/train.py", "the run's own folder", {"script": "results/run/train.py"}),
+        (
+            "its folder",
+            str(elsewhere),
+            "not in the working folder",
+            {"script": "train.py", "cwd": str(tmp_path / "elsewhere")},
+        ),
+        ("missing", "no.py", "not the file", {"script": "no.py"}),
+        ("no Python file", "data.txt", "not the file", {"script": "data.txt"}),
+        (
+            "a module",
+            "torch.distributed.run",
+            "is not that module",
+            {"script": "train.py", "module": "torch.distributed.run"},
+        ),
+        ("changed", "train.py", "not the file", {"script": "train.py", "harm": "train.py"}),
+    ]:
+        with subtests.test(what):
+            ((name, reason),) = doubted(**command).items()
+            assert name == named and why in reason
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        {"module": "torch.distributed.run", "words": ["--no-python", "touch", "canary"]},
+        {"module": "timeit", "words": ["open('canary', 'w')"]},
+        {"script": "run/evil.py"},
+        {"words": ["run/evil.yaml", "--trust=os"]},
+        {"words": ["run/evil.yaml", "--trust", "os"]},
+    ],
+)
+def test_a_folder_cannot_have_replay_run_what_it_likes(tmp_path, command):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "evil.py").write_text("open('canary', 'w')")
+    (tmp_path / "run" / "evil.yaml").write_text("evil: !apply:os.system [touch canary]\n")
+    (tmp_path / "train.py").write_text("from amp_recipes.config import *\nload_hparams(*parse_arguments()[::2])")
+    command = {"script": "train.py", "words": ["\x1b[31mred"], "cwd": str(tmp_path), **command}
+    folder = write(tmp_path / "run", [], command=command)
+    done = run_python("-m", "amp_recipes.cli", "replay", folder, cwd=tmp_path)
+    assert done.returncode == 1 and "would run what nothing else vouches for" in done.stderr, done.stderr
+    assert not (tmp_path / "canary").exists() and "\x1b" not in done.stderr
+    assert command.get("module", command["script"]) in done.stderr and "touch canary" not in done.stdout
 
 
 def test_a_run_that_was_started_as_a_module(tmp_path):

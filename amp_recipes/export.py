@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,11 @@ from torch import Tensor
 
 from amp_recipes import __version__
 from amp_recipes.checkpoint import Checkpoint, best_checkpoint, model_weights
-from amp_recipes.checkpoint.folder import Damaged, numbered_folders, read_contents
-from amp_recipes.checkpoint.keeper import BEST_BY
+from amp_recipes.checkpoint.folder import BEST_BY, Damaged, numbered_folders, read_contents
+from amp_recipes.config.changes import one_line
 from amp_recipes.config.experiment import RESOLVED_FILE
 from amp_recipes.errors import CheckpointError
+from amp_recipes.run_files import refuse_irregular, refuse_link
 
 WEIGHTS_FILE = "model.safetensors"
 ABOUT_FILE = "export.json"
@@ -55,7 +57,7 @@ class Exported:
             "  from safetensors.torch import load_file",
             f"  torch.nn.ModuleDict(modules).load_state_dict(load_file({str(self.folder / WEIGHTS_FILE)!r}){strict})",
         ]
-        return "\n".join(lines)
+        return "\n".join(map(one_line, lines))  # a metric's or a folder's name may hold anything
 
     def _which(self) -> str:
         which = f"best {self.about['metric']}, {self.about['value']}" if self.about["metric"] else "the newest"
@@ -70,7 +72,8 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
     `model.safetensors` holds every tensor under its name in `modules` (tied ones under each of their names);
     `hyperparams.yaml` is a copy of the run's; `export.json` has source, metric, epoch, versions and sha256.
     Each file is written whole or not at all, `export.json` last.
-    Raises CheckpointError if there is no checkpoint, it is damaged, or the folder cannot be written.
+    Raises CheckpointError if there is no checkpoint, it is damaged, or the folder cannot be written; ConfigError where
+    in the run's folder a link, or another thing that is no file, stands for one.
     """
     checkpoint = _best_checkpoint(Path(run))
     home = _home(Path(run), checkpoint.path)
@@ -88,6 +91,9 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
         "torch": torch.__version__,
     }
     folder = home / "export" if to is None else Path(to)
+    if to is None:
+        refuse_link(folder)
+    refuse_irregular(home / RESOLVED_FILE)
     files = [WEIGHTS_FILE, ABOUT_FILE]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,17 +158,15 @@ def _storable(weights: Mapping[str, Any], source: Path) -> dict[str, Tensor]:
 
 
 def _write(file: Path, write: Callable[[Path], object]) -> None:
-    """Write `file` under another name, and rename it once it is whole on the disk."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        with open(temporary, "rb+") as stream:
+    """Write `file` in a folder that nobody else can write to, and move it here once it is whole on the disk."""
+    with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as private:
+        written = Path(private, file.name)
+        write(written)
+        with open(written, "rb+") as stream:
             os.fsync(stream.fileno())
-        shutil.copymode(file.parent, temporary)  # safetensors leaves it to its owner alone
-        os.chmod(temporary, os.stat(temporary).st_mode & 0o666)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+        shutil.copymode(file.parent, written)  # safetensors leaves it to its owner alone
+        os.chmod(written, os.stat(written).st_mode & 0o666)
+        os.replace(written, file)
 
 
 def _sha256(file: Path) -> str:

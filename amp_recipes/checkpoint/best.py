@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from amp_recipes.checkpoint.checkpointer import Checkpointer
-from amp_recipes.checkpoint.folder import STATE_SUFFIX, Checkpoint
-from amp_recipes.checkpoint.keeper import BEST_BY
+from amp_recipes.checkpoint.folder import BEST_BY, STATE_SUFFIX, Checkpoint
 from amp_recipes.checkpoint.loading import load_all, mismatches
 from amp_recipes.checkpoint.names import clean_state
 from amp_recipes.checkpoint.reading import shared_as

@@ -27,6 +27,7 @@ from amp_recipes.run_files import regular_only
 
 META_FILE = "meta.json"
 MANIFEST_FILE = "MANIFEST.sha256"
+BEST_BY = "best_by"  # in meta: the metric that decides which checkpoint of the run is the best, and its mode
 INSIDE_EPOCH = "inside_epoch"  # marks, in meta, what only stands in until the epoch's end
 STATE_SUFFIX = ".safetensors"
 RANK_MARK = "@"  # between a recoverable's name, which has none, and a process's rank
@@ -260,12 +261,24 @@ def read_contents(path: Path) -> Contents:
         kinds = tuple(map(type, (contents.version, contents.names, contents.meta, contents.shards)))
         if kinds != (int, list, dict, int) or not all(type(name) is str for name in contents.names):
             raise TypeError("format_version, recoverables and meta are a number, a list of names and an object")
+        _check_meta(contents.meta)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{META_FILE} cannot be read ({type(error).__name__}: {error})") from error
     # Also before a version is believed, since a bit of it may have flipped. (The first format had no manifest.)
     if contents.version > 1:
         verify(path, [META_FILE])
     return contents
+
+
+def _check_meta(meta: dict[str, Any]) -> None:
+    """Raise TypeError where what decides later on is not of its kind."""
+    if type(meta.get("fit", 1)) is not int:
+        raise TypeError(f"fit is {meta['fit']!r}, expected a number")
+    by = meta.get(BEST_BY)
+    if BEST_BY in meta and not (
+        type(by) is dict and type(by.get("metric")) is str and by.get("mode") in ("min", "max")
+    ):
+        raise TypeError(f"{BEST_BY} is {by!r}, expected a metric and a mode, min or max")
 
 
 def files_beside(path: Path, names: Iterable[str]) -> tuple[list[str], dict[str, tuple[Path, str]], int]:

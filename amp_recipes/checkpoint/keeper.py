@@ -13,7 +13,7 @@ from torch import nn
 
 from amp_recipes import distributed
 from amp_recipes.checkpoint.checkpointer import Checkpointer
-from amp_recipes.checkpoint.folder import INSIDE_EPOCH, Checkpoint, numbered_folders
+from amp_recipes.checkpoint.folder import BEST_BY, INSIDE_EPOCH, Checkpoint, numbered_folders
 from amp_recipes.checkpoint.speechbrain import SpeechBrainCheckpointer, is_speechbrains
 from amp_recipes.checkpoint.together import together
 from amp_recipes.errors import CheckpointError
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 _NEWEST = 2  # so many stay beside the best: one to fall back to if the newest is damaged
 _THEIR_NAMES = {"optimizer.optimizer": "optimizer"}  # so that a run of SpeechBrain's Brain goes on here
-BEST_BY = "best_by"  # in meta: the metric that decides which checkpoint of the run is the best, and its mode
 
 
 class CheckpointKeeper:

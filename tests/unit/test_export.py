@@ -14,7 +14,7 @@ from torch import nn
 from amp_recipes import Brain, Checkpointer, __version__, cli, create_experiment_directory
 from amp_recipes.checkpoint import CheckpointKeeper
 from amp_recipes.ema import WeightAverage
-from amp_recipes.errors import CheckpointError
+from amp_recipes.errors import CheckpointError, ConfigError
 from amp_recipes.export import export_run
 
 
@@ -239,3 +239,67 @@ def test_a_failure_leaves_the_earlier_export_whole(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="No space left on device"):
         export_run(tmp_path)
     assert replaced and {file.name: file.read_bytes() for file in (tmp_path / "export").iterdir()} == before
+
+
+def test_nothing_is_written_or_copied_through_a_link_of_the_run(tmp_path):
+    run, secret, outside = tmp_path / "run", tmp_path / "secret", tmp_path / "outside"
+    save_run(run, nn.Linear(1, 1), losses=(1.0,))
+    outside.mkdir()
+    secret.write_text("secret")
+    (run / "export").symlink_to(outside)
+    with pytest.raises(ConfigError, match="is a link"):
+        export_run(run)
+    (run / "export").unlink()
+    (run / "hyperparams.yaml").symlink_to(secret)
+    with pytest.raises(ConfigError, match=r"hyperparams\.yaml"):
+        export_run(run)
+    (run / "hyperparams.yaml").unlink()
+    os.mkfifo(run / "hyperparams.yaml")
+    with pytest.raises(ConfigError, match="a named pipe"):
+        export_run(run)
+    assert not list(outside.iterdir()) and not (run / "export").exists()
+    (run / "hyperparams.yaml").unlink()
+    (run / "export").mkdir()
+    (run / "export" / "export.json").symlink_to(secret)
+    export_run(run)
+    assert secret.read_text() == "secret" and not (run / "export" / "export.json").is_symlink()
+    assert sorted(path.name for path in (run / "export").iterdir()) == ["export.json", "model.safetensors"]
+
+
+def rewrite_meta(folder: Path, **meta) -> None:
+    """Change what a checkpoint says of itself, its checksum too."""
+    content = json.loads((folder / "meta.json").read_text())
+    content["meta"].update(meta)
+    (folder / "meta.json").write_text(json.dumps(content))
+    lines = (folder / "MANIFEST.sha256").read_text().splitlines()
+    digest = hashlib.sha256((folder / "meta.json").read_bytes()).hexdigest()
+    lines = [f"{digest}  meta.json" if line.endswith("  meta.json") else line for line in lines]
+    (folder / "MANIFEST.sha256").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_meta_of_the_wrong_kind_is_damage(tmp_path, subtests):
+    for number, meta in enumerate(
+        [
+            {"fit": "x"},
+            {"fit": None},
+            {"fit": True},
+            {"best_by": [1, 2]},
+            {"best_by": None},
+            {"best_by": {"metric": ["loss"], "mode": "min"}},
+            {"best_by": {"metric": "loss", "mode": "best"}},
+            {"best_by": {"metric": "loss"}},
+        ]
+    ):
+        with subtests.test(str(meta)):
+            run = tmp_path / str(number)
+            save_run(run, nn.Linear(1, 1), losses=(1.0,))
+            rewrite_meta(run / "save" / "CKPT+000001", **meta)
+            with pytest.raises(CheckpointError, match=f"{next(iter(meta))} is"):
+                export_run(run)
+
+
+def test_a_metrics_name_cannot_command_the_terminal(tmp_path, capsys):
+    save_run(tmp_path, nn.Linear(1, 1), losses=(1.0,), metric="\x1b[2Jloss\nwrote /etc/passwd")
+    assert cli.main(["export", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "\x1b" not in told and r"\x1b[2Jloss\nwrote /etc/passwd" in told

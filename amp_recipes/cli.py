@@ -17,6 +17,7 @@ from amp_recipes.config import check, parse_arguments
 from amp_recipes.config.arguments import trust_in
 from amp_recipes.config.changes import one_line
 from amp_recipes.config.commands import shown, summary
+from amp_recipes.config.mistakes import printable
 from amp_recipes.errors import AmpRecipesError, ConfigError
 from amp_recipes.export import export_run
 from amp_recipes.numerics.nonfinite import read_command
@@ -188,7 +189,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     try:
         found = compare_runs(*arguments.runs)
     except AmpRecipesError as error:
-        print(f"amp-recipes: {error}", file=sys.stderr)
+        print(printable(f"amp-recipes: {error}"), file=sys.stderr)
         return 2  # as diff and cmp do: 1 says that there are differences
     print(found.as_json() if arguments.json else found.report())
     return int(found.differ)
@@ -357,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except AmpRecipesError as error:
-        print(f"amp-recipes: {error}", file=sys.stderr)
+        print(printable(f"amp-recipes: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -18,6 +18,7 @@ from amp_recipes.compare.runs import CannotCompare, Ended, Runs
 from amp_recipes.compare.shown import as_markdown, report
 from amp_recipes.compare.significance import require_scipy
 from amp_recipes.compare.verdict import compared, find_place
+from amp_recipes.config.mistakes import printable
 from amp_recipes.config.sweep import Signals
 from amp_recipes.errors import AmpRecipesError, ConfigError, PrecisionError
 from amp_recipes.folder_lock import lock_folder, unlock_folder
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _run(arguments, say)
     except (AmpRecipesError, CannotCompare) as error:
-        print(f"amp-recipes: {error}", file=sys.stderr)
+        print(printable(f"amp-recipes: {error}"), file=sys.stderr)
         return FAILED
 
 

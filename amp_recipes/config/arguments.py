@@ -23,7 +23,7 @@ from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 from amp_recipes.config.including import expand_includes
 from amp_recipes.config.limits import TEXT_CHARACTERS, Budget
-from amp_recipes.config.mistakes import did_you_mean, join_mistakes
+from amp_recipes.config.mistakes import did_you_mean, join_mistakes, printable
 from amp_recipes.config.nodes import COMMAND_LINE, Mistakes
 from amp_recipes.config.other_names import instead_of
 from amp_recipes.config.reading import read_file
@@ -417,7 +417,7 @@ def _show_mistakes_plainly() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
         if isinstance(error, (ConfigError, DataError, CheckpointError)) and error.__cause__ is None:
-            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+            print(printable(f"{Path(sys.argv[0]).name}: {error}"), file=sys.stderr)
         else:
             before(kind, error, traceback)
 

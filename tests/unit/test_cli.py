@@ -134,3 +134,10 @@ def fresh_python(*words):
 def test_the_module_runs_as_a_program(start):
     done = start("-m", "amp_recipes.cli", "export", "/nowhere")
     assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith("amp-recipes: There is no checkpoint")
+
+
+def test_no_name_in_an_error_commands_the_terminal(capsys):
+    for words in (["export", "\x1b[2Jrun"], ["diff", "\x1b[2Jrun", "other"], ["replay", "\x1b[2Jrun"]):
+        assert cli.main(words) != 0
+        told = capsys.readouterr().err
+        assert r"\x1b[2Jrun" in told and "\x1b" not in told

@@ -481,7 +481,6 @@ class Brain(SpikeRecovery):
         self._watch.observe(self._metrics, epoch)
         self._note_best()
         meta = {"epoch": epoch, "optimizer_step": self._optimizer_step, "fit": self._fits, **self._metrics}
-        self._log.flush()
         mode = self.early_stop_mode if self.early_stop_metric else "min"
         self._checkpoints.save_epoch(meta, self._watch.metric, mode)
         distributed.wait_for_all()

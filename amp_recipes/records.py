@@ -5,6 +5,7 @@ Records hold host numbers only: by the time a logger sees one, its values have l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -119,6 +120,13 @@ class Logger(Protocol):
 
     def log_summary(self, summary: RunSummary) -> None:
         """A fit or an evaluation ended."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the log stands, for a checkpoint that is being saved: plain data. Comes on the main process alone."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The run goes on from a checkpoint, and will log again what came after it."""
 
     def close(self) -> None:
         """Release files and terminals, also after an exception. May be called twice."""

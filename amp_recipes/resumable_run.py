@@ -55,6 +55,7 @@ class ResumableRun(RunData):
         if self._is_over():
             return
         if self._checkpoints.resume(self.resume) is None:
+            self._logs_at = {}
             self._set_records_aside()
             if self.init_from is not None and not self._trained:
                 self._init_from_run()
@@ -174,6 +175,7 @@ class ResumableRun(RunData):
             "total_updates": self._schedulers.total_updates,
             "watch": self._watch.state_dict(),
             "patience": self._plan.patience.state_dict(),
+            "logs": self._log.state_dict(),
         }
 
     def _own_part(self, states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -205,7 +207,7 @@ class ResumableRun(RunData):
         self._optimizer_step, self._skipped_steps = state["optimizer_step"], state["skipped_steps"]
         self._train_average.load_state_dict(state["average"])
         self._train_sums.load_state_dict(state.get("metrics", {}))  # absent from checkpoints of before there were any
-        self._stage_so_far = state["stage_so_far"]
+        self._stage_so_far, self._logs_at = state["stage_so_far"], state.get("logs", {})
         for name, value in state["summary"].items():
             setattr(self.summary, name, value)
         planned, total = state.get("total_updates"), self._schedulers.total_updates
@@ -222,7 +224,6 @@ class ResumableRun(RunData):
     def _save_inside_epoch(self, epoch: int | None) -> None:
         meta = {"epoch": epoch, "stage": self._stage.name.lower(), "step": self.step, "fit": self._fits}
         meta["optimizer_step"] = self.optimizer_step  # after the last verdict
-        self._log.flush()
         self._checkpoints.save_inside_epoch(meta)
 
     # ------------------------------------------------------------------ ends before the end

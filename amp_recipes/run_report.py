@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _OF_THE_RUN = {
     *(ORIGINAL_FILE, RESOLVED_FILE, OVERRIDES_FILE, ENVIRONMENT_FILE, LOG_FILE),
-    *("metrics.jsonl", "summary.json", "save"),
+    *("metrics.jsonl", "metrics.taken_again.jsonl", "summary.json", "save"),
 }
 
 

@@ -186,6 +186,7 @@ class RunSetup(Hooks):
         self._epoch_counter: Iterable[int] = ()
         self._loaders: dict[str, Iterable[Any]] = {}  # of the fit that runs: train, valid
         self._stage_so_far: Mapping[str, float] = {}
+        self._logs_at: Mapping[str, Any] = {}  # where the logs stood when the checkpoint was saved that is gone on from
         self._interrupts = Interrupts()
         self._asked = False  # a signal asks the run to end, and all processes know
         self._in_fit = False

@@ -112,6 +112,7 @@ class SpikeRecovery(ExaminedRun):
         """Take up what was resumed; a fit from its start saves first, to have something to go back to."""
         moment = self._position.take_moment()
         self._take_up(moment)
+        self._log.load_state_dict(self._logs_at)
         if self._spikes is None:
             return
         train = self._loaders["train"]

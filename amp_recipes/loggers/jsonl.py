@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from io import FileIO
@@ -20,6 +22,7 @@ from amp_recipes.run_files import regular_only
 log = logging.getLogger(__name__)
 
 FILE_NAME = "metrics.jsonl"
+SET_ASIDE_NAME = "metrics.taken_again.jsonl"
 FLUSH_SECONDS = 5.0
 _BLOCK_BYTES = 1 << 16
 _RECORD_BYTES = 1 << 20  # a record has some hundred
@@ -29,8 +32,8 @@ _TORN_BYTES = 1 << 26  # of zeros, which a power loss can leave behind the last 
 class JsonlLogger(Logger):
     """Writes `<folder>/metrics.jsonl`: a header, then each step and stage record as it comes.
 
-    A run that resumes appends; a line that a crash tore is repaired first. What was logged between the last
-    checkpoint and the crash is then logged again, so a reader keeps the last record of a stage, epoch, step.
+    A run that resumes appends: a line that a crash tore is repaired first, and what was logged after the checkpoint
+    that it goes on from, and will be logged again, moves to `metrics.taken_again.jsonl`.
 
     Records wait in memory until the stage ends, `flush_seconds` have passed or the logger is closed. A disk
     that fails during the run costs records, not the run: one warning, then each flush tries again. Only the
@@ -61,6 +64,20 @@ class JsonlLogger(Logger):
     def log_summary(self, summary: RunSummary) -> None:
         """Write what waits; the summary itself has a file of its own."""
         self.flush()
+
+    def state_dict(self) -> dict[str, int]:
+        """How many bytes the file has, with what waits written."""
+        self.flush()
+        return {} if self._file is None else {"bytes": self._file.seek(0, SEEK_END)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Set aside what the file has had since; a disk that fails, or a file that was exchanged, keeps it all."""
+        self.flush()
+        try:
+            if self._file is not None:
+                set_aside(self.path, state["bytes"])
+        except (OSError, ConfigError) as error:
+            log.warning("%s keeps records of updates that are taken again (%s).", self.path, error)
 
     def close(self) -> None:
         """Write what waits and close the file. A record that comes later opens it again."""
@@ -107,6 +124,22 @@ def open_records(path: Path) -> FileIO:
         file.close()
         raise
     return file
+
+
+def set_aside(path: Path, start: int) -> None:
+    """Move what the file has from byte `start` on to a file beside it, if a line ends there. Raises OSError, ConfigError.
+
+    A crash between the two leaves lines in both.
+    """
+    with open(path, "r+b", opener=regular_only) as file:
+        if not 0 < start < file.seek(0, SEEK_END):
+            return
+        file.seek(start - 1)
+        if file.read(1) != b"\n":
+            return
+        with open(path.with_name(SET_ASIDE_NAME), "ab", opener=regular_only) as aside:
+            shutil.copyfileobj(file, aside)
+        file.truncate(start)
 
 
 def header() -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -151,12 +152,16 @@ class RunLog:
         for logger in self.loggers:
             logger.log_summary(self.summary)
 
-    def flush(self) -> None:
-        """Write what waits: a checkpoint must not know of updates that the records do not."""
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Where the logs stand, by the name of the logger's class, for a checkpoint."""
+        states = {type(logger).__name__: getattr(logger, "state_dict", dict)() for logger in self.loggers}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take the logs back to where they stood when the checkpoint was saved that the run goes on from."""
         for logger in self.loggers:
-            flush = getattr(logger, "flush", None)
-            if flush is not None:
-                flush()
+            if state := states.get(type(logger).__name__):
+                logger.load_state_dict(state)
 
     def close(self) -> None:
         """Close every logger, also where one of them fails."""

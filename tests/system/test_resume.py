@@ -465,6 +465,26 @@ def on_the_spot(folder):
     return look
 
 
+@pytest.mark.parametrize("ends_at", [(Stage.TRAIN, 6), (Stage.TRAIN, 9), (Stage.VALID, 2)], ids=str)
+def test_a_resumed_run_has_each_record_once(tmp_path, ends_at):
+    def told(name):
+        records = map(json.loads, (tmp_path / name).read_text().splitlines())
+        measured = {"seconds", "samples_per_second", "time", "memory_bytes"}
+        return [{key: it for key, it in record.items() if key not in measured} for record in records]
+
+    options = {"ckpt_interval_steps": 4, "log_interval_steps": 1}
+    fit(make(str(tmp_path / "whole"), **options))
+    with pytest.raises(Died):
+        fit(make(str(tmp_path / "run"), ends_at, die, **options))
+    logged = told("run/metrics.jsonl")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "st')
+    fit(make(str(tmp_path / "run"), **options))
+    assert told("run/metrics.jsonl") == told("whole/metrics.jsonl")
+    again = told("run/metrics.taken_again.jsonl")
+    assert again and again == logged[-len(again) :]
+
+
 def test_resume_never_sets_the_records_aside_too(tmp_path):
     fit(make(str(tmp_path)))
     old = (tmp_path / "metrics.jsonl").read_text()

@@ -109,7 +109,7 @@ class Brain(SpikeRecovery):
         try:
             with loader_faults(train_loader):
                 batches = self._training_batches(train_loader)
-                for window in self._in_step(windows(batches, self.grad_accumulation_factor)):
+                for window in self._in_step(windows(self._log.timed(batches), self.grad_accumulation_factor)):
                     self._fit_window(window)
                     if self._step_limit_reached():
                         break
@@ -137,8 +137,8 @@ class Brain(SpikeRecovery):
         self._plan.updates.update_scale()
         self._plan.updates.drop_losses()
         self._window_sums = None
-        self._ledger.end(losses, self.step, self._plain_losses, self._stepped_by_hand, metrics, samples)
         self._log.advance(len(losses), samples)
+        self._ledger.end(losses, self.step, self._plain_losses, self._stepped_by_hand, metrics, samples)
         self._plan.report_dead_pins()
         if self._own_fit_batch:
             self._plan.report_missing_context()
@@ -328,7 +328,7 @@ class Brain(SpikeRecovery):
         posted: deque[tuple[Ticket, float]] = deque()
         sharing = distributed.evaluating(self.modules)
         with torch.no_grad(), averaged(), sharing, loader_faults(loader), suppress(LoadingStopped):
-            for batch, counts in self._to_evaluate(self._limited(loader), stage):
+            for batch, counts in self._to_evaluate(self._log.timed(self._limited(loader)), stage):
                 if not counts:
                     with self._uncounted():
                         self.evaluate_batch(self._to_device(batch), stage)
@@ -470,7 +470,7 @@ class Brain(SpikeRecovery):
         metrics = {name: float(value) for name, value in {**added, **own}.items()}
         # All ranks go by the main process's figures: they decide on stopping and on learning rates.
         self._metrics = distributed.from_main_process({"loss": loss, **metrics})
-        self._log.end_stage(loss, metrics)
+        self._log.end_stage(loss, metrics, self._optimizer_step)
         return loss
 
     def _end_epoch(self, epoch: int) -> None:

@@ -28,9 +28,10 @@ class StepRecord:
     skipped: bool
     skipped_steps: int  # skipped updates in all
     samples: int  # in the window
-    samples_per_second: float
+    samples_per_second: float  # since the stage began
     seconds: float  # since the stage began
     memory_bytes: int | None  # peak allocated on the device so far; None where the device does not tell
+    wall_time: float  # seconds since 1970 (UTC)
 
     def as_dict(self) -> dict[str, Any]:
         """The record as one flat `metrics.jsonl` object."""
@@ -59,6 +60,9 @@ class StageRecord:
     seconds: float
     batches: int
     samples: int
+    optimizer_step: int  # updates taken in all
+    data_seconds: float  # of the stage's seconds, those that the loop waited for batches
+    wall_time: float  # seconds since 1970 (UTC)
 
     def as_dict(self) -> dict[str, Any]:
         """The record as one `metrics.jsonl` object."""

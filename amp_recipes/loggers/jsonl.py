@@ -65,12 +65,12 @@ class JsonlLogger(Logger):
         """Write what waits; the summary itself has a file of its own."""
         self.flush()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """How many bytes the file has, with what waits written."""
         self.flush()
         return {} if self._file is None else {"bytes": self._file.seek(0, SEEK_END)}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set aside what the file has had since; a disk that fails, or a file that was exchanged, keeps it all."""
         self.flush()
         try:

@@ -6,8 +6,9 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,8 +44,10 @@ class RunLog:
         self._stage = ""
         self._epoch: int | None = None
         self._began = time.perf_counter()
+        self._waited = 0.0  # seconds of the stage for batches
         self._batches = 0
         self._samples = 0
+        self._is_running = self._is_counted = False
         self._memory: int | None = None
         self._records = 0
 
@@ -56,10 +59,12 @@ class RunLog:
         batches_done: int = 0,
         samples_done: int = 0,
         seconds_done: float = 0.0,
+        data_seconds_done: float = 0.0,
     ) -> None:
         """A stage begins; what is `done` of it was done before an interruption."""
         self._stage, self._epoch, self._began = stage, epoch, time.perf_counter() - seconds_done
-        self._batches, self._samples = batches_done, samples_done
+        self._batches, self._samples, self._waited = batches_done, samples_done, data_seconds_done
+        self._is_running, self._is_counted = True, False
         for logger in self.loggers:
             logger.start_stage(stage, epoch, batches)
 
@@ -71,7 +76,20 @@ class RunLog:
     @property
     def so_far(self) -> dict[str, float]:
         """What a run that resumes inside the stage gives to `start_stage`, besides the batches."""
-        return {"samples_done": self._samples, "seconds_done": self.seconds}
+        return {"samples_done": self._samples, "seconds_done": self.seconds, "data_seconds_done": self._waited}
+
+    def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches, with the time that each is waited for counted as the stage's."""
+        iterator = iter(batches)
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._waited += time.perf_counter() - began
+            yield batch
 
     def advance(self, batches: int, samples: int) -> None:
         """`batches` more batches with `samples` samples are done."""
@@ -114,12 +132,14 @@ class RunLog:
             samples_per_second=self._samples / seconds if seconds > 0 else 0.0,
             seconds=seconds,
             memory_bytes=self._memory,
+            wall_time=time.time(),
         )
         for logger in self.loggers:
             logger.log_step(record)
 
-    def end_stage(self, loss: float, metrics: Mapping[str, float]) -> None:
+    def end_stage(self, loss: float, metrics: Mapping[str, float], optimizer_step: int) -> None:
         """The running stage is over."""
+        self._is_running = False
         record = StageRecord(
             stage=self._stage,
             epoch=self._epoch,
@@ -128,6 +148,9 @@ class RunLog:
             seconds=time.perf_counter() - self._began,
             batches=self._batches,
             samples=self._samples,
+            optimizer_step=optimizer_step,
+            data_seconds=self._waited,
+            wall_time=time.time(),
         )
         self.summary.seconds += record.seconds
         self.summary.last[record.stage] = {"loss": loss, **record.metrics}
@@ -138,19 +161,29 @@ class RunLog:
 
     def count_training(self) -> None:
         """Add the running stage to the summary's training totals."""
+        self._is_counted = True
         self.summary.epochs += 1
-        self.summary.samples += self._samples
-        self.summary.training_seconds += time.perf_counter() - self._began
-        if self.summary.training_seconds > 0:
-            self.summary.samples_per_second = self.summary.samples / self.summary.training_seconds
+        self._add_training(self.summary, self.seconds)
+
+    def _add_training(self, summary: RunSummary, seconds: float) -> None:
+        summary.samples += self._samples
+        summary.training_seconds += seconds
+        if summary.training_seconds > 0:
+            summary.samples_per_second = summary.samples / summary.training_seconds
 
     def log_summary(self) -> None:
-        """A fit or an evaluation is over."""
+        """A fit or an evaluation is over, perhaps inside a stage, which then counts as far as it came."""
         peak = device_peak_memory(self._device)
         self.summary.peak_memory_bytes = peak if peak is not None else process_peak_memory()
         self.summary.peak_memory_of = "device" if peak is not None else "process"
+        summary = replace(self.summary)
+        if self._is_running:
+            seconds = self.seconds
+            summary.seconds += seconds
+            if self._stage == "train" and not self._is_counted:
+                self._add_training(summary, seconds)
         for logger in self.loggers:
-            logger.log_summary(self.summary)
+            logger.log_summary(summary)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Where the logs stand, by the name of the logger's class, for a checkpoint."""

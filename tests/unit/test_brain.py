@@ -522,6 +522,27 @@ def test_records_hold_what_the_update_used(tmp_path):
     assert stages == [("train", 10), ("valid", 2)]
 
 
+def test_throughput_counts_the_batches_of_its_own_update_too(tmp_path, host):
+    brain = make(output_folder=str(tmp_path), grad_accumulation_factor=2)
+    brain.fit(range(2), batches(5), batches(1))
+    steps = [record for record in records(tmp_path) if record["kind"] == "step"]
+    done = [round(record["samples_per_second"] * record["seconds"]) for record in steps]
+    assert done == [4, 8, 10, 4, 8, 10]
+    stages = [record for record in records(tmp_path) if record["kind"] == "stage"]
+    assert [record["optimizer_step"] for record in stages] == [3, 3, 6, 6]
+    assert all(0 < record["data_seconds"] < record["seconds"] for record in stages)
+    assert sorted(record["wall_time"] for record in steps) == [record["wall_time"] for record in steps]
+
+
+def test_a_run_that_ends_in_its_first_epoch_tells_its_time(tmp_path):
+    bad = [(x * math.nan, y) for x, y in batches(2)]
+    with pytest.raises(PrecisionError):
+        make(output_folder=str(tmp_path), nonfinite_patience=2).fit(range(1), [*batches(3), *bad])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["samples"], summary["epochs"]) == (10, 0)
+    assert summary["seconds"] == summary["training_seconds"] > 0 and summary["samples_per_second"] > 0
+
+
 def test_without_an_output_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make().fit(range(1), batches(), batches())

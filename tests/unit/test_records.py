@@ -23,15 +23,27 @@ STEP = StepRecord(
     samples_per_second=64.0,
     seconds=0.5,
     memory_bytes=None,
+    wall_time=1e9,
 )
-STAGE = StageRecord(stage="valid", epoch=3, loss=None, metrics={"acc": 0.5}, seconds=2.0, batches=4, samples=64)
+STAGE = StageRecord(
+    stage="valid",
+    epoch=3,
+    loss=None,
+    metrics={"acc": 0.5},
+    seconds=2.0,
+    batches=4,
+    samples=64,
+    optimizer_step=120,
+    data_seconds=0.5,
+    wall_time=1e9,
+)
 SUMMARY = RunSummary(precision="bf16", eval_precision="fp32", float32_precision="ieee", device="cpu")
 
 # What readers of the files of version 1 rely on, in the order of the lines.
 LAYOUT_1 = {
     "step": "kind stage epoch step optimizer_step loss lr grad_norm scale skipped skipped_steps samples "
-    "samples_per_second seconds memory_bytes",
-    "stage": "kind stage epoch loss metrics seconds batches samples",
+    "samples_per_second seconds memory_bytes wall_time",
+    "stage": "kind stage epoch loss metrics seconds batches samples optimizer_step data_seconds wall_time",
     "summary": "schema_version precision eval_precision float32_precision device fp32_modules seconds epochs "
     "optimizer_steps skipped_steps training_seconds samples samples_per_second peak_memory_bytes peak_memory_of "
     "last best",
@@ -81,10 +93,12 @@ def test_a_logger_may_leave_out_every_method():
         "log_step": (STEP,),
         "log_stage": (STAGE,),
         "log_summary": (SUMMARY,),
+        "load_state_dict": ({},),
         "close": (),
     }
+    assert silent.state_dict() == {}
     methods = {name for name, _ in inspect.getmembers(Logger, inspect.isfunction) if not name.startswith("_")}
-    assert methods == set(calls)
+    assert methods == {*calls, "state_dict"}
     assert [getattr(silent, name)(*args) for name, args in calls.items()] == [None] * len(calls)
 
 

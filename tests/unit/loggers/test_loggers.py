@@ -44,9 +44,19 @@ STEP = StepRecord(
     samples_per_second=1234.5,
     seconds=0.5,
     memory_bytes=None,
+    wall_time=1e9,
 )
 STAGE = StageRecord(
-    stage="train", epoch=3, loss=0.25, metrics={"accuracy": 0.98}, seconds=2.0, batches=100, samples=3200
+    stage="train",
+    epoch=3,
+    loss=0.25,
+    metrics={"accuracy": 0.98},
+    seconds=2.0,
+    batches=100,
+    samples=3200,
+    optimizer_step=120,
+    data_seconds=0.5,
+    wall_time=1e9,
 )
 SUMMARY = RunSummary(precision="bf16", eval_precision="fp32", float32_precision="ieee", device="cpu")
 
@@ -361,6 +371,7 @@ def test_file_starts_with_a_header_and_holds_every_record(tmp_path):
         "samples_per_second": 1234.5,
         "seconds": 0.5,
         "memory_bytes": None,
+        "wall_time": 1e9,
     }
     assert records[3]["metrics"] == {"accuracy": 0.98}
 
@@ -696,7 +707,7 @@ def test_a_terminal_of_no_width_gets_lines_in_place_of_a_bar(columns):
         logger = ProgressLogger(1, terminal)
         logger.start_stage("train", 1, 4)
         logger.advance(1)
-        logger.log_step(StepRecord("train", 1, 1, 1, 0.5, {}, None, None, False, 0, 4, 1.0, 1.0, None))
+        logger.log_step(StepRecord("train", 1, 1, 1, 0.5, {}, None, None, False, 0, 4, 1.0, 1.0, None, 1e9))
         terminal.flush()
         shown = os.read(reader, 4096).decode()
         assert ("%|" in shown) is (columns > 0)

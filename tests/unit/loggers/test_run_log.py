@@ -50,7 +50,7 @@ class Ear(Logger):
 def clock(monkeypatch):
     """Stands still until it is moved, in seconds."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(run_log, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(run_log, "time", SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: 1e9))
     return clock
 
 
@@ -80,7 +80,7 @@ def test_every_logger_hears_the_same_in_the_order_of_the_calls(clock):
     log.advance(1, 4)
     update(log)
     log.advance(2, 8)
-    log.end_stage(0.5, {})
+    log.end_stage(0.5, {}, optimizer_step=3)
     log.log_summary()
     log.close()
     expected = ["start", "advance", "step", "advance", "stage", "summary", "close"]
@@ -114,7 +114,45 @@ def test_a_step_record_holds_what_the_loop_said_and_the_clock_of_the_stage(clock
         "samples_per_second": 6.0,
         "seconds": 4.0,
         "memory_bytes": None,
+        "wall_time": 1e9,
     }
+
+
+def test_a_stage_tells_how_long_it_waited_for_batches(clock):
+    def slow():
+        for batch in range(3):
+            clock.now += 2.0
+            yield batch
+
+    ear = Ear()
+    log = make(ear)
+    log.start_stage("train", 1, None, seconds_done=10.0, data_seconds_done=7.0)
+    for _ in log.timed(slow()):
+        clock.now += 5.0
+    assert log.so_far["data_seconds_done"] == 13.0
+    log.end_stage(0.5, {}, optimizer_step=3)
+    log.start_stage("valid", 1, None)
+    log.end_stage(0.5, {}, optimizer_step=3)
+    train, valid = ear.records("stage")
+    assert (train.data_seconds, train.seconds, train.optimizer_step, train.wall_time) == (13.0, 31.0, 3, 1e9)
+    assert valid.data_seconds == 0.0
+
+
+def test_a_run_that_ends_inside_a_stage_counts_what_was_done_of_it(clock):
+    ear = Ear()
+    log = make(ear)
+    log.start_stage("train", 1, None)
+    log.advance(2, 8)
+    clock.now += 4.0
+    log.log_summary()
+    log.count_training()
+    log.log_summary()
+    log.end_stage(0.5, {}, optimizer_step=2)
+    log.log_summary()
+    told = [
+        (it.seconds, it.training_seconds, it.samples, it.samples_per_second, it.epochs) for it in ear.records("summary")
+    ]
+    assert told == [(4.0, 4.0, 8, 2.0, 0), (4.0, 4.0, 8, 2.0, 1), (4.0, 4.0, 8, 2.0, 1)]
 
 
 def test_before_the_clock_has_moved_the_rate_is_0(clock):
@@ -132,11 +170,11 @@ def test_a_stage_record_counts_its_own_stage_alone(clock):
     log.start_stage("train", 1, None)
     log.advance(2, 8)
     clock.now += 5.0
-    log.end_stage(0.5, {})
+    log.end_stage(0.5, {}, optimizer_step=3)
     log.start_stage("valid", 1, None)
     log.advance(1, 3)
     clock.now += 2.0
-    log.end_stage(0.25, {"acc": 0.75})
+    log.end_stage(0.25, {"acc": 0.75}, optimizer_step=3)
     train, valid = ear.records("stage")
     assert (train.stage, train.loss, train.batches, train.samples, train.seconds) == ("train", 0.5, 2, 8, 5.0)
     assert (valid.stage, valid.loss, valid.batches, valid.samples, valid.seconds) == ("valid", 0.25, 1, 3, 2.0)
@@ -156,7 +194,7 @@ def test_a_stage_that_saw_nothing_finite_has_no_loss():
         ear = Ear()
         log = make(ear)
         log.start_stage("valid", 1, None)
-        log.end_stage(loss, {})
+        log.end_stage(loss, {}, optimizer_step=3)
         assert ear.records("stage")[0].loss == recorded
 
 
@@ -167,11 +205,11 @@ def test_the_summary_adds_up_stages_and_of_training_its_samples(clock):
         log.advance(2, 50)
         clock.now += train
         log.count_training()
-        log.end_stage(1.0 / epoch, {})
+        log.end_stage(1.0 / epoch, {}, optimizer_step=3)
         log.start_stage("valid", epoch, None)
         log.advance(1, 1000)
         clock.now += valid
-        log.end_stage(2.0 / epoch, {"acc": 0.5 * epoch})
+        log.end_stage(2.0 / epoch, {"acc": 0.5 * epoch}, optimizer_step=3)
     summary = log.summary
     assert (summary.epochs, summary.samples, summary.training_seconds, summary.seconds) == (2, 100, 10.0, 13.0)
     assert summary.samples_per_second == 10.0
@@ -183,7 +221,7 @@ def test_the_metrics_of_a_record_are_not_the_recipes_own_dict():
     log = make(ear)
     log.start_stage("valid", 1, None)
     metrics = {"acc": 0.5}
-    log.end_stage(1.0, metrics)
+    log.end_stage(1.0, metrics, optimizer_step=3)
     metrics["acc"] = 0.0
     assert ear.records("stage")[0].metrics == {"acc": 0.5}
     assert log.summary.last["valid"] == {"loss": 1.0, "acc": 0.5}

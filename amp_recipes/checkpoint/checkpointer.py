@@ -38,6 +38,7 @@ from amp_recipes.checkpoint.loading import (
     load_all,
     mismatches,
     pack_recoverable,
+    refuse_diverged,
     refuse_nonfinite,
     trainable_names,
 )
@@ -361,8 +362,9 @@ class Checkpointer:
     def recover_if_possible(self, min_key: str | None = None, max_key: str | None = None) -> Checkpoint | None:
         """Give every recoverable its state from the chosen checkpoint; None if there is no checkpoint yet.
 
-        min_key, max_key: as in `find_checkpoint`. The files are compared with their sha256; a damaged checkpoint is
-        warned about and the next one taken (the next newest, or the next best by the key).
+        min_key, max_key: as in `find_checkpoint`. The files are compared with their sha256; a damaged checkpoint, or
+        one whose trained weights or optimizer are not finite, is warned about and the next one taken (the next newest,
+        or the next best by the key).
         Raises CheckpointError if checkpoints exist but none can be used, if a state is missing, if a module's keys
         or shapes (an optimizer's groups) are others, or if an object does not take its state; all objects are then
         as they were.
@@ -408,7 +410,9 @@ class Checkpointer:
                 )
             return {name: layout_of(self.recoverables[name], state) for name, state in states.items()}
 
-        return fill(chosen.path, states, crew.all_do(check), crew)
+        states = fill(chosen.path, states, crew.all_do(check), crew)
+        crew.all_do(lambda: refuse_diverged(self.recoverables, states))
+        return states
 
     def _load(self, chosen: Checkpoint, states: dict[str, Any], crew: Together) -> None:
         undo: list[Callable[[], str]] = []

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from amp_recipes.checkpoint.folder import RANK_MARK, STATE_SUFFIX
+from amp_recipes.checkpoint.folder import RANK_MARK, STATE_SUFFIX, Damaged
 from amp_recipes.checkpoint.names import clean_names, clean_state, live_state
 from amp_recipes.checkpoint.shards import Stored, is_distributed, like, local_part
 from amp_recipes.checkpoint.state_format import PackedState, pack_state
@@ -71,16 +71,21 @@ def nonfinite_parameters(states: Mapping[str, PackedState], trainable: Mapping[s
         f"{name.partition(RANK_MARK)[0]}.{key}": tensor
         for name, state in states.items()
         for key, tensor in state.tensors.items()
-        if key in trainable[name] and tensor.numel() and (tensor.is_floating_point() or tensor.is_complex())
+        if key in trainable[name]
     }
+    return _with_bad_numbers(tensors, lambda extremes: ~extremes.isfinite())
+
+
+def _with_bad_numbers(tensors: Mapping[str, Tensor], are_bad: Callable[[Tensor], Tensor]) -> list[str]:
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        by_device.setdefault(tensor.device, {})[name] = _extremes(tensor)
+        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+            by_device.setdefault(tensor.device, {})[name] = _extremes(tensor)
     return [
         name
         for found in by_device.values()
-        for name, finite in zip(found, torch.stack(list(found.values())).isfinite().all(1).tolist(), strict=True)
-        if not finite
+        for name, bad in zip(found, are_bad(torch.stack(list(found.values()))).any(1).tolist(), strict=True)
+        if bad
     ]
 
 
@@ -105,6 +110,31 @@ def _extremes(tensor: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------- before a load
+
+
+def refuse_diverged(recoverables: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Raise Damaged where trained parameters are not finite, or what an optimizer keeps of them is NaN.
+
+    It was written so, by a save that did not look or by another program, and training from it learns nothing.
+    """
+    weights: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
+    for name, state in states.items():
+        obj = recoverables[name]
+        trained = trainable_names(obj)
+        weights |= {f"{name}.{key}": _here(state[key]) for key in trained if isinstance(state[key], Tensor)}
+        for index, of_parameter in state["state"].items() if isinstance(obj, Optimizer) else ():
+            items = of_parameter.items() if isinstance(of_parameter, Mapping) else ()
+            kept |= {f"{name}: {key} of parameter {index}": _here(it) for key, it in items if isinstance(it, Tensor)}
+    bad = _with_bad_numbers(weights, lambda extremes: ~extremes.isfinite())
+    bad += _with_bad_numbers(kept, torch.isnan)
+    if bad:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise Damaged(f"not finite: {', '.join(bad[:5])}{more}")
+
+
+def _here(tensor: Tensor) -> Tensor:
+    return local_part(tensor) if is_distributed(tensor) else tensor
 
 
 def mismatches(name: str, obj: Any, state: Any) -> list[str]:
@@ -133,7 +163,14 @@ def _module_mismatches(name: str, live: Mapping[str, Any], saved: Mapping[str, A
             continue
         if here.shape != there.shape:
             problems.append(f"{name}.{key}: shape {tuple(here.shape)} here, {tuple(there.shape)} in the checkpoint")
+        elif _kind(here.dtype) != _kind(there.dtype):
+            problems.append(f"{name}.{key}: {here.dtype} here, {there.dtype} in the checkpoint")
     return sorted(problems)
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    """What no load may change, as it may the number of bits."""
+    return dtype.is_floating_point, dtype.is_complex
 
 
 # ---------------------------------------------------------------------- the load

@@ -127,9 +127,9 @@ def open_records(path: Path) -> FileIO:
 
 
 def set_aside(path: Path, start: int) -> None:
-    """Move what the file has from byte `start` on to a file beside it, if a line ends there. Raises OSError, ConfigError.
+    """Move what the file has from byte `start` on to a file beside it, if a line ends there.
 
-    A crash between the two leaves lines in both.
+    A crash between the two leaves lines in both. Raises OSError, ConfigError.
     """
     with open(path, "r+b", opener=regular_only) as file:
         if not 0 < start < file.seek(0, SEEK_END):

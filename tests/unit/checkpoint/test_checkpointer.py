@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import math
 import os
 import pickle
 import shutil
@@ -640,6 +641,38 @@ def test_a_diverged_model_is_not_saved(tmp_path, value, dtype):
     assert [path.name for path in tmp_path.iterdir()] == [good.path.name]
     assert checkpointer.recover_if_possible() == good
     assert model["bad"].float().isfinite().all() if not dtype.is_complex else model["bad"].isfinite().all()
+
+
+@pytest.mark.parametrize("where", ["weights", "optimizer"])
+def test_a_checkpoint_that_has_diverged_is_left_for_the_one_before(tmp_path, monkeypatch, where):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    checkpointer = Checkpointer(tmp_path, {"model": model, "optimizer": optimizer})
+    good = checkpointer.save_checkpoint()
+    weights = copy.deepcopy(model.state_dict())
+    bad = model.weight.data if where == "weights" else optimizer.state[model.weight]["exp_avg"]
+    bad[1, 0] = math.nan
+    monkeypatch.setattr(checkpointer_module, "refuse_nonfinite", lambda bad: list(bad))  # as another program would
+    checkpointer.save_checkpoint()
+    named = "model.weight" if where == "weights" else "optimizer: exp_avg of parameter 0"
+    with pytest.warns(UserWarning, match=f"CKPT\\+000002 is damaged and left out: not finite: {named}"):
+        assert checkpointer.recover_if_possible() == good
+    assert all(torch.equal(it, weights[name]) for name, it in model.state_dict().items())
+    assert optimizer.state[model.weight]["exp_avg"].isfinite().all()
+    shutil.rmtree(good.path)
+    with pytest.raises(CheckpointError, match="not finite"), pytest.warns(UserWarning):
+        checkpointer.recover_if_possible()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_weights_of_another_kind_are_refused(tmp_path, dtype):
+    Checkpointer(
+        tmp_path, {"model": nn.ParameterDict({"w": nn.Parameter(torch.ones(2, dtype=dtype), False)})}
+    ).save_checkpoint()
+    with pytest.raises(CheckpointError, match=rf"model\.w: torch\.float32 here, {dtype} in the checkpoint"):
+        Checkpointer(tmp_path, {"model": nn.ParameterDict({"w": torch.ones(2)})}).recover_if_possible()
 
 
 def test_infinities_may_stand_where_training_changes_nothing(tmp_path):

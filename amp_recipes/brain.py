@@ -140,6 +140,7 @@ class Brain(SpikeRecovery):
         self._log.advance(len(losses), samples)
         self._ledger.end(losses, self.step, self._plain_losses, self._stepped_by_hand, metrics, samples)
         self._plan.report_dead_pins()
+        self._reach.report(self, self.modules, self.optimizers_dict)
         if self._own_fit_batch:
             self._plan.report_missing_context()
 
@@ -195,6 +196,7 @@ class Brain(SpikeRecovery):
         leave gradients there); default: all.
         """
         self._check_names(names)
+        self._reach.follow(loss, names or self.optimizers_dict)
         chosen = [self.optimizers_dict[name] for name in names] or None
         if self._round is not None:
             share, of = self._share_of_round(self._round)

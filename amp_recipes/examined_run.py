@@ -19,6 +19,7 @@ import torch
 from amp_recipes import data, distributed
 from amp_recipes.data import close_loader, generator_states, set_epoch, set_generator_states
 from amp_recipes.errors import AmpRecipesError, CheckpointError, ConfigError, DataError, PrecisionError, RecipeError
+from amp_recipes.gradient_reach import GradientReach
 from amp_recipes.hooks import Stage
 from amp_recipes.ledger import Ledger, Window
 from amp_recipes.numerics.diagnosis import WINDOWS, Diagnosis, Questions, diagnose
@@ -46,7 +47,7 @@ _FEWEST_WINDOWS = 3  # of a diagnosis: two to search on, one held out
 _OF_A_STEP = (
     *("step", "should_step", "_stage", "_epoch", "_window_size", "_window_weight", "_batch_weight", "_counts"),
     *("_stepped_by_hand", "_plan", "_ledger", "_log", "_ema", "training_ctx", "evaluation_ctx", "scaler"),
-    "_stage_so_far",
+    *("_stage_so_far", "_reach"),
     *("_sums", "_window_sums"),
     "checkpointer",
 )
@@ -357,7 +358,7 @@ class ExaminedRun(ResumableRun):
         with preserved(self.modules, optimizers, self.device, weights, holders, untouched=[self]):
             try:
                 self._ledger = Ledger(self.device, lambda *_: None, lambda *_: None)
-                self._log, self._ema = self._idle_log, None
+                self._log, self._ema, self._reach = self._idle_log, None, GradientReach(is_open=False)
                 self._sums, self._window_sums = StageMetrics(), None
                 self.checkpointer = None if self.checkpointer is None else _SavesNothing(self.checkpointer)
                 yield

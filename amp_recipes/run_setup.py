@@ -37,6 +37,7 @@ from amp_recipes.early_stopping import MetricWatch
 from amp_recipes.ema import WeightAverage
 from amp_recipes.errors import ConfigError
 from amp_recipes.folder_lock import lock_folder
+from amp_recipes.gradient_reach import GradientReach
 from amp_recipes.hooks import Hooks, Stage
 from amp_recipes.host_copy import HostCopy
 from amp_recipes.interrupts import Interrupts
@@ -179,6 +180,7 @@ class RunSetup(Hooks):
         self._counts = True  # the batch at hand counts; another only keeps up with other processes
         self._round: Round | None = None  # of several processes: what they have in the window under way
         self._ledger = Ledger(self.device, self._on_update, self._on_window)
+        self._reach = GradientReach()
         self._host = HostCopy(self.device)
         self._schedulers = Schedulers(None, {}, self.lr_scheduler_interval)
         self._stage, self._epoch, self._trained = Stage.TRAIN, None, False

@@ -1,0 +1,109 @@
+"""Says after the first update which parameters get gradients that nobody uses, and which an optimizer holds in vain."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 8  # a line, not a page
+_RECOMPUTES = "CheckpointFunctionBackward"  # torch's reentrant checkpointing hides the graph below it
+
+
+class GradientReach:
+    """The parameters that the losses of the first window depend on, and the optimizers that they were for.
+
+    is_open: whether there will be a report; otherwise nothing is noted.
+    """
+
+    def __init__(self, is_open: bool = True) -> None:
+        self._is_open = is_open
+        self._is_whole = True  # whether all of the graph could be seen
+        self._reached: dict[int, nn.Parameter] = {}
+        self._optimizers: set[str] = set()
+
+    def follow(self, loss: torch.Tensor, optimizers: Iterable[str]) -> None:
+        """Note the parameters behind a loss that is about to be differentiated for these optimizers."""
+        if not self._is_open:
+            return
+        self._optimizers.update(optimizers)
+        pending, seen = [loss.grad_fn], set()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            self._is_whole &= node.name() != _RECOMPUTES
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, nn.Parameter):
+                self._reached[id(variable)] = variable
+            pending += [before for before, _ in node.next_functions]
+
+    def report(self, holder: object, modules: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
+        """Warn, once, of what does not fit; holder: the object on which a recipe may keep modules of its own."""
+        if not self._is_open or not self._reached:
+            return
+        self._is_open = False
+        held = {id(it): it for optimizer in optimizers.values() for it in _parameters(optimizer)}
+        if any(
+            hasattr(it, "device_mesh") for it in held.values()
+        ):  # sharded: the graph holds whole ones in their place
+            return
+        unused = [it for key, it in self._reached.items() if key not in held]
+        if unused:
+            logger.warning(
+                "no optimizer moves these parameters, which get gradients: %s. Register their module (in `modules`, or "
+                "as an attribute or in a ModuleList of one that is there), give them to an optimizer, or freeze them "
+                "with requires_grad_(False).",
+                _listed(unused, holder, modules),
+            )
+        in_use = {id(it) for name in self._optimizers & set(optimizers) for it in _parameters(optimizers[name])}
+        idle = [it for key, it in held.items() if key in in_use and it.requires_grad and key not in self._reached]
+        if idle and self._is_whole:
+            logger.warning(
+                "the loss of the first update does not depend on these parameters, which an optimizer holds: %s. They "
+                "stay as they are unless a later batch uses them.",
+                _listed(idle, holder, modules),
+            )
+        self._reached.clear()
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [it for group in optimizer.param_groups for it in group["params"]]
+
+
+def _listed(parameters: Sequence[nn.Parameter], holder: object, modules: nn.Module) -> str:
+    names = {id(it): name for name, it in _unregistered(holder, modules)}
+    names |= {id(it): name for name, it in modules.named_parameters()}
+    shown = [names.get(id(it), f"one of shape {list(it.shape)} that has no name") for it in parameters[:_NAMED]]
+    more = f" and {len(parameters) - _NAMED} more" if len(parameters) > _NAMED else ""
+    return ", ".join(shown) + more
+
+
+def _unregistered(holder: object, modules: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that hang on the recipe itself, or in a list or dict that a module has: torch does not see them."""
+    places = [("self", holder), *modules.named_modules()]
+    for where, owner in places:
+        for attribute, value in vars(owner).items():
+            if attribute.startswith("_") and owner is not holder:  # a module's own registers
+                continue
+            yield from _below(f"{where}.{attribute}", value, depth=2)
+
+
+def _below(name: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Parameter]]:
+    if isinstance(value, nn.Parameter):
+        yield name, value
+    elif isinstance(value, nn.Module):
+        yield from ((f"{name}.{below}", it) for below, it in value.named_parameters())
+    elif depth and isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _below(f"{name}[{index}]", item, depth - 1)
+    elif depth and isinstance(value, dict):
+        for key, item in value.items():
+            yield from _below(f"{name}[{key!r}]", item, depth - 1)

@@ -20,7 +20,7 @@ help:
 	@echo "make train   train a recipe (RECIPE=$(RECIPE), PRECISION=$(PRECISION), ARGS=...)"
 	@echo "make test    run the default tests, in a process per core (ARGS=...; ARGS='-n 0 ...' for one process)"
 	@echo "make test-all   run all tests; make test-rest runs those that make test leaves out"
-	@echo "make lint    check style and format"
+	@echo "make lint    check style, format and types"
 	@echo "make bench   run every benchmark, each writes to benchmarks/results/"
 	@echo "make faults  kill and damage hundreds of runs, writes benchmarks/results/faults.md (ARGS=...)"
 	@echo "make clean   remove builds and caches"
@@ -51,9 +51,18 @@ test-rest: setup
 test-all: setup
 	$(PYTEST) -m "not nightly" $(ARGS)
 
-lint: setup
+# What a user's checker of types sees; the package's own inside is not checked.
+TYPED := tests/types/recipe.py build/readme.py $(wildcard amp_recipes/templates/*/train.py)
+
+lint: setup build/readme.py
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy $(TYPED)
+	$(RUN) -m pyright --pythonpath $(RUN) $(TYPED)
+
+build/readme.py: README.md
+	@mkdir -p $(@D)
+	sed -n '/^# tiny.py$$/,/^```/p' $< | sed '$$d' > $@
 
 bench: setup
 	@set -e; for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(RUN) $$benchmark; done
@@ -62,5 +71,5 @@ faults: setup
 	$(RUN) tests/faults/matrix.py $(ARGS)
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -56,13 +56,29 @@ from amp_recipes.transient_buffers import TransientBuffers
 
 logger = logging.getLogger(__name__)
 
+if TYPE_CHECKING:
+    from amp_recipes.config.run_options import OptionFields
 
-class RunSetup(Hooks):
+    class Modules(nn.ModuleDict):
+        """The modules as attributes: to torch, each could be a tensor, which cannot be called."""
+
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    OptionFields, Modules = object, nn.ModuleDict
+
+
+class RunSetup(Hooks, OptionFields):
     """Base of `Brain`: builds the collaborators of the loop.
 
     The loop itself, with what follows from updates (`_on_update`, `_on_window`), and `_overrides` are Brain's; what
     goes into checkpoints and comes back (`_numbers`, `_take_numbers`, `_moment`, `_own_part`) is `ResumableRun`'s.
     """
+
+    device: torch.device  # what the option of the same name means here
+    modules: Modules
+    hparams: Any
+    opt_class: Callable[..., Optimizer]
+    optimizer: Optimizer
 
     def __init__(
         self,

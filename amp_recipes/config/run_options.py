@@ -48,13 +48,8 @@ class Purpose:
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
-class RunOptions(Mapping[str, Any]):
-    """The options of one run: typed, validated, readable as attributes and as a mapping.
-
-    `RunOptions(precision="bf16", seed=3)` sets two options; the others have their defaults. `explicit`
-    tells which ones were set. Two objects are equal if all their values are.
-    Raises ConfigError that names every unknown option and every wrong value together.
-    """
+class OptionFields:
+    """Each option with its type, default and meaning; a Brain has them as attributes of the same names."""
 
     precision: PrecisionName = option(
         "fp32",
@@ -284,6 +279,16 @@ class RunOptions(Mapping[str, Any]):
         "`colwise` or `rowwise`).",
         AT_LEAST_ONE,
     )
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class RunOptions(OptionFields, Mapping[str, Any]):
+    """The options of one run: typed, validated, readable as attributes and as a mapping.
+
+    `RunOptions(precision="bf16", seed=3)` sets two options; the others have their defaults. `explicit`
+    tells which ones were set. Two objects are equal if all their values are.
+    Raises ConfigError that names every unknown option and every wrong value together.
+    """
 
     def __init__(self, **options: Any) -> None:
         self._set(options, "RunOptions")

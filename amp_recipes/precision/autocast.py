@@ -11,13 +11,16 @@ import numbers
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from amp_recipes.errors import PrecisionError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _AUTOCAST_SIGNATURE = inspect.signature(torch.autocast)
 _CTX_STATE = "_amp_recipes_autocast_state"
@@ -143,6 +146,16 @@ def _device_type(device: Any) -> str:
             f"torch.device({device!r}).type gives it"
         )
     return device
+
+
+@overload
+def fwd_default_precision(fwd: Callable[P, R], cast_inputs: torch.dtype | None = ...) -> Callable[P, R]: ...
+
+
+@overload
+def fwd_default_precision(
+    fwd: None = None, cast_inputs: torch.dtype | None = ...
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def fwd_default_precision(fwd: Callable | None = None, cast_inputs: torch.dtype | None = torch.float32) -> Callable:

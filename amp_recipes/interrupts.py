@@ -1,23 +1,27 @@
-"""SIGTERM and SIGINT as a request: the step under way is finished and saved, and then the process ends."""
+"""Takes signals as requests: the step under way is finished and saved; then the process ends, or goes on."""
 
 from __future__ import annotations
 
 import _thread
+import ctypes
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
 logger = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+# A closed terminal, Ctrl-\, what schedulers warn with, a limit of processor time: by default each kills the process.
+SAVE_SIGNALS = ("SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+"""What the option `save_signals` takes."""
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", *SAVE_SIGNALS) if hasattr(signal, name))
+"""What asks a run to save; a system may lack some of them."""
 # Terminals and launchers may deliver one Ctrl-C twice (to the group, and passed on): that is no second wish.
 _SECOND_AFTER_SECONDS = 1.0
 _LOG_WITHIN_SECONDS = 1.0
@@ -36,20 +40,23 @@ class RunInterrupted(SystemExit):
 
 
 class Interrupts:
-    """Within it, SIGTERM and SIGINT only set `requested`; the loop looks there, saves and calls `leave`.
+    """Within it, signals only set `requested`; the loop looks there, saves and calls `leave`.
 
+    save_signals: names of those that set `save_requested` instead, after which the loop saves and goes on.
     Only in the main thread, and only where a signal has Python's default action: ignored signals stay ignored, and
     a recipe's own handlers stay its own. So one inside another does nothing. A forked process has the default
     actions again. A second SIGINT, a second or more after the first, raises KeyboardInterrupt at once, except inside
     `saving()`. A request that nobody has heeded ends the process where the block ends.
 
-    requested: the signal's number; None while there is none.
+    requested, save_requested: the signal's number; None while there is none.
     """
 
     _saves = 0  # of all objects together: the one that has the handlers need not be the one that saves
 
-    def __init__(self) -> None:
+    def __init__(self, save_signals: Iterable[str] = ()) -> None:
         self.requested: int | None = None
+        self.save_requested: int | None = None
+        self._saves_at = {signum for signum in SIGNALS if signum.name in save_signals}
         self._depth = 0
         self._earlier: dict[int, Any] = {}
         self._first_sigint: float | None = None
@@ -58,7 +65,8 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         self._depth += 1
         if self._depth == 1:
-            self.requested, self._first_sigint, self._leaves = None, None, False
+            self.requested = self.save_requested = self._first_sigint = None
+            self._leaves = False
             self._install()
         return self
 
@@ -71,7 +79,7 @@ class Interrupts:
             self.leave("ends here")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Interrupts, ()  # a copy has caught nothing
+        return Interrupts, ([signum.name for signum in self._saves_at],)  # a copy has caught nothing
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -94,7 +102,7 @@ class Interrupts:
         if signum == signal.SIGINT and (sys.flags.interactive or hasattr(sys, "ps1")):
             raise KeyboardInterrupt(text)
         # torchrun sends a second SIGTERM as soon as one of several processes has ended: each keeps its exit code.
-        self._leaves = signum == signal.SIGTERM and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        self._leaves = int(os.environ.get("WORLD_SIZE", "1")) > 1
         ended = self._depth == 0 and threading.current_thread() is threading.main_thread()
         if self._leaves and ended and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -103,11 +111,9 @@ class Interrupts:
     def _install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        for signum in _SIGNALS:
-            earlier = signal.getsignal(signum)
-            if earlier in _DEFAULTS:
-                self._earlier[signum] = earlier
-                signal.signal(signum, self._note)
+        for signum in SIGNALS:
+            if is_default(signum):
+                self._earlier[signum] = signal.signal(signum, self._note)
         if self._earlier:
             _installed.append(self)
 
@@ -122,6 +128,9 @@ class Interrupts:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         """The handler. It runs between any two instructions of the main thread, so it takes no lock."""
+        if signum in self._saves_at:
+            self.save_requested = signum
+            return
         first = self.requested is None
         if first:
             self.requested = signum
@@ -138,6 +147,16 @@ class Interrupts:
 
 _installed: list[Interrupts] = []
 _unsaid: list[_thread.LockType] = []  # a lock for each line that a thread logs, free when it is done
+
+
+def is_default(signum: int) -> bool:
+    """Whether that signal does what it does to every Python program: it is not ignored, and nobody handles it."""
+    handler = signal.getsignal(signum)
+    # Python does not know of the handlers of C libraries, nor of those of faulthandler.
+    return handler is signal.default_int_handler or (handler == signal.SIG_DFL and not _getsig(signum))
+
+
+_getsig = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
 
 
 def _name(signum: int) -> str:

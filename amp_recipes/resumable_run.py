@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -224,6 +225,9 @@ class ResumableRun(RunData):
     def _save_inside_epoch(self, epoch: int | None) -> None:
         meta = {"epoch": epoch, "stage": self._stage.name.lower(), "step": self.step, "fit": self._fits}
         meta["optimizer_step"] = self.optimizer_step  # after the last verdict
+        signum, self._interrupts.save_requested = self._interrupts.save_requested, None
+        if signum is not None:
+            logger.warning("%s: %s: saving", signal.Signals(signum).name, self._where(self.step))
         self._checkpoints.save_inside_epoch(meta)
 
     # ------------------------------------------------------------------ ends before the end
@@ -231,15 +235,21 @@ class ResumableRun(RunData):
     def _after_window(self, epoch: int) -> None:
         """Between two updates: save if it is time, and leave if a signal asks."""
         this = self._round
-        clock_due = self._clock_due() if this is None else this.clock_due
-        due = self._checkpoints.due(self.ckpt_interval_steps, clock_due)
+        asked = self._save_due() if this is None else this.save_due
+        due = self._checkpoints.due(self.ckpt_interval_steps, asked)
         if self._asked_to_end(self._signal if this is None else this.signal):
             self._save_and_leave(epoch)
         if due:
             self._save_inside_epoch(epoch)
 
-    def _clock_due(self) -> bool:
-        return self._checkpoints.clock_due(self.ckpt_interval_minutes)
+    def _save_due(self) -> bool:
+        """Whether this process asks for a save: a signal asked for it, or the main process's clock."""
+        signum = self._interrupts.save_requested
+        if signum is not None and not self._checkpoints.saves:
+            self._interrupts.save_requested = None
+            logger.warning("%s: there is no output_folder to save in", signal.Signals(signum).name)
+        by_clock = distributed.is_main_process() and self._checkpoints.clock_due(self.ckpt_interval_minutes)
+        return by_clock or self._interrupts.save_requested is not None
 
     def _may_leave(self, stage: Stage) -> bool:
         """Whether a signal asks the run to end, and it stands where it can: not between the batches of a window.

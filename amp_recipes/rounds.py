@@ -14,12 +14,12 @@ class Round:
     model's layers (tensor parallel), which have the same batches, one counts.
 
     weights: what each batch of this process counts for; samples: how many they hold; signal: the number of the signal
-    that asks this process to end, 0 for none; clock_due: whether this process's clock says that it is time to save.
+    that asks this process to end, 0 for none; save_due: whether this process asks for a save.
     """
 
-    def __init__(self, weights: Sequence[float], samples: int, signal: int, clock_due: bool) -> None:
+    def __init__(self, weights: Sequence[float], samples: int, signal: int, save_due: bool) -> None:
         self.weights = weights
-        self._poll = Poll([len(weights), sum(weights), samples, signal, clock_due])
+        self._poll = Poll([len(weights), sum(weights), samples, signal, save_due])
         self._rows: list[list[float]] | None = None
         self._data_processes = data_world_size()
 
@@ -54,9 +54,9 @@ class Round:
         return int(max(row[3] for row in self._heard))
 
     @property
-    def clock_due(self) -> bool:
-        """Whether the main process's clock says that it is time to save; clocks are not compared."""
-        return bool(self._heard[0][4])
+    def save_due(self) -> bool:
+        """Whether any of the processes asks for a save."""
+        return any(row[4] for row in self._heard)
 
     @property
     def _heard(self) -> list[list[float]]:

@@ -120,7 +120,7 @@ class RunData(RunReport):
         windows = self._compared_with_others(windows)
         try:
             for batches in chain(windows, repeat([])):
-                self._round = Round(*self._weigh(batches), self._signal, self._clock_due())
+                self._round = Round(*self._weigh(batches), self._signal, self._save_due())
                 if last is None and self._round.most_batches:
                     last = first = self._lent(batches[-1:], self._round.fewest_batches == 0)
                 if not batches and self.skipped_steps > skipped:

@@ -205,7 +205,7 @@ class RunSetup(Hooks, OptionFields):
         self._loaders: dict[str, Iterable[Any]] = {}  # of the fit that runs: train, valid
         self._stage_so_far: Mapping[str, float] = {}
         self._logs_at: Mapping[str, Any] = {}  # where the logs stood when the checkpoint was saved that is gone on from
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts(self.save_signals)
         self._asked = False  # a signal asks the run to end, and all processes know
         self._in_fit = False
         self._goes_back = False  # a fit may go back to an earlier checkpoint

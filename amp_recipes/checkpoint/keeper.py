@@ -118,15 +118,15 @@ class CheckpointKeeper:
         else:
             self.checkpointer.save_then(then, meta)
 
-    def due(self, interval_steps: int, clock_due: bool) -> bool:
+    def due(self, interval_steps: int, asked: bool) -> bool:
         """Whether to save inside the epoch; to be asked once after each update. 0: that interval is off.
 
-        clock_due: what `clock_due` says; in several processes what it said on the main one, so that all decide alike.
+        asked: whether `clock_due`, or a signal, asks for it; the same in all processes, so that all decide alike.
         """
         if not self.saves:
             return False
         self.updates_since_save += 1
-        return 0 < interval_steps <= self.updates_since_save or clock_due
+        return 0 < interval_steps <= self.updates_since_save or asked
 
     def clock_due(self, interval_minutes: float) -> bool:
         """Whether by this process's clock it is time to save inside the epoch. 0: never."""

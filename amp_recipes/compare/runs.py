@@ -18,6 +18,7 @@ from amp_recipes.compare.plan import Plan, PlannedRun, setting_differences
 from amp_recipes.config.changes import one_line
 from amp_recipes.config.sweep import OUTPUT_FILE, Signals
 from amp_recipes.errors import ConfigError
+from amp_recipes.interrupts import SIGNALS
 from amp_recipes.loggers.text import format_seconds
 from amp_recipes.run_files import read_json, regular_only, write_atomically
 
@@ -30,7 +31,7 @@ _MESSAGE_CHARACTERS = 300
 _CHANGES_SHOWN = 5
 # The last line of a traceback, or of an exception that is shown without one.
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Interrupt|Exit|Interrupted))(?::\s*(.*))?")
-_ASKED_TO_END = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+_ASKED_TO_END = {status for signum in SIGNALS for status in (-signum, 128 + signum)}
 
 
 class CannotCompare(Exception):

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from amp_recipes.interrupts import SAVE_SIGNALS
+
 MAX_SEED = 2**32 - 1  # what numpy.random.seed takes; torch and random take more
 
 
 @dataclass(frozen=True)
 class Range:
-    """Which numbers an option takes, as a test and in words."""
+    """Which values an option takes, as a test and in words."""
 
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
     text: str
 
 
@@ -25,6 +27,7 @@ FRACTION = Range(lambda x: 0 < x < 1, "between 0 and 1, both excluded")
 AT_LEAST_ZERO = Range(lambda x: 0 <= x < math.inf, "0 or more")
 AT_LEAST_ONE = Range(lambda x: x >= 1, "1 or more")
 AT_LEAST_FOUR = Range(lambda x: x >= 4, "4 or more")
+SIGNAL_NAMES = Range(lambda names: set(names) <= set(SAVE_SIGNALS), f"some of {', '.join(SAVE_SIGNALS)}")
 SEED = Range(lambda x: 0 <= x <= MAX_SEED, f"from 0 to {MAX_SEED}")
 
 

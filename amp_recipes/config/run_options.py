@@ -25,6 +25,7 @@ from amp_recipes.config.option_fields import (
     FRACTION,
     POSITIVE,
     SEED,
+    SIGNAL_NAMES,
     option,
 )
 from amp_recipes.config.other_names import instead_of
@@ -193,6 +194,12 @@ class OptionFields:
         True,
         "Checkpoints",
         "Copy the state to host memory and write it while training goes on. `false`: training waits for the disk.",
+    )
+    save_signals: list[str] = option(
+        [],
+        "Checkpoints",
+        f"Signals at which the run saves and goes on, and does not end: {SIGNAL_NAMES.text}.",
+        SIGNAL_NAMES,
     )
     resume: Literal["auto", "never", "must"] = option(
         "auto",

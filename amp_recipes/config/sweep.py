@@ -36,6 +36,7 @@ from amp_recipes.config.sweep_axes import (
 from amp_recipes.config.sweep_trials import import_optuna, open_study, run_trials
 from amp_recipes.errors import ConfigError
 from amp_recipes.folder_lock import lock_folder, unlock_folder
+from amp_recipes.interrupts import SIGNALS, is_default
 from amp_recipes.run_files import read_json, regular_only, write_atomically
 
 SCHEMA_VERSION = 1
@@ -48,10 +49,8 @@ _SUMMARY_FILES = ("summary.json", "debug/summary.json")
 _MISTAKES_SHOWN = 10
 _TAIL_LINES = 10
 _TAIL_BYTES = 8_192
-# A terminal that closes would end the run unsaved: it gets the signal that it saves for.
-_PASSED_ON = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM}
-if hasattr(signal, "SIGHUP"):
-    _PASSED_ON[signal.SIGHUP] = signal.SIGTERM
+# Whatever the sweep is sent, it ends: so the run gets a signal that ends it too, whatever its `save_signals` are.
+_PASSED_ON = {signum: signal.SIGTERM for signum in SIGNALS} | {signal.SIGINT: signal.SIGINT}
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for signum in _PASSED_ON:
-                if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
+                if is_default(signum):
                     self._earlier[signum] = signal.signal(signum, self._pass_on)
         return self
 

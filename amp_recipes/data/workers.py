@@ -16,10 +16,11 @@ from weakref import WeakSet
 
 from torch.utils.data import get_worker_info
 
+from amp_recipes.interrupts import SIGNALS, is_default
+
 TIMEOUT_SECONDS = 300.0  # for a batch, where the user sets no limit: a hung file system must not hang the run
 _END_CHECK_SECONDS = 0.5  # how often a worker looks whether it is to end
 _KILL_SECONDS = 5.0  # even SIGKILL waits for a process that waits for a disk
-_MAIN_PROCESS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CLOSING, _EPOCH, _SHARED = 0, 1, 2
 _PID, _TASK, _PLACE, _WIDTH = 0, 1, 2, 3
 _ALL: WeakSet[Workers] = WeakSet()
@@ -100,7 +101,7 @@ class Workers:
         """The processes that are started in the block are these workers."""
         before = multiprocessing.active_children()
         # A signal to all processes of the run waits until a worker has said, in `start_worker`, what it does with it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _MAIN_PROCESS_SIGNALS)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             yield
         finally:
@@ -155,8 +156,8 @@ class Workers:
 def start_worker(workers: Workers, worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
     """What a worker does before its first sample.
 
-    SIGINT and SIGTERM, which a terminal or a job scheduler sends to every process of the run, are the main process's
-    business: it finishes its step and needs batches for that. A worker ends when the main process closes it or is gone.
+    Signals that a terminal or a job scheduler sends to every process of the run are the main process's business: it
+    finishes its step and needs batches for that. A worker ends when the main process closes it or is gone.
     """
     workers.join(worker)
     if threading.current_thread() is threading.main_thread():
@@ -166,9 +167,11 @@ def start_worker(workers: Workers, worker_init_fn: Callable[[int], None] | None,
             if workers.closing or os.getppid() != parent:
                 os._exit(128 + number)
 
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, on_terminate)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _MAIN_PROCESS_SIGNALS)
+        for signum in SIGNALS:
+            if signum == signal.SIGINT or is_default(signum):  # a recipe's own handler is for its workers too
+                signal.signal(signum, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         threading.Thread(target=_end_with, args=(workers, parent), daemon=True).start()
     info = get_worker_info()
     # The documented use of `get_worker_info().dataset` is to reach the user's data set, not our reader around it. The

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 
 from amp_recipes import distributed
 
@@ -22,7 +23,8 @@ class _Notices(logging.Handler):
         shown_elsewhere = record.levelno >= logging.WARNING and logging.getLogger().handlers
         main = distributed.is_main_process()
         if not shown_elsewhere and record.name != _FILE_ONLY and (main or record.levelno >= logging.ERROR):
-            print(f"{'' if main else f'[rank {distributed.rank()}] '}{self.format(record)}", file=sys.stderr)
+            with suppress(OSError, ValueError):  # a terminal that is closed loses notices, and no run
+                print(f"{'' if main else f'[rank {distributed.rank()}] '}{self.format(record)}", file=sys.stderr)
 
 
 def show_notices() -> None:

@@ -4,8 +4,10 @@ import copy
 import functools
 import json
 import os
+import pty
 import random
 import signal
+import sys
 import time
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import torch
 from end_of_run import everything
 from pairwise import each_once
+from programs import DEADLINE_SECONDS, Program
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -228,6 +231,66 @@ def test_the_codes_of_exit_are_those_of_the_signals(tmp_path):
         fit(make(str(tmp_path), (Stage.TRAIN, 3), terminate))
     assert ended.value.code == 143
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("stage", [Stage.TRAIN, Stage.VALID], ids=lambda stage: stage.name)
+def test_a_signal_that_means_save_and_go_on_does_so(tmp_path, stage, caplog):
+    at = 3 if stage is Stage.TRAIN else 1
+    brain = make(str(tmp_path), (stage, at), save_on_request, save_signals=["SIGUSR1"], ckpt_background=False)
+    saved = []
+    brain._checkpoints.save_inside_epoch = watched(brain._checkpoints.save_inside_epoch, saved)
+    fit(brain)
+    assert brain.end == whole_run().end and brain.journal.lines == whole_run().journal.lines
+    # In a validation it waits for the next window.
+    assert [(meta["epoch"], meta["step"]) for meta in saved] == [(1, 3) if stage is Stage.TRAIN else (2, 1)]
+    assert f"SIGUSR1: train epoch {saved[0]['epoch']}, batch {saved[0]['step']}: saving" in caplog.text
+
+
+def save_on_request():
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def watched(save, saved):
+    return lambda meta: [saved.append(meta), save(meta)]
+
+
+def test_a_signal_that_means_save_and_go_on_says_where_nothing_can_be_saved(caplog):
+    brain = make(None, (Stage.TRAIN, 3), save_on_request, save_signals=["SIGUSR1"])
+    assert fit(brain).end == whole_run().end
+    assert caplog.text.count("SIGUSR1") == 1 and "SIGUSR1: there is no output_folder to save in" in caplog.text
+
+
+def test_a_terminal_that_closes_loses_nothing(tmp_path):
+    """Whatever writes to it fails from then on; its session is sent SIGHUP."""
+    master, slave = pty.openpty()
+    script = f"""
+import os, signal, sys
+terminal = os.open({os.ttyname(slave)!r}, os.O_RDWR)  # the first that a new session opens is its own
+for stream in (0, 1, 2):
+    os.dup2(terminal, stream)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+sys.path[:0] = {sys.path!r}
+import test_resume
+from amp_recipes import Stage
+def wait():
+    open({str(tmp_path / "ready")!r}, "w").close()
+    while brain._interrupts.requested is None:
+        signal.pause()
+brain = test_resume.make({str(tmp_path / "run")!r}, (Stage.TRAIN, 3), wait, noprogressbar=False)
+test_resume.fit(brain)
+"""
+    program = Program("-c", script, start_new_session=True)
+    try:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not (tmp_path / "ready").exists():
+            assert time.monotonic() < deadline and program.poll() is None
+            time.sleep(0.01)
+        os.close(slave)
+        os.close(master)
+        assert program.wait(DEADLINE_SECONDS) == 128 + signal.SIGHUP
+    finally:
+        program.kill()
+    assert fit(make(str(tmp_path / "run"))).end == whole_run().end
 
 
 def test_a_signal_in_evaluate_ends_it(tmp_path):

@@ -17,20 +17,19 @@ from amp_recipes import interrupts as module
 from amp_recipes.interrupts import Interrupts, RunInterrupted
 
 LOG_FROM_A_THREAD = module._log
-TERM, INT = signal.SIGTERM, signal.SIGINT
+TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+ALL = [TERM, INT, HUP, signal.SIGQUIT, USR1, signal.SIGUSR2, signal.SIGXCPU]
+DEFAULTS = {signum: signal.default_int_handler if signum == INT else signal.SIG_DFL for signum in ALL}
+by_name = pytest.mark.parametrize("signum", ALL, ids=lambda signum: signum.name)
 
 
 @pytest.fixture(autouse=True)
 def default_handlers():
     """As Python starts, and as a test has to leave them."""
-    before = {signum: signal.getsignal(signum) for signum in (TERM, INT)}
-    signal.signal(TERM, signal.SIG_DFL)
-    signal.signal(INT, signal.default_int_handler)
+    before = {signum: signal.signal(signum, default) for signum, default in DEFAULTS.items()}
     yield
-    left = {signum: signal.getsignal(signum) for signum in (TERM, INT)}
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
-    assert left == {TERM: signal.SIG_DFL, INT: signal.default_int_handler}
+    left = {signum: signal.signal(signum, handler) for signum, handler in before.items()}
+    assert left == DEFAULTS
     assert module._installed == [] and Interrupts._saves == 0
 
 
@@ -65,7 +64,7 @@ def ended(interrupts, signum):
     interrupts.requested = None
 
 
-@pytest.mark.parametrize("signum", [TERM, INT])
+@by_name
 def test_a_signal_is_noted_and_the_work_goes_on(signum, said):
     work = []
     with Interrupts() as interrupts:
@@ -80,20 +79,21 @@ def test_a_signal_is_noted_and_the_work_goes_on(signum, said):
     assert ("once more to exit at once" in line) == (signum == INT)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(TERM, 143), (INT, 130)])
-def test_leave_ends_the_process_with_the_code_of_the_signal(signum, code, caplog):
+@by_name
+def test_leave_ends_the_process_with_the_code_of_the_signal(signum, caplog):
     interrupts = Interrupts()
     with pytest.raises(SystemExit) as left, interrupts:
         signal.raise_signal(signum)
         interrupts.leave("epoch 2, step 3: saved")
-    assert isinstance(left.value, RunInterrupted) and left.value.code == code
+    assert isinstance(left.value, RunInterrupted) and left.value.code == 128 + signum
     assert str(left.value) == f"{signum.name}: epoch 2, step 3: saved" and str(left.value) in caplog.text
 
 
-@pytest.mark.parametrize(("signum", "code"), [(TERM, 143), (INT, 130)])
-def test_a_real_process_ends_with_the_code_of_the_signal(signum, code):
+@by_name
+def test_a_real_process_ends_with_the_code_of_the_signal(signum):
     script = """\
-import time
+import signal, sys, time
+signal.signal(int(sys.argv[1]), eval(f"signal.{sys.argv[2]}"))  # the tests may run under nohup
 from amp_recipes.interrupts import Interrupts
 with Interrupts() as interrupts:
     print("ready", flush=True)
@@ -102,14 +102,15 @@ with Interrupts() as interrupts:
     print("step finished", flush=True)
     interrupts.leave("saved")
 """
-    run = Program("-c", script, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    default = "default_int_handler" if signum == INT else "SIG_DFL"
+    run = Program("-c", script, int(signum), default, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert run.stdout.readline() == "ready\n"
         run.send_signal(signum)
         out, err = run.communicate(timeout=DEADLINE_SECONDS)
     finally:
         run.kill()
-    assert (run.returncode, out) == (code, "step finished\n")
+    assert (run.returncode, out) == (128 + signum, "step finished\n")
     assert f"{signum.name}: finishing the step" in err and f"{signum.name}: saved" in err and "Traceback" not in err
 
 
@@ -203,15 +204,50 @@ def test_an_exception_is_not_hidden_by_a_request():
         raise ValueError("mine")
 
 
+@pytest.mark.parametrize("signum", [INT, HUP, USR1], ids=lambda signum: signum.name)
 @pytest.mark.parametrize("mine", [signal.SIG_IGN, lambda *_: None], ids=["ignored", "own"])
-def test_ignored_signals_and_own_handlers_stay(mine):
-    signal.signal(INT, mine)
-    with Interrupts() as interrupts:
-        assert signal.getsignal(INT) == mine and signal.getsignal(TERM) == interrupts._note
-        signal.raise_signal(INT)
-        assert interrupts.requested is None
-    assert signal.getsignal(INT) == mine
-    signal.signal(INT, signal.default_int_handler)
+def test_ignored_signals_and_own_handlers_stay(mine, signum):
+    """nohup ignores SIGHUP."""
+    signal.signal(signum, mine)
+    with Interrupts(["SIGUSR1"]) as interrupts:
+        assert signal.getsignal(signum) == mine and signal.getsignal(TERM) == interrupts._note
+        signal.raise_signal(signum)
+        assert interrupts.requested is None and interrupts.save_requested is None
+    assert signal.getsignal(signum) == mine
+    signal.signal(signum, DEFAULTS[signum])
+
+
+@pytest.mark.parametrize("save_signals", ["[]", "['SIGUSR1']"])
+def test_a_handler_that_is_not_pythons_stays(save_signals):
+    """faulthandler's, and those of C libraries, of which `signal.getsignal` knows nothing."""
+    script = f"""
+import faulthandler, signal
+from amp_recipes.interrupts import Interrupts
+faulthandler.register(signal.SIGUSR1)
+with Interrupts({save_signals}) as interrupts:
+    signal.raise_signal(signal.SIGUSR1)
+    print(interrupts.requested, interrupts.save_requested)
+"""
+    ended = run_python("-c", script)
+    assert (ended.returncode, ended.stdout) == (0, "None None\n"), ended.stderr
+    assert "most recent call first" in ended.stderr
+
+
+def test_a_signal_that_means_save_and_go_on_asks_for_no_end(said):
+    with Interrupts(["SIGUSR1", "SIGXCPU"]) as interrupts:
+        assert interrupts.save_requested is None
+        signal.raise_signal(USR1)
+        assert (interrupts.save_requested, interrupts.requested) == (USR1, None)
+        interrupts.save_requested = None
+        signal.raise_signal(signal.SIGUSR2)  # the others still end the run
+        assert (interrupts.save_requested, interrupts.requested) == (None, signal.SIGUSR2)
+        signal.raise_signal(signal.SIGXCPU)
+        assert (interrupts.save_requested, interrupts.requested) == (signal.SIGXCPU, signal.SIGUSR2)
+        ended(interrupts, signal.SIGUSR2)
+    with interrupts:  # used again, it has forgotten
+        assert interrupts.save_requested is None
+    assert [line.partition(":")[0] for line in said] == ["SIGUSR2"]
+    assert copy.deepcopy(interrupts)._saves_at == interrupts._saves_at == {USR1, signal.SIGXCPU}
 
 
 def test_a_handler_that_the_recipe_sets_within_stays():
@@ -309,18 +345,20 @@ def test_a_copy_has_noted_nothing():
 
 @pytest.mark.parametrize("heeded", [True, False], ids=["in the loop", "at its end"])
 @pytest.mark.parametrize(("processes", "status"), [("2", 143), ("1", -signal.SIGTERM)])
-def test_a_second_sigterm_leaves_one_of_several_processes_its_exit_code(processes, status, heeded):
+@pytest.mark.parametrize("first", ["SIGTERM", "SIGUSR1"])
+def test_a_second_sigterm_leaves_one_of_several_processes_its_exit_code(processes, status, heeded, first):
     """torchrun sends it to all as soon as the first has ended; one process alone ends at once, as the user wants."""
     script = f"""
 import os, signal
 from amp_recipes.interrupts import Interrupts, RunInterrupted
 try:
     with Interrupts() as interrupts:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.{first})
         if {heeded}:
             interrupts.leave("saved")
 except RunInterrupted:
     os.kill(os.getpid(), signal.SIGTERM)
     raise
 """
-    assert run_python("-c", script, env={"WORLD_SIZE": processes}).returncode == status
+    expected = 128 + signal.Signals[first] if status > 0 else status
+    assert run_python("-c", script, env={"WORLD_SIZE": processes}).returncode == expected

@@ -212,16 +212,16 @@ class Interrupted(Regression):
         rank, in_stage, at = self.hparams.signal_at
         if (distributed.rank(), stage.name, self.step) == (rank, in_stage, at) and not self.sent:
             self.sent = True
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.hparams.number)
         return super().compute_forward(batch, stage)
 
 
-def interrupted(rank, folder, signal_at):
+def interrupted(rank, folder, signal_at, number=signal.SIGTERM):
     torch.manual_seed(0)
     runs = {"first": signal_at, "second": (9, "TRAIN", 0)}
     told = []
     for at in runs.values():
-        hparams = {"signal_at": at}
+        hparams = {"signal_at": at, "number": int(number)}
         brain = Interrupted(
             {"model": model()},
             lambda p: torch.optim.SGD(p, RATE),
@@ -267,6 +267,33 @@ def test_a_signal_on_one_rank_saves_and_ends_all_at_the_same_place(tmp_path, sig
     assert stopped[0][1] == stopped[1][1] < 18 and torch.equal(stopped[0][2], stopped[1][2])
     for (end, steps, now), (expected, all_steps) in zip(resumed, whole_of_signals, strict=True):
         assert (end, steps) == ("over", all_steps) and torch.equal(now, expected)
+
+
+@pytest.mark.parametrize("rank", [1, extended(0)])
+def test_any_end_signal_on_one_rank_ends_all_with_its_code(tmp_path, rank):
+    found = in_processes(interrupted, 2, str(tmp_path / "run"), (rank, "TRAIN", 3), signal.SIGUSR2)
+    assert [first[0] for first, _ in found] == [128 + signal.SIGUSR2] * 2
+
+
+def saving_at_a_signal(rank, folder, signal_at):
+    options = {"device": "cpu", "output_folder": folder, "seed": 1, "save_signals": ["SIGUSR2"]}
+    hparams = {"signal_at": signal_at, "number": int(signal.SIGUSR2)}
+    brain = Interrupted({"model": model()}, lambda p: torch.optim.SGD(p, RATE), hparams, options)
+    brain.sent = False
+    saved = []
+    save_inside_epoch = brain._checkpoints.save_inside_epoch
+    brain._checkpoints.save_inside_epoch = lambda meta: [saved.append(meta["step"]), save_inside_epoch(meta)]
+    data = Numbered(24)
+    brain.fit(EpochCounter(3), data, data, False, {"batch_size": 2, "shuffle": True}, {"batch_size": 2})
+    return saved, weights(brain), brain.optimizer_step
+
+
+@pytest.mark.parametrize("rank", [1, extended(0)])
+def test_a_signal_on_one_rank_that_means_save_and_go_on_saves_once_on_all(tmp_path, rank, whole_of_signals):
+    found = in_processes(saving_at_a_signal, 2, str(tmp_path / "run"), (rank, "TRAIN", 2))
+    assert found[0][0] == found[1][0] and len(found[0][0]) == 1 and 2 <= found[0][0][0] <= 4
+    for (_, now, steps), (expected, all_steps) in zip(found, whole_of_signals, strict=True):
+        assert steps == all_steps and torch.equal(now, expected)
 
 
 # ---------------------------------------------------------------------- each one's own state

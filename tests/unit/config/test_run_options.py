@@ -69,6 +69,7 @@ def test_a_value_is_converted_to_the_type_of_its_option(subtests):
         ("output_folder", 2024, "2024"),
         ("fp32_modules", ("a", "*.norm"), ["a", "*.norm"]),
         ("fp32_modules", "*.norm", ["*.norm"]),
+        ("save_signals", "SIGUSR1", ["SIGUSR1"]),
     ]:
         with subtests.test(name=name, given=given):
             converted = RunOptions(**{name: given})[name]
@@ -107,6 +108,9 @@ def test_a_value_of_the_wrong_type_or_range_is_refused_by_name(subtests):
         ("fp32_modules", [1]),
         ("fp32_modules", [["a"]]),
         ("fp32_modules", {"a": 1}),
+        ("save_signals", "SIGTERM"),
+        ("save_signals", ["SIGUSR1", "SIGUSER2"]),
+        ("save_signals", [10]),
     ]:
         refused = pytest.raises(ConfigError, match=rf"^here: {name} is .* must be ")
         with subtests.test(name=name, value=value), refused:

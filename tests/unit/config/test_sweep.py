@@ -409,8 +409,8 @@ def wait_for(folder, pattern):
 
 @pytest.mark.parametrize(
     ("signum", "passed_on"),
-    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)],
-    ids=["SIGTERM", "SIGINT", "SIGHUP"],
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143), (signal.SIGUSR1, 143)],
+    ids=["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"],
 )
 def test_a_signal_reaches_the_run_and_the_same_command_goes_on(recipe, folder, signum, passed_on):
     axes = ("act=relu,slow,tanh",)

@@ -359,12 +359,15 @@ def finish(process):
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_workers_go_on_reading_when_the_whole_group_is_signalled(number, tmp_path):
     process = run(
         """
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.signal(signal.SIGINT, lambda *_: None)
+        from amp_recipes.interrupts import Interrupts
+        for number in (signal.SIGTERM, signal.SIGHUP):  # the tests may run under nohup
+            signal.signal(number, signal.SIG_DFL)
+        signals = Interrupts()
+        signals.__enter__()
         batches = loader()
         seen = []
         for number, batch in enumerate(batches):
@@ -373,6 +376,7 @@ def test_workers_go_on_reading_when_the_whole_group_is_signalled(number, tmp_pat
                 say("ready")
                 sys.stdin.readline()
         assert seen == list(range(1000)), seen
+        assert signals.requested is not None
         say("all", len(seen))
         """,
         tmp_path=tmp_path,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_recipes.errors import ConfigError, FolderInUseError
+from amp_recipes.file_system import reason
 from amp_recipes.run_files import regular_only
 
 try:
@@ -36,7 +37,7 @@ LOCK_FILE = ".lock"
 # Each costs an open file. A process that makes more runs than this has long been through with the first ones.
 _MOST_HELD = 64
 # What file systems without locks answer (NFS without a lock service, some FUSE and cluster file systems).
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
 _HELD_BY_ANOTHER = frozenset({errno.EACCES, errno.EAGAIN})
 # How long a holder may take between taking the lock and having written its name.
 _NAME_WITHIN_SECONDS = 2.0
@@ -72,7 +73,7 @@ def lock_folder(folder: str | os.PathLike[str]) -> None:
                 _take(folder, path)
         except OSError as error:
             name = error.filename or folder / LOCK_FILE
-            raise ConfigError(f"output folder {folder} is not writable: {error.strerror} ({name}).") from error
+            raise ConfigError(f"output folder {folder} is not writable: {reason(error, folder)} ({name}).") from error
         while len(_held) > _MOST_HELD:
             _let_go(next(iter(_held)))
 

@@ -36,6 +36,7 @@ from amp_recipes.config import (
 from amp_recipes.early_stopping import MetricWatch
 from amp_recipes.ema import WeightAverage
 from amp_recipes.errors import ConfigError
+from amp_recipes.file_system import check_file_system
 from amp_recipes.folder_lock import lock_folder
 from amp_recipes.gradient_reach import GradientReach
 from amp_recipes.hooks import Hooks, Stage
@@ -241,6 +242,7 @@ class RunSetup(Hooks, OptionFields):
             return  # somebody else's run, to evaluate
         lock_folder(folder)
         if not self.debug:
+            check_file_system(folder)
             ensure_experiment_directory(folder, hparams, options)
 
     def _set_up_checkpoints(self, checkpointer: Checkpointer | None) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from amp_recipes.checkpoint.hashed_file import HashedFile, file_sha256
 from amp_recipes.checkpoint.state_format import PackedState, file_header, write_state
 from amp_recipes.errors import CheckpointError, ConfigError
+from amp_recipes.file_system import FULL, fsync_folder, out_of_inodes, reason, size_text
 from amp_recipes.run_files import regular_only
 
 META_FILE = "meta.json"
@@ -35,7 +36,6 @@ TEMPORARY_PREFIX = ".tmp-"
 _FOLDER_PATTERN = re.compile(r"CKPT\+(\d+)")
 _MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 _TEXT_CHARACTERS = 1 << 26  # of a manifest or meta.json, which name every recoverable
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ def write_folder(
 ) -> None:  # fmt: skip
     """Put a checkpoint under the name `target`; when this returns it survives a crash or a power loss.
 
+    (The latter not where the file system has no fsync of folders.)
     states: what to write, by the file's name without its suffix; ready: name -> file that lies in another checkpoint,
     and its sha256: a second name of it, or a copy, does.
     Raises OSError if the disk fails (DiskFull if it has no room for it); nothing of it is left then.
@@ -131,13 +132,17 @@ def write_folder(
             sums.update(others.end())
         sums[META_FILE] = _write_text(temporary / META_FILE, meta_text)
         _write_text(temporary / MANIFEST_FILE, "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
-        _fsync_folder(temporary)
+        fsync_folder(temporary)
         os.rename(temporary, target)
         renamed = True
-        _fsync_folder(target.parent)
+        fsync_folder(target.parent)
     except BaseException as error:
+        # Asked while the half-written files are there, which have the last inodes.
+        no_inodes = out_of_inodes(error, target.parent) if isinstance(error, OSError) else ""
         _withdraw(temporary, target if renamed else None)
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if no_inodes:
+            raise DiskFull(errno.ENOSPC, no_inodes) from error
+        if isinstance(error, OSError) and error.errno in FULL:
             # After the half-written files are gone, so that it tells what there is to gain.
             raise _disk_full(needed, shutil.disk_usage(target.parent).free) from error
         raise
@@ -163,16 +168,7 @@ def _put_copy(file: Path, copy: Path) -> None:
 
 
 def _disk_full(needed: int, free: int) -> DiskFull:
-    return DiskFull(errno.ENOSPC, f"disk full (needs {_size(needed)}, free {_size(free)})")
-
-
-def _size(count: int) -> str:
-    """Bytes as people read them: 512 bytes, 4.2 kB, 112 kB, 12.0 MB."""
-    if count < 1000:
-        return f"{count} bytes"
-    if count < 999_500:
-        return f"{count / 1e3:.{0 if count >= 9950 else 1}f} kB"
-    return f"{count / 1e6:.1f} MB" if count < 999_950_000 else f"{count / 1e9:.1f} GB"
+    return DiskFull(errno.ENOSPC, f"disk full (needs {size_text(needed)}, free {size_text(free)})")
 
 
 def _withdraw(temporary: Path, target: Path | None) -> None:
@@ -193,22 +189,12 @@ def _write_text(path: Path, text: str) -> str:
         file.close()
 
 
-def _fsync_folder(path: Path) -> None:
-    if os.name != "posix":  # Windows cannot open a folder, and orders its metadata itself
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def make_folder(path: Path) -> None:
     """Make `path`, and what is above it, where it is missing; it survives a power loss too. Raises OSError."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
-        _fsync_folder(folder.parent)
+        fsync_folder(folder.parent)
 
 
 def check_writable(path: Path) -> None:
@@ -219,7 +205,7 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise CheckpointError(
-            f"Checkpoint folder {str(path)!r} is not writable ({error.strerror}). "
+            f"Checkpoint folder {str(path)!r} is not writable ({reason(error, path)}). "
             "Give the run an output folder that this user may write to."
         ) from error
 

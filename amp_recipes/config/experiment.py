@@ -29,6 +29,7 @@ from amp_recipes.config.hparams import (
 )
 from amp_recipes.config.run_options import OPTION_NAMES, RunOptions
 from amp_recipes.errors import ConfigError
+from amp_recipes.file_system import reason
 from amp_recipes.folder_lock import lock_folder
 from amp_recipes.run_files import regular_only, write_atomically
 
@@ -115,7 +116,9 @@ def _prepare(folder: Path, start: _Start) -> None:
             write_atomically(folder / name, content)
         log_to(folder / LOG_FILE)
     except OSError as error:
-        raise ConfigError(f"output folder {folder} is not writable: {error.strerror} ({error.filename}).") from error
+        raise ConfigError(
+            f"output folder {folder} is not writable: {reason(error, folder)} ({error.filename})."
+        ) from error
     for text in warnings:
         logger.warning("%s", text)
     _prepared[_key(folder)] = None

@@ -316,7 +316,7 @@ def test_a_process_keeps_only_its_latest_locks(tmp_path):
     assert not any(map(is_free, folders[-2:]))
 
 
-@pytest.mark.parametrize("code", ["ENOLCK", "ENOSYS", "EOPNOTSUPP"])
+@pytest.mark.parametrize("code", ["ENOLCK", "ENOSYS", "EOPNOTSUPP", "EINVAL"])
 def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog, code):
     number = getattr(folder_lock.errno, code)
 

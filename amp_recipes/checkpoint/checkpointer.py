@@ -31,6 +31,7 @@ from amp_recipes.checkpoint.folder import (
     read_contents,
     remove_leftovers,
     verify_all,
+    warn_of_damage,
     write_folder,
 )
 from amp_recipes.checkpoint.loading import (
@@ -327,7 +328,7 @@ class Checkpointer:
         self.wait()
         found, damaged = self._scan()
         for path, what in damaged.items():
-            _warn_of_damage(path, what)
+            warn_of_damage(path, what)
         return found
 
     def find_checkpoint(self, min_key: str | None = None, max_key: str | None = None) -> Checkpoint | None:
@@ -362,9 +363,8 @@ class Checkpointer:
     def recover_if_possible(self, min_key: str | None = None, max_key: str | None = None) -> Checkpoint | None:
         """Give every recoverable its state from the chosen checkpoint; None if there is no checkpoint yet.
 
-        min_key, max_key: as in `find_checkpoint`. The files are compared with their sha256; a damaged checkpoint, or
-        one whose trained weights or optimizer are not finite, is warned about and the next one taken (the next newest,
-        or the next best by the key).
+        min_key, max_key: as in `find_checkpoint`. The files are compared with their sha256; one that is damaged, or has
+        diverged (trained weights that are not finite), is warned about and the next newest, or next best, taken.
         Raises CheckpointError if checkpoints exist but none can be used, if a state is missing, if a module's keys
         or shapes (an optimizer's groups) are others, or if an object does not take its state; all objects are then
         as they were.
@@ -379,7 +379,7 @@ class Checkpointer:
 
         found, candidates, damaged = crew.on_main(look)
         for path, what in damaged.items():
-            _warn_of_damage(path, what)
+            warn_of_damage(path, what)
         for chosen in candidates:
             # Each process knows the folder under its own path.
             chosen = Checkpoint(self.checkpoints_dir / chosen.path.name, chosen.number, chosen.meta)
@@ -387,7 +387,7 @@ class Checkpointer:
                 states = self._read_fitting(chosen, crew)
             except Damaged as error:
                 damaged[chosen.path] = str(error)
-                _warn_of_damage(chosen.path, str(error))
+                warn_of_damage(chosen.path, str(error))
                 continue
             self._load(chosen, states, crew)
             return chosen
@@ -498,7 +498,3 @@ def _refuse_other_formats(path: Path, contents: Contents) -> None:
             f"{path} has format version {version}, which was only used before the first release; this amp_recipes "
             f"reads {FORMAT_VERSION}. Give another output folder to start afresh."
         )
-
-
-def _warn_of_damage(path: Path, what: str) -> None:
-    warnings.warn(f"Checkpoint {path} is damaged and left out: {what}.", stacklevel=3)

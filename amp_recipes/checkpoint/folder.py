@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,6 +294,11 @@ def _text_of(file: Path) -> str:
     if len(text) > _TEXT_CHARACTERS:
         raise ValueError(f"it has more than {_TEXT_CHARACTERS:,} characters")
     return text
+
+
+def warn_of_damage(path: Path, what: str) -> None:
+    """Say that a checkpoint is passed over."""
+    warnings.warn(f"Checkpoint {path} is damaged and left out: {what}.", stacklevel=3)
 
 
 def read_manifest(path: Path) -> dict[str, str]:

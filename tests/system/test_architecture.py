@@ -32,6 +32,8 @@ LAYERS = {
     "recipe_state": 0,
     "transient_buffers": 0,
     "outstanding_gradients": 0,
+    "gradient_reach": 0,
+    "file_system": 0,
     "randomness": 0,
     "config": 1,
     "checkpoint": 1,
@@ -62,7 +64,7 @@ LAYERS = {
     "cli": 12,
 }
 # Inside layer 0 these may be imported by their neighbours: they hold no decisions, only words that all rooms share.
-SHARED = {"records", "host_copy", "module_names", "randomness", "run_files", "sharded_tensors"}
+SHARED = {"records", "host_copy", "module_names", "randomness", "run_files", "sharded_tensors", "file_system"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -45,7 +45,7 @@ class Recipe(Brain):
         assert_type(self.grad_accumulation_factor, int)
         assert_type(self.fp32_modules, list[str])
         assert_type(self.device, torch.device)
-        self.max_grad_nrom  # type: ignore[attr-defined]
+        print(self.max_grad_nrom)  # type: ignore[attr-defined]
 
 
 def main(argv: list[str] | None = None) -> None:

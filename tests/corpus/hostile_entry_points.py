@@ -311,6 +311,9 @@ TRAVELS = [
             "by_attribute_of_a_class": "\nf: !name:tools.Tool\nx: !ref <f.main>",
             "by_attribute_of_a_module": "\nf: !module:train\nx: !ref <f.main>",
             "by_attribute_of_a_partial": f"\nf: !name:tools.wrapper [{WORDS}]\nx: !ref <f.func.__globals__>",
+            "by_a_wrapper_of_amp_recipes": f"\nf: !apply:amp_recipes.fwd_default_precision [!name:train.main ]\n"
+            f"x: {OF_A_REFERENCE}",
+            "by_custom_fwd": f"\nf: !apply:amp_recipes.custom_fwd [!name:train.main ]\nx: {OF_A_REFERENCE}",
             "by_copy": "\nf: !name:train.main\nx: !copy <f>",
             "by_alias_of_yaml": "\nf: &f !name:train.main\nx: [*f]",
             "by_merge_key": f"\nf: &f {{collate_fn: !name:train.main [{WORDS}]}}\nx: {{<<: *f}}",

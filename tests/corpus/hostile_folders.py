@@ -40,18 +40,12 @@ IN_HERE = {"evil.py": EVIL, **OWN}
 REPLAYS = [
     Attack(f"replay_{name}", files={**OWN, **files}, command=command, words=REPLAY, links=links)
     for name, files, links, command in [
-        ("torchrun_without_python", {}, {}, recorded(words=SHELL, module="torch.distributed.run")),
-        ("torchrun_by_its_older_name", {}, {},
-         recorded(words=("--use-env", *SHELL), module="torch.distributed.launch")),
-        ("torchrun_of_another_script", {}, {}, recorded(words=("@OUTSIDE@/evil.py",), module="torch.distributed.run")),
-        ("torchrun_of_a_module", {}, {},
-         recorded(words=("-m", "cProfile", "@OUTSIDE@/evil.py"), module="torch.distributed.run")),
+        ("script_outside", {}, {}, recorded("@OUTSIDE@/evil.py", sha256=of("@OUTSIDE@/evil.py"))),
         ("module_that_runs_a_word", {}, {}, recorded(words=("@OUTSIDE@/evil.py",), module="cProfile")),
         ("module_of_the_debugger", {}, {}, recorded(words=("-c", f"p {EVIL}", "-c", "q", "train.py"), module="pdb")),
         ("module_that_is_a_file_of_the_folder", {"hostile_tool.py": EVIL}, {}, recorded(module="hostile_tool")),
         ("module_that_is_a_package_of_the_folder", {"hostile/__main__.py": EVIL}, {}, recorded(module="hostile")),
         ("module_that_looks_like_an_option", {}, {}, recorded(module="-c", words=(EVIL,))),
-        ("script_outside", {}, {}, recorded("@OUTSIDE@/evil.py", sha256=of("@OUTSIDE@/evil.py"))),
         ("script_outside_with_another_scripts_sum", {}, {},
          recorded("@OUTSIDE@/evil.py", sha256={"@OUTSIDE@/evil.py": "@SHA256:@HERE@/train.py@"})),
         ("script_outside_by_two_dots", {}, {},
@@ -85,6 +79,12 @@ REPLAYS = [
         ("startup_file_in_the_environment", {"there/evil.py": EVIL}, {},
          recorded(env={"PYTHONSTARTUP": "@HERE@/there/evil.py", "PYTHONINSPECT": "1"})),
         ("interpreter_in_the_command", {}, {}, recorded(executable="@OUTSIDE@/evil.sh", python="@OUTSIDE@/evil.sh")),
+        ("torchrun_without_python", {}, {}, recorded(words=SHELL, module="torch.distributed.run")),
+        ("torchrun_by_its_older_name", {}, {},
+         recorded(words=("--use-env", *SHELL), module="torch.distributed.launch")),
+        ("torchrun_of_another_script", {}, {}, recorded(words=("@OUTSIDE@/evil.py",), module="torch.distributed.run")),
+        ("torchrun_of_a_module", {}, {},
+         recorded(words=("-m", "cProfile", "@OUTSIDE@/evil.py"), module="torch.distributed.run")),
     ]
 ]  # fmt: skip
 YAML_OF_THE_FOLDER = ("@HERE@/nonfinite-3/evil.yaml", "--trust=os")
@@ -248,12 +248,12 @@ NAMES = [
 # What a checkpoint's `meta.json` must not be believed to be.
 METAS: dict[str, dict[str, Any]] = {
     "fit_is_a_text": {"fit": "x"},
+    "best_by_is_a_list": {"best_by": [1, 2]},
     "fit_is_a_list": {"fit": [1]},
     "fit_is_nothing": {"fit": None},
     "fit_is_infinite": {"fit": float("inf")},
     "fit_is_nan": {"fit": float("nan")},
     "fit_is_negative": {"fit": -1},
-    "best_by_is_a_list": {"best_by": [1, 2]},
     "best_by_is_a_text": {"best_by": "loss"},
     "best_by_is_nothing": {"best_by": None},
     "best_by_is_empty": {"best_by": {}},

@@ -134,7 +134,8 @@ def _replay_arguments(parser: argparse.ArgumentParser) -> None:
 def _replay(arguments: argparse.Namespace) -> int:
     command = read_command(arguments.folder)
     words = [*command["words"], f"--replay={arguments.folder.resolve()}"]
-    start = ["-m", command["module"]] if command["module"] else [command["script"]]
+    script = Path(command["cwd"], command["script"])
+    start = ["-m", command["module"]] if command["module"] else [str(script)]
     shown_command = one_line(shlex.join(["python", *start, *words]))
     print(f"in {one_line(command['cwd'])}:\n  {shown_command}", file=sys.stderr, flush=True)
     reasons = {**command["not_vouched_for"], **dict.fromkeys(trust_in(words), "the run trusted it with --trust")}
@@ -148,7 +149,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     if command["masked"]:
         masked = one_line(", ".join(command["masked"]))
         print(f"not in the folder, give them again: {masked}", file=sys.stderr, flush=True)
-    return _start(Path(command["script"]), words, command["cwd"], command["module"])
+    return _start(script, words, command["cwd"], command["module"])
 
 
 def _start(script: Path, words: Sequence[str], folder: str | None = None, module: str | None = None) -> int:
@@ -156,10 +157,13 @@ def _start(script: Path, words: Sequence[str], folder: str | None = None, module
 
     module: its name, where it was started by `python -m`.
     """
-    if not Path(folder or "", script).is_file():
+    if not script.is_file():
         raise ConfigError(f"there is no script {script}; expected the recipe's script, such as train.py.")
     start = ["-m", module] if module else [str(script)]
-    return subprocess.run([sys.executable, *start, *words], cwd=folder).returncode
+    try:
+        return subprocess.run([sys.executable, *start, *words], cwd=folder).returncode
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}; expected the folder in which the run was started.") from error
 
 
 # ---------------------------------------------------------------------- ops

@@ -144,9 +144,18 @@ def standard_objects() -> dict[str, Any]:
     return found | {name: getattr(builtins, name) for name in STANDARD["builtins"].split()}
 
 
-@functools.cache
 def torch_objects() -> dict[str, Any]:
     """Every public name of torch that a YAML may use, with its object."""
+    return _torch_objects(_has_exchanged())
+
+
+def _has_exchanged() -> bool:
+    """Whether torch has put others in the place of some functions (`manual_seed`): it does so when it imports this."""
+    return "torch._dynamo" in sys.modules
+
+
+@functools.cache
+def _torch_objects(exchanged: bool) -> dict[str, Any]:
     found = _listed(TORCH)
     found |= {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     found |= _classes(nn, nn.Module, "torch.nn.modules.")
@@ -167,10 +176,14 @@ def amp_recipes_objects() -> dict[str, Any]:
     return _listed(AMP_RECIPES)
 
 
-@functools.cache
 def listed_keys() -> frozenset[int]:
     """The keys of the objects of torch and of the standard library, whose modules stay as long as the process."""
-    values = [*torch_objects().values(), *standard_objects().values()]
+    return _listed_keys(_has_exchanged())
+
+
+@functools.cache
+def _listed_keys(exchanged: bool) -> frozenset[int]:
+    values = [*_torch_objects(exchanged).values(), *standard_objects().values()]
     return frozenset(key_of(value) for value in values if inspect.isclass(value) or inspect.isroutine(value))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,12 +38,20 @@ def checked(folder: Path, command: Any) -> dict[str, Any]:
         )
     given = command if isinstance(command, dict) else {}
     words, module, masked = given.get("words"), given.get("module"), given.get("masked", [])
-    lists = all(isinstance(them, list) and all(isinstance(it, str) for it in them) for them in (words, masked))
+    lists = all(isinstance(them, list) and all(map(_is_word, them)) for them in (words, masked))
     is_module = module is None or (isinstance(module, str) and _MODULE.fullmatch(module) is not None)
-    if not (lists and is_module and all(isinstance(given.get(key), str) for key in ("script", "cwd"))):
+    if not (lists and is_module and all(_is_word(given.get(key)) for key in ("script", "cwd"))):
         raise CheckpointError(f"{folder}: its command is {command!r}; expected a script or module, words and a cwd.")
     kept = {"script": given["script"], "module": module, "words": words, "cwd": given["cwd"], "masked": masked}
     return {**kept, "not_vouched_for": _not_vouched_for(Path(folder), kept, given.get("sha256"))}
+
+
+def _is_word(value: Any) -> bool:
+    """Whether a value is text that a program can be given."""
+    try:
+        return isinstance(value, str) and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def _not_vouched_for(folder: Path, command: dict[str, Any], digests: Any) -> dict[str, str]:
@@ -52,9 +61,12 @@ def _not_vouched_for(folder: Path, command: dict[str, Any], digests: Any) -> dic
     working folder, outside of the run, unchanged; as a module, where that script is what the module's name means there.
     """
     here, run = Path.cwd().resolve(), folder.resolve().parent
-    cwd = Path(command["cwd"]).resolve()
-    script = (cwd / command["script"]).resolve()
     module = command["module"]
+    try:
+        cwd = Path(command["cwd"]).resolve()
+        script = (cwd / command["script"]).resolve()
+    except OSError as error:  # a name that is too long, a ring of links
+        return {module or command["script"]: f"{error.strerror}"}
     digest = digests.get(command["script"]) if isinstance(digests, dict) else None
     path = cwd.joinpath(*(module or "").split("."))
     if here not in (cwd, *cwd.parents) or here not in script.parents:

@@ -5,13 +5,13 @@ import inspect
 import os
 import pydoc
 import re
+import subprocess
 import sys
 import types
 
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # replaces torch.manual_seed, which the first list of names would not know
 from work import at_most
 
 import amp_recipes.data.streams  # noqa: F401  (its listed names are checked below)
@@ -41,7 +41,6 @@ RECIPE = """
 import builtins, collections, datetime, enum, functools, importlib, math, os, pathlib, pickle, subprocess, sys, typing
 import numpy as np
 import torch
-import torch._dynamo  # replaces torch.manual_seed, which the first list of names would not know
 import torch.nn.functional as F
 from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
@@ -957,3 +956,17 @@ def test_naming_does_not_import_what_is_refused(trust):
         with pytest.raises((NotTrusted, NotFound)):
             trust.locate(name)
     assert not {name for name in set(sys.modules) - before if not name.startswith("my_")}
+
+
+@pytest.mark.extended  # a fresh interpreter: in this one others have imported it
+def test_what_torch_exchanges_when_it_imports_dynamo_may_be_named_before_and_after():
+    code = (
+        "import sys, torch\n"
+        "from amp_recipes.config.trust import Trust\n"
+        "before = Trust().locate('torch.manual_seed')\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "import torch._dynamo\n"
+        "assert Trust().locate('torch.manual_seed') is torch.manual_seed is not before\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 from difflib import get_close_matches
 from typing import Any
 
@@ -16,6 +18,9 @@ from amp_recipes.data.samplers import EpochShuffle, shares_itself
 from amp_recipes.data.streams import StreamLoader
 from amp_recipes.errors import ConfigError, DataError
 
+logger = logging.getLogger(__name__)
+
+_WORKERS_PER_CORE = 16  # more than reading from a slow disk can use
 _ACCEPTED = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in ("self", "dataset")]
 
 
@@ -39,11 +44,13 @@ def make_loader(
         the last ones of an epoch are of even size, and if fewer samples than processes are left, some are repeated. An
         IterableDataset splits itself.
     loader_kwargs: any argument of torch's DataLoader; what is given wins. With a `generator`, torch shuffles
-        by it. With workers, `timeout` is 300 seconds by default. SpeechBrain's DynamicItemDataset gets its
+        by it. Of more than 16 workers for each core, those are not started, with a warning. With workers, `timeout` is
+        300 seconds by default. SpeechBrain's DynamicItemDataset gets its
         `PaddedBatch` as the default `collate_fn`.
     Raises ConfigError for arguments that DataLoader does not take, DataError for no samples or no batches.
     """
     _refuse_unknown(loader_kwargs, name)
+    _bound_workers(loader_kwargs, name)
     iterable = isinstance(dataset, IterableDataset)
     ordered = any(loader_kwargs.get(key) is not None for key in ("sampler", "batch_sampler"))
     _refuse_empty(dataset, name, needs_length=not (iterable or ordered))
@@ -102,6 +109,22 @@ def set_epoch(loader: Any, epoch: int) -> None:
     for part in {id(part): part for part in parts}.values():
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
+
+
+def _bound_workers(loader_kwargs: dict[str, Any], name: str) -> None:
+    """Hundreds of processes, which a number in a YAML starts, would take the memory of a small machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    given, most = loader_kwargs.get("num_workers"), _WORKERS_PER_CORE * cores
+    if isinstance(given, int) and given > most:
+        loader_kwargs["num_workers"] = most
+        logger.warning(
+            "%s: num_workers=%d is too many for %d cores; %d are started (%d for each)",
+            name,
+            given,
+            cores,
+            most,
+            _WORKERS_PER_CORE,
+        )
 
 
 def _refuse_unknown(loader_kwargs: dict[str, Any], name: str) -> None:

@@ -1,6 +1,7 @@
 """Loaders repeat by (seed, epoch), leave the global generators alone, and refuse what cannot train."""
 
 import json
+import os
 import random
 from itertools import zip_longest
 
@@ -426,3 +427,12 @@ def test_other_start_methods_read_the_same(method):
     expected = [batch[0].tolist() for batch in begin(make(batch_size=4), 1)]
     started = make(batch_size=4, num_workers=1, multiprocessing_context=method)
     assert [batch[0].tolist() for batch in begin(started, 1)] == expected
+
+
+def test_hundreds_of_workers_are_not_started(monkeypatch, caplog):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    loader = make_loader([0, 1, 2], shuffle=False, seed=0, device="cpu", name="Training set", num_workers=300)
+    assert loader.num_workers == 32 and "Training set: num_workers=300 is too many for 2 cores; 32" in caplog.text
+    caplog.clear()
+    assert make_loader([0, 1, 2], shuffle=False, seed=0, device="cpu", num_workers=32).num_workers == 32
+    assert not caplog.text

@@ -76,13 +76,21 @@ class RunData(RunReport):
 
     def _batches_of(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Iterable[Any]:
         make = functools.partial(self.make_dataloader, stage=stage)
-        batches = as_batches(data, _SET_NAMES[stage], loader_kwargs, make)
+        try:
+            batches = as_batches(data, _SET_NAMES[stage], loader_kwargs, make)
+        except ConfigError as error:
+            raise ConfigError(f"{self._place_of_argument(str(error), loader_kwargs)}{error}") from error.__cause__
         if length(batches) == 0:
             raise DataError(f"{_SET_NAMES[stage]} is empty: its {type(data).__name__} holds no batch.")
         self._warn_of_repeated_reading(batches, stage)
         if getattr(batches, "num_workers", 0) and hasattr(batches, "stop"):  # a signal need not wait for a slow batch
             batches.stop = functools.partial(self._may_leave, stage)
         return batches
+
+    def _place_of_argument(self, message: str, loader_kwargs: Mapping[str, Any]) -> str:
+        """Where the YAML gives the first loader kwarg that a message names; empty where it gives none of them."""
+        places = (self._place_in_yaml(name, value) for name, value in loader_kwargs.items() if name in message)
+        return next(filter(None, places), "")
 
     def _to_device(self, batch: Any) -> Any:
         return to_device(batch, self.device, non_blocking=self.device.type == "cuda")

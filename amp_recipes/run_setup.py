@@ -26,6 +26,7 @@ from amp_recipes.checkpoint import (
     plain_problem,
 )
 from amp_recipes.config import (
+    Hparams,
     Purpose,
     RunOptions,
     ensure_experiment_directory,
@@ -98,6 +99,7 @@ class RunSetup(Hooks, OptionFields):
         for message in [*near_misses(hparams), *unheeded(hparams)]:
             logger.warning("hparams: %s", message)
         self.hparams = SimpleNamespace(**hparams)
+        self._place_in_yaml = loaded.place_of if isinstance(loaded, Hparams) else lambda name, value: ""
         self.opt_class = opt_class
         self.device = distributed.pick_device(self.run_opts.device)
         self.distributed_launch = distributed.launched()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from traceback import format_exception
 from typing import Any, Literal
 
 from ruamel.yaml import YAML
@@ -41,6 +43,7 @@ from amp_recipes.config.run_options import (
 from amp_recipes.config.yaml_help import keys_help
 from amp_recipes.distributed import show_ranks_in_errors
 from amp_recipes.errors import CheckpointError, ConfigError, DataError
+from amp_recipes.user_code import lies_with_the_user
 
 # Words of the command line that are no run options: a YAML cannot say them. Those with a dash are also known with `_`.
 FLAGS = {
@@ -409,20 +412,28 @@ def _print_help(positional: Sequence[str]) -> None:
 def _show_mistakes_plainly() -> None:
     """Let a user's mistake that ends the script be its message alone: the way through the loader would only hide it.
 
-    One that came from an exception in the recipe's own code keeps its traceback.
+    One that came from an exception in the recipe's own code keeps its traceback; of a library's, the message is enough.
     """
     before = sys.excepthook
     if getattr(before, "shows_mistakes_plainly", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        if isinstance(error, (ConfigError, DataError, CheckpointError)) and error.__cause__ is None:
+        if isinstance(error, (ConfigError, DataError, CheckpointError)) and not _is_of_own_code(error.__cause__):
             print(printable(f"{Path(sys.argv[0]).name}: {error}"), file=sys.stderr)
         else:
             before(kind, error, traceback)
 
     hook.shows_mistakes_plainly = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def _is_of_own_code(cause: BaseException | None) -> bool:
+    """Whether an exception came out of the recipe's own files; of another process, its traceback is text."""
+    if cause is None:
+        return False
+    files = re.findall(r'^ *File "(.+)", line \d+', "".join(format_exception(cause)), re.MULTILINE)
+    return any(map(lies_with_the_user, files))
 
 
 def help_parser() -> argparse.ArgumentParser:

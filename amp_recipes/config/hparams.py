@@ -66,6 +66,23 @@ class Hparams(dict[str, Any]):
         self.trust = trust
         self.sources = dict(sources or {})
 
+    def place_of(self, name: str, value: Any) -> str:
+        """Where the YAML gives an argument that value: `x.yaml:12: loader_kwargs.batch_size: `; empty if it does not.
+
+        The line is that of the mapping that holds it.
+        """
+        found = [key for key in self.sources if key.rpartition(".")[2] == name and self._value_at(key) == value]
+        if not found:
+            return ""
+        key = max(found, key=lambda key: key.count("."))  # others are what it refers to
+        return f"{self.sources[key.rpartition('.')[0] or key]}: {key}: "
+
+    def _value_at(self, key: str) -> Any:
+        value: Any = self
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
 
 @dataclass
 class Loaded:

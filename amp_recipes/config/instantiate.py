@@ -9,6 +9,7 @@ deep construction that it switches on in PyYAML and ruamel for the whole process
 from __future__ import annotations
 
 import functools
+import inspect
 import pydoc
 import threading
 from collections.abc import Callable
@@ -19,10 +20,11 @@ import ruamel.yaml
 import yaml as pyyaml
 from hyperpyyaml import load_hyperpyyaml
 
+from amp_recipes.config.late_building import LateClass, raise_unbuilt
 from amp_recipes.config.nodes import KeyPath, Mapping, Node, Scalar, Sequence, Unknown, dotted
 from amp_recipes.config.tags import ATTRIBUTE, TUPLE
 from amp_recipes.config.trust import Trust
-from amp_recipes.errors import AmpRecipesError, ConfigError
+from amp_recipes.errors import ConfigError
 
 _one_at_a_time = threading.Lock()
 
@@ -61,13 +63,15 @@ class _Builder:
         try:
             if _is_attribute(node):
                 return self._trust.attribute(*values)
-            return self._construct(node, values)
+            found = self._construct(node, values)
         except Exception as error:  # the code that the YAML names may raise anything
-            key = f"{dotted(path)}: " if path else ""
-            what = f"attribute {values[1]!r} cannot be read" if _is_attribute(node) else f"{node.tag} cannot be built"
-            # What the framework says is for people already: the way there would only hide it.
-            cause = None if isinstance(error, AmpRecipesError) else error
-            raise ConfigError(f"{node.source}: {key}{what}: {_words_of(error)}") from cause
+            if _is_attribute(node):
+                raise_unbuilt(f"{_place(node, path)}attribute {values[1]!r}", error, "cannot be read")
+            raise_unbuilt(f"{_place(node, path)}{node.tag}", error)
+        if type(found) is functools.partial and inspect.isclass(found.func):
+            found = LateClass(found.func, *found.args, **found.keywords)
+            found.place = f"{_place(node, path)}{node.tag}"
+        return found
 
     def _values_below(self, node: Scalar | Sequence | Mapping, path: KeyPath) -> Any:
         if isinstance(node, Mapping):
@@ -130,8 +134,8 @@ def _is_same(found: Any, target: Any) -> bool:
     return found is target
 
 
-def _words_of(error: Exception) -> str:
-    return str(error) if isinstance(error, AmpRecipesError) else f"{type(error).__name__}: {error}"
+def _place(node: Node, path: KeyPath) -> str:
+    return f"{node.source}: {dotted(path)}: " if path else f"{node.source}: "
 
 
 class _Collector:

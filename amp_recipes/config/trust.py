@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from amp_recipes.config.entry_points import reads_command_line
+from amp_recipes.config.late_building import LateClass
 from amp_recipes.config.mistakes import did_you_mean
 from amp_recipes.config.module_files import (
     bare_folder,
@@ -446,7 +447,7 @@ def _subject(value: Any) -> Any:
     while True:
         if type(value) is MethodType:
             value = value.__func__
-        elif type(value) is functools.partial:
+        elif type(value) in (functools.partial, LateClass):
             value = value.func
         else:
             return value if inspect.isclass(value) or inspect.isroutine(value) else type(value)

@@ -21,8 +21,8 @@ from torch import is_grad_enabled, nn
 
 from amp_recipes.numerics.observe import ACCUMULATE_GRAD, OpWatch, Place, running_node, tensors_in
 from amp_recipes.numerics.op_kinds import KINDS, OpKind, op_kind
-from amp_recipes.numerics.user_code import Line
 from amp_recipes.precision import autocast
+from amp_recipes.user_code import Line
 
 Asker = Literal["autocast", "user", "pin", "script", "backward"]
 

@@ -9,7 +9,7 @@ from amp_recipes.numerics.hazard_list import Found, Hazard
 from amp_recipes.numerics.hazard_modules import note_modules
 from amp_recipes.numerics.hazard_ops import OpHazards
 from amp_recipes.numerics.trial import Trial, Window
-from amp_recipes.numerics.user_code import Line, user_line
+from amp_recipes.user_code import Line, user_line
 
 __all__ = ["Hazard", "find_hazards"]
 

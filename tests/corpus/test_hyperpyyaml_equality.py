@@ -19,6 +19,7 @@ from recipe_runs import recipe_modules
 from repository import REPOSITORY
 
 from amp_recipes.config import load_hparams, seed_everything
+from amp_recipes.config.late_building import LateClass
 from amp_recipes.errors import ConfigError
 
 TRUST = (__name__,)  # the classes and functions below
@@ -616,7 +617,9 @@ class Comparison:
         self.twins, self.alive = {}, []
 
     def check(self, ours, theirs, path="hparams"):
-        assert type(ours) is type(theirs), f"{path}: {ours!r} is no {type(theirs).__name__} like {theirs!r}"
+        # A partial of a class that tells its place when the object cannot be built (docs/configuration.md).
+        kind = functools.partial if isinstance(ours, LateClass) else type(ours)
+        assert kind is type(theirs), f"{path}: {ours!r} is no {type(theirs).__name__} like {theirs!r}"
         if ours is None or isinstance(ours, str | bytes | int | float | datetime.date):
             assert ours == theirs or (ours != ours and theirs != theirs), f"{path}: {ours!r} is not {theirs!r}"
         elif isinstance(ours, type | types.ModuleType | types.BuiltinFunctionType | types.FunctionType | torch.dtype):

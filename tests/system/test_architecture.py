@@ -19,6 +19,7 @@ LAYERS = {
     "host_copy": 0,
     "module_names": 0,
     "sharded_tensors": 0,
+    "user_code": 0,
     "distributed": 0,
     "folder_lock": 0,
     "interrupts": 0,
@@ -64,7 +65,7 @@ LAYERS = {
     "cli": 12,
 }
 # Inside layer 0 these may be imported by their neighbours: they hold no decisions, only words that all rooms share.
-SHARED = {"records", "host_copy", "module_names", "randomness", "run_files", "sharded_tensors", "file_system"}
+SHARED = {"records", "host_copy", "module_names", "randomness", "run_files", "sharded_tensors", "file_system", "user_code"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -178,3 +178,56 @@ def test_a_sweep_trains_each_combination_in_a_folder_of_its_own(tmp_path):
     assert sorted(map(float, rates)) == [1e-4, 1e-3]
     assert all("test" in json.loads((folder / "debug" / "summary.json").read_text())["last"] for folder in folders)
     assert "accuracy" in done.stdout
+
+
+TRAINED = """\
+import torch
+from amp_recipes import Brain, load_hparams, parse_arguments
+
+class Regression(Brain):
+    def compute_forward(self, batch, stage):
+        return self.modules.model(batch[0])
+
+    def compute_objectives(self, predictions, batch, stage):
+        return predictions.square().mean()
+
+if __name__ == "__main__":
+    file, options, overrides = parse_arguments()
+    hparams = load_hparams(file, overrides)
+    data = torch.utils.data.TensorDataset(torch.ones(8, 3))
+    brain = Regression({"model": hparams["model"]}, hparams["opt_class"], hparams, options)
+    brain.fit(range(1), data, train_loader_kwargs={**hparams["loader_kwargs"], "shuffle": True})
+"""
+TRAINED_YAML = """\
+lr: 0.1
+batch_size: 4
+device: cpu
+model: !new:torch.nn.Sequential
+  - !new:torch.nn.Linear {in_features: 3, out_features: 1}
+  - !new:torch.nn.Dropout {p: 0.1}
+opt_class: !name:torch.optim.Adam
+  lr: !ref <lr>
+lr_scheduler: !name:torch.optim.lr_scheduler.OneCycleLR {max_lr: 0.1, total_steps: 9}
+loader_kwargs:
+  batch_size: !ref <batch_size>
+"""
+
+
+def test_a_value_that_an_object_refuses_is_told_with_its_key_and_line(tmp_path, subtests):
+    """Also where the object is built after the YAML: by the Brain."""
+    (tmp_path / "train.py").write_text(TRAINED)
+    (tmp_path / "x.yaml").write_text(TRAINED_YAML)
+    adam = "!name:torch.optim.Adam cannot be built: ValueError: Invalid learning rate: -1"
+    dropout = "!new:torch.nn.Dropout cannot be built: ValueError: dropout probability has to be between 0 and 1"
+    loader = "Training set: its loader cannot be made: batch_size should be a positive integer"
+    scheduler = "!name:torch.optim.lr_scheduler.OneCycleLR cannot be built: ValueError: Expected positive"
+    for option, message in {
+        "--lr=-1": f"train.py: x.yaml:7:12: opt_class: {adam}",
+        "--model.1.p=1.5": f"train.py: x.yaml:6:5: model.1: {dropout}",
+        "--batch_size=0": f"train.py: x.yaml:11: loader_kwargs.batch_size: {loader}",
+        "--lr_scheduler.total_steps=-1": f"train.py: x.yaml:9:15: lr_scheduler: {scheduler}",
+    }.items():
+        with subtests.test(option):
+            done = run_python("train.py", "x.yaml", option, "--noprogressbar", cwd=tmp_path)
+            assert done.returncode == 1 and done.stderr.startswith(message), done.stderr
+            assert "Traceback" not in done.stderr

@@ -1,8 +1,10 @@
 """From checked nodes to objects: what is called, in which order, what is shared, and what is said when it fails."""
 
+import copy
 import functools
 import io
 import operator
+import pickle
 import pydoc
 import sys
 import threading
@@ -264,6 +266,33 @@ def test_a_constructor_that_raises_is_named_with_its_place_and_is_the_cause():
     assert str(caught.value) == f"a.yaml:7:3: a.b.1.x: !new:{HERE}.Broken cannot be built: ValueError: no good"
     assert isinstance(caught.value.__cause__, ValueError)
     assert calls == []
+
+
+def test_a_class_that_is_built_later_is_named_with_its_place_too(subtests):
+    late = built({"a": {"b": (f"!name:{HERE}.Broken", {"kind": "type"})}})["a"]["b"]
+    for name, make in {
+        "as it is": late,
+        "copied": copy.deepcopy(late),
+        "pickled": pickle.loads(pickle.dumps(late)),
+        "with more": functools.partial(late, kind="value"),
+    }.items():
+        with subtests.test(name), pytest.raises(ConfigError) as caught:
+            make()
+        place = f"a.yaml:1:3: a.b: !name:{HERE}.Broken cannot be built: "
+        assert str(caught.value).startswith(place) and isinstance(caught.value.__cause__, (TypeError, ValueError))
+
+
+def test_how_a_late_class_is_called_is_the_callers_own_mistake():
+    late = built({"a": (f"!name:{HERE}.Broken", {"kind": "type"})})["a"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sort'"):
+        late(sort=1)
+
+
+def test_what_a_function_raises_is_left_alone():
+    late = built({"a": (f"!name:{HERE}.raises", ["value", "no good"])})["a"]
+    with pytest.raises(ValueError, match=r"^no good$") as caught:
+        late()
+    assert type(caught.value) is ValueError
 
 
 MESSAGES = [

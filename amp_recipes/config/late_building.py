@@ -1,0 +1,34 @@
+"""Says which key of a YAML describes an object that could not be built, also where it is built after the YAML."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from amp_recipes.errors import AmpRecipesError, ConfigError
+
+
+class LateClass(functools.partial):
+    """What `!name:` makes of a class with arguments: the caller gives those that are missing, and builds the object.
+
+    place: `x.yaml:7:3: opt_class: !name:torch.optim.Adam`. Raises ConfigError that names it where the object cannot be
+    built. A call that the class's signature refuses is a mistake of the caller's, and raises TypeError.
+    """
+
+    place: str
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except Exception as error:
+            if error.__traceback__.tb_next is None:  # raised by the call itself
+                raise
+            raise_unbuilt(self.place, error)
+
+
+def raise_unbuilt(place: str, error: Exception, what: str = "cannot be built") -> None:
+    """Raise ConfigError for what the code that a YAML names raised; place: the YAML's line, the key, the tag."""
+    if isinstance(error, AmpRecipesError):
+        # What the framework says is for people already: the way there would only hide it.
+        raise ConfigError(f"{place} {what}: {error}") from None
+    raise ConfigError(f"{place} {what}: {type(error).__name__}: {error}") from error

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from amp_recipes import distributed
-from amp_recipes.data import LoadingStopped, batch_length, length, loader_faults, set_epoch, windows
+from amp_recipes.data import LoadingStopped, as_epochs, batch_length, length, loader_faults, set_epoch, windows
 from amp_recipes.errors import CheckpointError, DataError, RecipeError
 from amp_recipes.hooks import Stage
 from amp_recipes.host_copy import Ticket
@@ -38,7 +38,7 @@ class Brain(SpikeRecovery):
     wins over `hparams`; checkpointer: the recipe's own, which then decides itself when to save. Without one, and
     with `output_folder`, the Brain keeps its own: saved after every epoch, the best and the newest kept.
 
-    Every run option is an attribute of the same name. Raises ConfigError and PrecisionError for what cannot run.
+    Every run option is an attribute of its name. Raises ConfigError, PrecisionError, RecipeError for what cannot run.
     """
 
     # ------------------------------------------------------------------ fit
@@ -69,7 +69,7 @@ class Brain(SpikeRecovery):
             valid_loader = train_loader if valid_set is not None else None
         elif valid_set is not None:
             valid_loader = self._batches_of(valid_set, Stage.VALID, valid_loader_kwargs)
-        self._epoch_counter, self._loaders = epoch_counter, {"train": train_loader, "valid": valid_loader}
+        self._epoch_counter, self._loaders = as_epochs(epoch_counter), {"train": train_loader, "valid": valid_loader}
         self._start_afresh()
         if self._trained:
             self._warn_of_rates_at_zero()
@@ -366,7 +366,7 @@ class Brain(SpikeRecovery):
         with self.evaluation_ctx:
             outputs = self.compute_forward(batch, stage)
             loss = self.compute_objectives(outputs, batch, stage)
-        return as_scalar(loss, "compute_objectives").detach()
+        return as_scalar(loss, f"{type(self).__name__}.compute_objectives").detach()
 
     # ------------------------------------------------------------------ what settles after a step
 

@@ -36,7 +36,7 @@ from amp_recipes.config import (
 )
 from amp_recipes.early_stopping import MetricWatch
 from amp_recipes.ema import WeightAverage
-from amp_recipes.errors import ConfigError
+from amp_recipes.errors import ConfigError, RecipeError
 from amp_recipes.file_system import check_file_system
 from amp_recipes.folder_lock import lock_folder
 from amp_recipes.gradient_reach import GradientReach
@@ -91,6 +91,7 @@ class RunSetup(Hooks, OptionFields):
         checkpointer: Checkpointer | None = None,
     ) -> None:
         before = set(vars(self))
+        _refuse_wrong_kinds(modules, opt_class)
         loaded, hparams = hparams, dict(hparams or {})
         options = run_opts if isinstance(run_opts, RunOptions) else _options_from(run_opts or {}, loaded)
         self.run_opts = options.with_defaults_from(hparams)
@@ -349,6 +350,24 @@ class RunSetup(Hooks, OptionFields):
                     f"there is no optimizer '{name}'; expected one of "
                     f"{', '.join(self.optimizers_dict) or '(none)'}." + (f" Did you mean '{near[0]}'?" if near else "")
                 )
+
+
+def _refuse_wrong_kinds(modules: Any, opt_class: Any) -> None:
+    """Raise RecipeError for modules without names, and for what makes no optimizer."""
+    if not isinstance(modules, (Mapping, nn.ModuleDict, type(None))):
+        kind = type(modules).__name__
+        raise RecipeError(f"modules is a {kind}; expected names and modules: {{'model': {kind.lower()}}}.")
+    for name, module in (modules or {}).items():
+        if not isinstance(module, (nn.Module, type(None))):
+            raise RecipeError(
+                f"modules['{name}'] is {module!r:.200}; expected a torch.nn.Module. In a YAML `!new:` makes one, and "
+                "`!name:` what makes them."
+            )
+    if opt_class is not None and not callable(opt_class):
+        raise RecipeError(
+            f"opt_class is an object of {type(opt_class).__name__}; expected what makes an optimizer of parameters: "
+            "torch.optim.Adam, functools.partial(torch.optim.Adam, lr=1e-3), in a YAML `!name:torch.optim.Adam`."
+        )
 
 
 def _options_from(run_opts: Mapping[str, Any], loaded: Mapping[str, Any] | None) -> RunOptions:

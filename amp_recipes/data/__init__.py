@@ -1,6 +1,6 @@
 """Loaders and samplers that repeat and find their place again, and batches on their way to the device."""
 
-from amp_recipes.data.batches import as_batches, length, windows
+from amp_recipes.data.batches import as_batches, as_epochs, length, windows
 from amp_recipes.data.buckets import DynamicBatches, LengthBuckets
 from amp_recipes.data.epoch_loader import EpochLoader
 from amp_recipes.data.loader_faults import loader_faults
@@ -26,6 +26,7 @@ __all__ = [
     "LengthBuckets",
     "LoadingStopped",
     "as_batches",
+    "as_epochs",
     "batch_length",
     "batches_from",
     "begin_again",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from amp_recipes.errors import DataError
+from amp_recipes.errors import DataError, RecipeError
 
 
 def as_batches(
@@ -28,6 +28,17 @@ def as_batches(
             f"{', '.join(loader_kwargs)}. Give a torch Dataset, or set them where the loader is made."
         )
     return data
+
+
+def as_epochs(counter: Any) -> Iterable[int]:
+    """`counter` as it is. Raises RecipeError for what does not count epochs, such as their number."""
+    if isinstance(counter, Iterable) and not isinstance(counter, str):
+        return counter
+    number = counter if isinstance(counter, int) else 10
+    raise RecipeError(
+        f"fit: the epochs are {counter!r:.200}; expected what counts them: EpochCounter({number}), or "
+        f"range(1, {number + 1})."
+    )
 
 
 def windows(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:

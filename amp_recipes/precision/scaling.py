@@ -146,6 +146,11 @@ class UpdateOwner:
             loss = loss / of
         inputs = None if optimizers is None else self._leaves(_trainable(optimizers))
         if inputs is None or inputs:  # of frozen optimizers there are none
+            if not loss.requires_grad:
+                raise RecipeError(
+                    "backward: the loss has no gradient. Either compute_objectives returns it detached (.detach(), "
+                    "torch.tensor(...), torch.no_grad()), or every parameter behind it is frozen (requires_grad=False)."
+                )
             self.scaler.scale(loss).backward(inputs=inputs)
 
     def gradients(self, loss: torch.Tensor, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Any:
@@ -381,11 +386,14 @@ def as_scalar(loss: Any, where: str) -> torch.Tensor:
     """`loss` as a 0-d tensor. Raises RecipeError for what is none."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss if loss.ndim == 0 else loss.reshape(())
-    given = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-    raise RecipeError(
-        f"{where}: the loss is {given}; expected a tensor with one number. Reduce it, as with .mean(), in "
-        "compute_objectives."
-    )
+    given, advice = f"a {type(loss).__name__}", "Return the loss alone; add_metric takes the rest."
+    if isinstance(loss, torch.Tensor):
+        given, advice = f"of shape {tuple(loss.shape)}", "Reduce it, as with .mean(), in compute_objectives."
+    elif loss is None:
+        advice = "Does compute_objectives, or a fit_batch of the recipe's, end in `return loss`?"
+    elif isinstance(loss, (int, float)):
+        advice = "Return the tensor itself from compute_objectives, without .item() or float()."
+    raise RecipeError(f"{where}: the loss is {given}; expected a tensor with one number. {advice}")
 
 
 def _trainable(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:

@@ -264,6 +264,50 @@ def test_a_fit_batch_that_returns_nothing_is_named():
         make(Forgetful).fit(range(1), batches())
 
 
+class Losing(Regression):
+    def compute_objectives(self, predictions, batch, stage):
+        return self.loss_of(super().compute_objectives(predictions, batch, stage))
+
+
+def test_a_loss_that_is_none_says_how_to_return_one(subtests):
+    for loss_of, said in {
+        lambda loss: None: r"a NoneType.*end in `return loss`",
+        lambda loss: (loss, 1): r"a tuple.*Return the loss alone; add_metric takes the rest",
+        lambda loss: {"loss": loss}: r"a dict.*Return the loss alone; add_metric takes the rest",
+        lambda loss: loss.item(): r"a float.*without \.item\(\)",
+        lambda loss: loss.detach(): r"no gradient.*compute_objectives returns it detached.*frozen",
+    }.items():
+        with subtests.test(said), pytest.raises(RecipeError, match=said):
+            brain = make(Losing)
+            brain.loss_of = loss_of
+            brain.fit(range(1), batches())
+
+
+def test_arguments_of_another_kind_say_what_is_expected(subtests):
+    model = nn.Linear(3, 1)
+    adam = torch.optim.Adam(model.parameters())
+    for arguments, said in {
+        (model,): r"^modules is a Linear; expected .*\{'model': linear\}",
+        (model.parameters(),): r"^modules is a generator; expected",
+        ((("model", nn.Linear),), None): r"^modules is a tuple; expected",
+        (
+            nn.ModuleDict({"model": model}),
+            adam,
+        ): r"^opt_class is an object of Adam; .*!name:torch\.optim\.Adam",
+        (None, "Adam"): r"^opt_class is an object of str",
+    }.items():
+        with subtests.test(said), pytest.raises(RecipeError, match=said):
+            Regression(*arguments, run_opts={"device": "cpu"})
+    with pytest.raises(RecipeError, match=r"^modules\['model'\] is <class .*`!new:` makes one"):
+        Regression({"model": nn.Linear}, run_opts={"device": "cpu"})
+
+
+def test_epochs_that_cannot_be_counted_are_refused(subtests):
+    for epochs, said in {3: "are 3.*EpochCounter\\(3\\), or range\\(1, 4\\)", "3": "are '3'", None: "are None"}.items():
+        with subtests.test(said), pytest.raises(RecipeError, match=said):
+            make().fit(epochs, batches())
+
+
 def test_weights_of_batches_count_in_averages():
     class Weighted(Regression):
         def batch_weight(self, batch):

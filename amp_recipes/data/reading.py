@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,32 @@ class Reader(Dataset):
         try:
             return self._collate(samples), None
         except Exception as error:
-            what = f"{samples_of(indices)} cannot be put into a batch" if self._batched else f"{samples_of(indices)}"
-            return None, failure_of(what, error)
+            if not self._batched:
+                return None, failure_of(samples_of(indices), error)
+            failure = failure_of(f"{samples_of(indices)} cannot be put into a batch", error)
+            return None, replace(failure, summary=failure.summary + self._unfit(samples, indices))
+
+    def _unfit(self, samples: Sequence[Any], indices: Sequence[Any]) -> str:
+        """Which sample of a batch that cannot be collated is unfit, and in what way; empty where that is open."""
+        names = [describe_sample(self.dataset, index) for index in indices]
+        for name, sample in zip(names, samples, strict=False):
+            if sample is None:
+                return f"; {name} is None"
+        alone = [name for name, sample in zip(names, samples, strict=False) if not self._fit([sample])]
+        if alone:  # where all are, the fault may be the collate_fn's
+            return f"; {alone[0]} cannot be put into one alone" if len(alone) < len(samples) else ""
+        for name, sample in zip(names[1:], samples[1:], strict=False):
+            if not self._fit([samples[0], sample]):
+                advice = " (give a collate_fn that pads them)" if self._collate is default_collate else ""
+                return f"; {name} does not fit with {names[0]}{advice}"
+        return ""
+
+    def _fit(self, samples: list[Any]) -> bool:
+        try:
+            self._collate(samples)
+        except Exception:
+            return False
+        return True
 
     def _describe(self, index: Any) -> str:
         return f"{describe_sample(self.dataset, index)} cannot be read"

@@ -1,4 +1,4 @@
-"""What to do here in place of options that SpeechBrain's Brain, Lightning's Trainer and others have."""
+"""What to do here in place of options and values that SpeechBrain's Brain, Lightning's Trainer and others have."""
 
 from __future__ import annotations
 
@@ -50,6 +50,20 @@ _OTHERS = {
     "mixed_precision": "give precision",
     "use_amp": "give precision",
 }
+
+# Words of other trainers and of torch for the values of options, in lower case.
+_VALUES = {
+    "gpu": "cuda",
+    **dict.fromkeys(("32", "32-true", "float", "float32", "single"), "fp32"),
+    **dict.fromkeys(("16", "16-mixed", "16-true", "float16", "fp16-mixed", "half"), "fp16"),
+    **dict.fromkeys(("bf16-mixed", "bf16-true", "bfloat16"), "bf16"),
+}
+
+
+def value_here(value: Any) -> str:
+    """What a value is called here, in lower case: `fp16` for `16-mixed`, `torch.float16`; `cuda:1` for `GPU:1`."""
+    name, colon, index = str(value).lower().removeprefix("torch.").partition(":")
+    return _VALUES.get(name, name) + colon + index
 
 
 def instead_of(name: str) -> str:

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from amp_recipes.config.mistakes import did_you_mean, join_mistakes
 from amp_recipes.config.options import OptionFields
-from amp_recipes.config.other_names import instead_of
+from amp_recipes.config.other_names import instead_of, value_here
 from amp_recipes.errors import ConfigError
 
 _INTEGER_BITS = 64  # no option counts further
@@ -192,6 +192,8 @@ def _plain(name: str, value: Any) -> Any:
     hint = OPTION_TYPES[name]
     if isinstance(value, os.PathLike | torch.device):
         value = str(value)
+    elif getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of NumPy's
+        value = value.item()
     if hint == list[str]:
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
@@ -246,4 +248,7 @@ def _expected(name: str) -> str:
 
 def _nearest(name: str, value: Any) -> str:
     choices = ("cpu", "cuda", "mps", "xpu") if name == "device" else option_choices(name)
+    here = value_here(value) if choices else ""
+    if here.partition(":")[0] in choices:
+        return f" Did you mean {here}?"
     return did_you_mean(value, choices) if isinstance(value, str) else ""

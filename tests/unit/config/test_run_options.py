@@ -5,6 +5,7 @@ import pickle
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,6 +79,32 @@ def test_a_value_is_converted_to_the_type_of_its_option(subtests):
 
 
 @pytest.mark.filterwarnings("error")  # a library's notice on each conversion would reach every user
+def test_numbers_of_numpy_are_numbers(subtests):
+    for name, given, value in [
+        ("max_grad_norm", np.float32(0.5), 0.5),
+        ("seed", np.int64(3), 3),
+        ("debug", np.bool_(True), True),
+        ("init_scale", np.array(2.0), 2.0),
+    ]:
+        with subtests.test(name):
+            found = RunOptions(**{name: given})[name]
+            assert found == value and type(found) is type(value)
+    with pytest.raises(ConfigError, match=r"seed is .*, but must be a whole number"):
+        RunOptions(seed=np.float32(0.5))
+
+
+def test_words_of_others_for_a_value_lead_to_ours(subtests):
+    for name, given, ours in [
+        *(("precision", word, "fp16") for word in ("float16", "16-mixed", 16, "half", torch.float16, "FP16")),
+        *(("eval_precision", word, "bf16") for word in ("bfloat16", "bf16-mixed", "BF16")),
+        *(("precision", word, "fp32") for word in ("float32", 32, "32-true")),
+        ("gradient_compression", "float16", "fp16"),
+        *(("device", *words) for words in (("gpu", "cuda"), ("GPU:1", "cuda:1"), ("CUDA", "cuda"), ("CPU", "cpu"))),
+    ]:
+        with subtests.test(f"{name}={given}"), pytest.raises(ConfigError, match=rf"Did you mean {ours}\?$"):
+            RunOptions(**{name: given})
+
+
 def test_converting_is_silent():
     RunOptions(seed="3", init_scale=1024, debug="yes", output_folder=3)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from amp_recipes.config import check, parse_arguments
 from amp_recipes.config.arguments import trust_in
 from amp_recipes.config.changes import one_line
 from amp_recipes.config.commands import shown, summary
-from amp_recipes.config.mistakes import printable
+from amp_recipes.config.mistakes import printable, reader_may_leave
 from amp_recipes.errors import AmpRecipesError, ConfigError
 from amp_recipes.export import export_run
 from amp_recipes.numerics.nonfinite import read_command
@@ -349,18 +348,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     status 2, as argparse does.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    status = 0
+    with reader_may_leave():
+        status = _run(words)
+    return status
+
+
+def _run(words: list[str]) -> int:
     at = words.index("--") if "--" in words else len(words)
     arguments, unknown = make_parser().parse_known_args(words[:at])
     arguments.recipe_options = [*unknown, *words[at + 1 :]]
     if arguments.recipe_options and not arguments.chosen.passes_options:
         arguments.parser.error(f"unrecognized arguments: {' '.join(arguments.recipe_options)}")
     try:
-        status = arguments.chosen.run(arguments)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # whoever read it, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return arguments.chosen.run(arguments)
     except AmpRecipesError as error:
         print(printable(f"amp-recipes: {error}"), file=sys.stderr)
         return 1

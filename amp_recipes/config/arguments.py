@@ -25,7 +25,7 @@ from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 from amp_recipes.config.including import expand_includes
 from amp_recipes.config.limits import TEXT_CHARACTERS, Budget
-from amp_recipes.config.mistakes import did_you_mean, join_mistakes, printable
+from amp_recipes.config.mistakes import did_you_mean, join_mistakes, printable, reader_may_leave
 from amp_recipes.config.nodes import COMMAND_LINE, Mistakes
 from amp_recipes.config.other_names import instead_of
 from amp_recipes.config.reading import read_file
@@ -150,7 +150,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
         else:
             _nest(overrides, name, parse_value(text), mistakes)
     if wants_help:
-        _print_help(positional)
+        with reader_may_leave():
+            _print_help(positional)
         raise SystemExit(0)
     if not positional:
         script = Path(sys.argv[0]).name or "train.py"

@@ -10,7 +10,7 @@ from typing import Any
 
 from amp_recipes.config.arguments import Overrides
 from amp_recipes.config.checking import Settings
-from amp_recipes.config.mistakes import printable
+from amp_recipes.config.mistakes import printable, reader_may_leave
 from amp_recipes.config.nodes import dotted
 from amp_recipes.config.run_options import RunOptions, display
 from amp_recipes.config.sweep import RunSettings, SweepRequest, run_sweep
@@ -23,11 +23,10 @@ CheckWith = Callable[[Overrides], Settings]
 def obey(overrides: Overrides, hparams_file: str, check_with: CheckWith) -> int:
     """Do what the command line asks for instead of a run; the exit status. Raises ConfigError."""
     request = overrides.request
-    if request.action == "show_config":
-        sys.stdout.write(shown(check_with(overrides)))
-        return 0
-    if request.action == "check":
-        print(summary(check_with(overrides)))
+    if request.action in ("show_config", "check"):
+        settings = check_with(overrides)
+        with reader_may_leave():
+            print(shown(settings).rstrip("\n") if request.action == "show_config" else summary(settings))
         return 0
     assert request.action == "sweep"
 

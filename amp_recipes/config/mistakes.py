@@ -1,15 +1,30 @@
-"""How mistakes are told: all at once, with the nearest known name, in characters that a terminal may show."""
+"""How mistakes are told, all at once and with the nearest known name, and what a terminal is shown."""
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _TOLD = 100  # mistakes in one message
 _COMPARED_CHARACTERS, _COMPARED_NAMES = 200, 3_000
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Within it, whoever reads standard output may have seen enough, as `head` has: the rest goes nowhere."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def did_you_mean(name: Any, known: Any, prefix: str = "") -> str:

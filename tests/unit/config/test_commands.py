@@ -1,11 +1,12 @@
 """What a recipe's command line may ask for instead of a run, as a user types it."""
 
 import json
+import os
 import re
-from subprocess import CompletedProcess
+from subprocess import PIPE, CompletedProcess
 
 import pytest
-from programs import run_python
+from programs import DEADLINE_SECONDS, Program, run_python
 from repository import REPOSITORY
 from ruamel.yaml import YAML
 from work import at_most
@@ -105,6 +106,27 @@ def test_help_shows_the_keys_of_the_yaml_with_values_and_comments(recipe):
     for words in ("--max_grad_norm", "--trust", "--sweep", "lr", "0.1", "at the start", "model.hidden", "units"):
         assert words in done.stdout
     assert not (recipe.folder / "built.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.py", "x.yaml", "--help"],
+        ["train.py", "x.yaml", "--show-config"],
+        ["train.py", "x.yaml", "--check"],
+        ["-m", "amp_recipes.cli", "--help"],
+        ["-m", "amp_recipes.cli", "completion", "bash"],
+    ],
+    ids=" ".join,
+)
+def test_a_reader_that_leaves_is_no_mistake(recipe, words):
+    """As `| head` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with Program(*words, cwd=recipe.folder, stdout=writer, stderr=PIPE) as program:
+        os.close(writer)
+        _, errors = program.communicate(timeout=DEADLINE_SECONDS)
+    assert (program.returncode, errors) == (0, "")
 
 
 def test_a_yaml_may_name_a_class_of_the_script_if_that_only_runs_as_a_script(recipe):

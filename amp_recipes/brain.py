@@ -54,8 +54,8 @@ class Brain(SpikeRecovery):
     ) -> None:
         """Train over the epochs of `epoch_counter`, validating after each.
 
-        train_set, valid_set: a torch Dataset yields samples (a loader is made of it with the loader kwargs); a
-        DataLoader or any other iterable yields batches. progressbar: default, the run option `noprogressbar`.
+        train_set, valid_set: a torch Dataset, or a list for which loader kwargs are given, yields samples (a loader is
+        made of it); a DataLoader or any other iterable yields batches. progressbar: default, not `noprogressbar`.
         """
         if self._done_instead(train_set, train_loader_kwargs):
             return

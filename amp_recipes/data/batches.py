@@ -14,18 +14,21 @@ from amp_recipes.errors import DataError, RecipeError
 def as_batches(
     data: Any, name: str, loader_kwargs: Mapping[str, Any], make_loader: Callable[..., DataLoader]
 ) -> Iterable[Any]:
-    """A loader made of `data` if it is a torch Dataset (of samples), else `data` itself (of batches).
+    """A loader made of `data` if it holds samples, else `data` itself, which yields batches.
 
-    name: what messages call it. Raises DataError for what is neither, and for loader kwargs without a Dataset.
+    A torch Dataset holds samples. So does a list, or whatever else has a length and an index, if loader kwargs are
+    given; without them it holds batches. name: what messages call it. Raises DataError for what is neither, and for
+    loader kwargs of an iterable without an index.
     """
-    if isinstance(data, Dataset):
+    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, bytes, Mapping))
+    if isinstance(data, Dataset) or (indexed and loader_kwargs):
         return make_loader(data, **loader_kwargs)
     if not isinstance(data, Iterable) or isinstance(data, (str, bytes, Mapping)):
         raise DataError(f"{name} is a {type(data).__name__}; expected a torch Dataset or an iterable of batches.")
     if loader_kwargs:
         raise DataError(
             f"{name} is a {type(data).__name__}, which yields batches already, but loader kwargs were given: "
-            f"{', '.join(loader_kwargs)}. Give a torch Dataset, or set them where the loader is made."
+            f"{', '.join(loader_kwargs)}. Give a torch Dataset or a list of samples, or set them in the loader."
         )
     return data
 

@@ -161,7 +161,7 @@ def test_an_empty_validation_set_is_said_before_the_first_epoch_trains():
 
 def test_loader_arguments_with_batches_are_an_error():
     with pytest.raises(DataError, match="batch_size"):
-        make().fit(range(1), batches(), train_loader_kwargs={"batch_size": 2})
+        make().fit(range(1), iter(batches()), train_loader_kwargs={"batch_size": 2})
 
 
 @pytest.mark.parametrize("made", ["init_optimizers", "constructor"])
@@ -262,6 +262,14 @@ def test_a_fit_batch_that_returns_nothing_is_named():
 
     with pytest.raises(RecipeError, match=r"Forgetful\.fit_batch: the loss is a NoneType"):
         make(Forgetful).fit(range(1), batches())
+
+
+def test_a_list_of_samples_with_loader_kwargs_trains_as_a_dataset_does():
+    kwargs = {"batch_size": 4, "shuffle": True, "num_workers": 0}
+    of_dataset, of_list = make(), make()
+    of_dataset.fit(range(1, 3), TensorDataset(*data()), train_loader_kwargs=kwargs)
+    of_list.fit(range(1, 3), list(TensorDataset(*data())), train_loader_kwargs=kwargs)
+    assert same_weights(of_dataset, of_list)
 
 
 class Losing(Regression):

@@ -35,8 +35,16 @@ def test_an_iterable_of_batches_is_passed_on_as_it_is():
 
 
 def test_loader_kwargs_for_batches_are_refused_by_name():
-    with pytest.raises(DataError, match=r"^Validation set is a list.*batch_size, shuffle.*Give a torch Dataset"):
-        as_batches([1, 2], "Validation set", {"batch_size": 2, "shuffle": True}, forbidden)
+    for batches in (iter([1, 2]), DataLoader([1, 2])):
+        kind = type(batches).__name__
+        with pytest.raises(DataError, match=rf"^Validation set is a {kind}.*batch_size, shuffle.*Give a torch Dataset"):
+            as_batches(batches, "Validation set", {"batch_size": 2, "shuffle": True}, forbidden)
+
+
+def test_a_list_holds_samples_if_loader_kwargs_are_given():
+    for samples in ([1, 2, 3], (1, 2, 3), torch.tensor([1, 2, 3]).numpy()):
+        loader = as_batches(samples, "Training set", {"batch_size": 2}, DataLoader)
+        assert [batch.tolist() for batch in loader] == [[1, 2], [3]]
 
 
 def test_what_holds_neither_samples_nor_batches_is_refused():

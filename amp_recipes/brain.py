@@ -416,7 +416,7 @@ class Brain(SpikeRecovery):
                 self._sums.merge(window.metrics)
             for loss, weight in zip(window.losses, window.weights, strict=True):
                 self._average.add(loss, weight, self.update_average)
-        if self._log.loggers:
+        if self._log.takes_updates:
             self._log_window(window)
         self._plan.patience.check()
 

@@ -158,7 +158,7 @@ class OptionFields:
         None, "Output", "Folder for logs, metrics and checkpoints. Absent: nothing is written."
     )
     log_interval_steps: int = option(10, "Output", "Updates between refreshes of progress and log.", AT_LEAST_ONE)
-    noprogressbar: bool = option(False, "Output", "Show no progress bar.")
+    noprogressbar: bool = option(False, "Output", "Show no progress: one line per epoch.")
     ckpt_interval_minutes: float = option(
         0.0, "Checkpoints", "Minutes between checkpoints inside an epoch. 0: off.", AT_LEAST_ZERO
     )

@@ -1,4 +1,4 @@
-"""Shows how the running stage goes: a bar on a terminal, a plain line per interval elsewhere."""
+"""Shows how a run goes: a bar on a terminal, a plain line per interval elsewhere, or a line per epoch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ProgressLogger(Logger):
         if interval_steps < 1:
             raise ConfigError(
                 f"log_interval_steps is {interval_steps}, but must be 1 or more: a line comes every so many "
-                "updates. For no display at all set noprogressbar."
+                "updates. For one line per epoch set noprogressbar."
             )
         self._interval_steps = interval_steps
         self._stream = QuietStream(stream if stream is not None else sys.stderr)
@@ -77,6 +77,36 @@ class ProgressLogger(Logger):
         if bar is not None:
             bar.leave = leave
             bar.close()
+
+
+class EpochLogger(Logger):
+    """Writes one line per epoch to `stream` (default: standard error), with the result of each of its stages.
+
+    For a run that shows no progress. A test, which has no epoch, has a line of its own.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = QuietStream(stream if stream is not None else sys.stderr)
+        self._epoch: int | None = None
+        self._stages: list[str] = []
+
+    def log_stage(self, record: StageRecord) -> None:
+        """Keep the result until the epoch is over."""
+        if record.epoch != self._epoch:
+            self.flush()
+        self._epoch = record.epoch
+        self._stages.append(f"{record.stage} {format_stage(record)}")
+
+    def flush(self) -> None:
+        """Write the line: the epoch is over, or the run saves what it has."""
+        if self._stages:
+            epoch = "" if self._epoch is None else f"epoch {self._epoch}: "
+            self._stream.write_line(epoch + "; ".join(self._stages))
+        self._stages = []
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.flush()
 
 
 class _StageBar(tqdm):

@@ -38,6 +38,7 @@ class RunLog:
         self, loggers: Sequence[Logger], summary: RunSummary, device: torch.device, memory_interval_steps: int
     ) -> None:
         self.loggers = loggers
+        self.takes_updates = any(type(logger).log_step is not Logger.log_step for logger in loggers)
         self.summary = summary
         self._device = device
         self._interval = max(1, memory_interval_steps)

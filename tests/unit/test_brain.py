@@ -272,6 +272,16 @@ def test_a_list_of_samples_with_loader_kwargs_trains_as_a_dataset_does():
     assert same_weights(of_dataset, of_list)
 
 
+def test_noprogressbar_leaves_a_line_per_epoch_and_asks_for_no_records_of_updates(capsys, monkeypatch):
+    monkeypatch.setattr(Brain, "_log_window", None)
+    brain = make()
+    brain.fit(range(1, 3), batches(), batches())
+    brain.evaluate(batches())
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(" loss ")[0] for line in said] == ["epoch 1: train", "epoch 2: train", "test"]
+    assert all("; valid loss " in line for line in said[:2])
+
+
 class Losing(Regression):
     def compute_objectives(self, predictions, batch, stage):
         return self.loss_of(super().compute_objectives(predictions, batch, stage))

@@ -25,7 +25,7 @@ from tqdm import TMonitor, tqdm
 from work import at_most
 
 from amp_recipes.errors import ConfigError
-from amp_recipes.loggers import JsonlLogger, ProgressLogger, SummaryLogger, format_summary, progress
+from amp_recipes.loggers import EpochLogger, JsonlLogger, ProgressLogger, SummaryLogger, format_summary, progress
 from amp_recipes.loggers.text import format_bytes, format_rate, format_seconds, format_value
 from amp_recipes.records import SCHEMA_VERSION, Logger, RunSummary, StageRecord, StepRecord
 
@@ -98,6 +98,7 @@ class Terminal(io.StringIO):
 LOGGERS: dict[str, Callable[[Path], Logger]] = {
     "progress on a terminal": lambda folder: ProgressLogger(2, Terminal()),
     "progress in a file": lambda folder: ProgressLogger(2, io.StringIO()),
+    "epochs": lambda folder: EpochLogger(io.StringIO()),
     "jsonl": lambda folder: JsonlLogger(folder),
     "summary": lambda folder: SummaryLogger(folder, io.StringIO()),
     "summary without a folder": lambda folder: SummaryLogger(None, io.StringIO()),
@@ -337,6 +338,26 @@ def test_characters_that_the_stream_cannot_show_are_escaped():
     logger = ProgressLogger(1, io.TextIOWrapper(raw, encoding="ascii"))
     logger.log_stage(replace(STAGE, metrics={"größe": 1.0}))
     assert b"gr\\xf6\\xdfe 1" in raw.getvalue()
+
+
+def test_without_progress_there_is_one_line_per_epoch_and_one_for_a_test():
+    stream = io.StringIO()
+    logger = EpochLogger(stream)
+    for epoch in (1, 2):
+        for stage in ("train", "valid"):
+            logger.start_stage(stage, epoch, 3)
+            logger.log_step(STEP)
+            logger.log_stage(replace(STAGE, stage=stage, epoch=epoch))
+        if epoch == 1:
+            logger.flush()
+    logger.log_stage(replace(STAGE, stage="test", epoch=None))
+    logger.close()
+    result = "loss 0.25, accuracy 0.98, 2.0 s, 1,600 samples/s"
+    assert stream.getvalue().splitlines() == [
+        f"epoch 1: train {result}; valid {result}",
+        f"epoch 2: train {result}; valid {result}",
+        f"test {result}",
+    ]
 
 
 def test_interval_below_one_is_refused():

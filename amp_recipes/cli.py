@@ -1,10 +1,12 @@
-"""The `amp-recipes` command: one entry of COMMANDS for each of its subcommands."""
+"""The `amp-recipes` command: one entry of COMMANDS for each of its subcommands.
+
+What a command runs is imported when it is chosen: torch takes seconds, and `--version` and `completion` do without.
+"""
 
 from __future__ import annotations
 
 import argparse
-import shlex
-import subprocess
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,32 +14,23 @@ from pathlib import Path
 
 from amp_recipes import __version__, compare, new
 from amp_recipes.completion import SHELLS, Words, completion_script
-from amp_recipes.config import check, parse_arguments
-from amp_recipes.config.arguments import trust_in
-from amp_recipes.config.changes import one_line
-from amp_recipes.config.commands import shown, summary
 from amp_recipes.config.mistakes import printable, reader_may_leave
-from amp_recipes.errors import AmpRecipesError, ConfigError
-from amp_recipes.export import export_run
-from amp_recipes.numerics.nonfinite import read_command
-from amp_recipes.precision.op_reference import report_ops
-from amp_recipes.resume_check.verify import verify_resume
-from amp_recipes.run_diff import compare_runs
+from amp_recipes.errors import AmpRecipesError
 
 
 @dataclass(frozen=True)
 class Command:
     """One subcommand.
 
-    add_arguments: enters what it takes into its parser; run: does it, and returns the exit status; passes_options:
-    whether options that it does not know are for a recipe (they come as `recipe_options`).
+    add_arguments: enters what it takes into its parser; run: `module:function` that does it, and returns the exit
+    status; passes_options: whether options that it does not know are for a recipe (they come as `recipe_options`).
     """
 
     name: str
     summary: str
     example: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+    run: str
     passes_options: bool = False
 
 
@@ -51,11 +44,6 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to", metavar="FOLDER", type=Path, help="where to write (default: the folder `export` in the run's)"
     )
-
-
-def _export(arguments: argparse.Namespace) -> int:
-    print(export_run(arguments.run_folder, arguments.to).report())
-    return 0
 
 
 # ---------------------------------------------------------------------- verify-resume
@@ -78,19 +66,6 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _verify(arguments: argparse.Namespace) -> int:
-    return verify_resume(
-        arguments.script,
-        arguments.hparams_file,
-        arguments.recipe_options,
-        arguments.steps,
-        arguments.save_at,
-        arguments.kill_at,
-        arguments.keep,
-        say=lambda line: print(line, flush=True),
-    )
-
-
 # ---------------------------------------------------------------------- check
 
 
@@ -99,25 +74,12 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("hparams_file", metavar="YAML", type=Path, help="its YAML file")
 
 
-def _check(arguments: argparse.Namespace) -> int:
-    if not arguments.script.is_file():
-        raise ConfigError(f"there is no script {arguments.script}; expected: amp-recipes check SCRIPT YAML.")
-    file, _, overrides = parse_arguments([str(arguments.hparams_file), *arguments.recipe_options])
-    settings = check(file, overrides, recipe_folder=arguments.script.resolve().parent)
-    print(shown(settings) if overrides.request.action == "show_config" else summary(settings))
-    return 0
-
-
 # ---------------------------------------------------------------------- diagnose, replay
 
 
 def _diagnose_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="the recipe's script")
     parser.add_argument("hparams_file", metavar="YAML", type=Path, help="its YAML file")
-
-
-def _diagnose(arguments: argparse.Namespace) -> int:
-    return _start(arguments.script, [str(arguments.hparams_file), *arguments.recipe_options, "--diagnose"])
 
 
 def _replay_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,41 +92,6 @@ def _replay_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _replay(arguments: argparse.Namespace) -> int:
-    command = read_command(arguments.folder)
-    words = [*command["words"], f"--replay={arguments.folder.resolve()}"]
-    script = Path(command["cwd"], command["script"])
-    start = ["-m", command["module"]] if command["module"] else [str(script)]
-    shown_command = one_line(shlex.join(["python", *start, *words]))
-    print(f"in {one_line(command['cwd'])}:\n  {shown_command}", file=sys.stderr, flush=True)
-    reasons = {**command["not_vouched_for"], **dict.fromkeys(trust_in(words), "the run trusted it with --trust")}
-    if missing := [name for name in reasons if name not in arguments.trust.split(",")]:
-        listed = "".join(f"\n  {one_line(name)}: {one_line(reasons[name])}" for name in missing)
-        again = one_line(shlex.join(["amp-recipes", "replay", str(arguments.folder), f"--trust={','.join(reasons)}"]))
-        raise ConfigError(
-            f"{arguments.folder} may be from somebody else, and would run what nothing else vouches for:{listed}\n"
-            f"If the command above is yours: {again}"
-        )
-    if command["masked"]:
-        masked = one_line(", ".join(command["masked"]))
-        print(f"not in the folder, give them again: {masked}", file=sys.stderr, flush=True)
-    return _start(script, words, command["cwd"], command["module"])
-
-
-def _start(script: Path, words: Sequence[str], folder: str | None = None, module: str | None = None) -> int:
-    """Run a recipe's script as its user would, with this interpreter; its exit status.
-
-    module: its name, where it was started by `python -m`.
-    """
-    if not script.is_file():
-        raise ConfigError(f"there is no script {script}; expected the recipe's script, such as train.py.")
-    start = ["-m", module] if module else [str(script)]
-    try:
-        return subprocess.run([sys.executable, *start, *words], cwd=folder).returncode
-    except OSError as error:
-        raise ConfigError(f"{folder}: {error.strerror}; expected the folder in which the run was started.") from error
-
-
 # ---------------------------------------------------------------------- ops
 
 
@@ -175,27 +102,12 @@ def _ops_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="also the ops that do as documented")
 
 
-def _ops(arguments: argparse.Namespace) -> int:
-    print(report_ops(arguments.device, arguments.dtype, arguments.json, arguments.all))
-    return 0
-
-
 # ---------------------------------------------------------------------- diff
 
 
 def _diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", type=Path, nargs=2, help="output folders of two runs")
     parser.add_argument("--json", action="store_true", help="print the differences as one JSON object")
-
-
-def _diff(arguments: argparse.Namespace) -> int:
-    try:
-        found = compare_runs(*arguments.runs)
-    except AmpRecipesError as error:
-        print(printable(f"amp-recipes: {error}"), file=sys.stderr)
-        return 2  # as diff and cmp do: 1 says that there are differences
-    print(found.as_json() if arguments.json else found.report())
-    return int(found.differ)
 
 
 # ---------------------------------------------------------------------- completion
@@ -205,7 +117,7 @@ def _completion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS, help="the shell that shall read the script")
 
 
-def _completion(arguments: argparse.Namespace) -> int:
+def completion(arguments: argparse.Namespace) -> int:
     print(completion_script(arguments.shell, {command.name: _words(command) for command in COMMANDS}), end="")
     return 0
 
@@ -232,7 +144,7 @@ COMMANDS = (
         "random data. Nothing is overwritten.",
         "amp-recipes new my_task --to experiments/my_task",
         new.add_arguments,
-        new.run,
+        "amp_recipes.new:run",
     ),
     Command(
         "check",
@@ -241,7 +153,7 @@ COMMANDS = (
         "place that each value came from. What the script trusts beside the defaults must be given by --trust.",
         "amp-recipes check recipes/image_classification/train.py configs/image_classification.yaml --precision bf16",
         _check_arguments,
-        _check,
+        "amp_recipes.commands:check",
         passes_options=True,
     ),
     Command(
@@ -249,7 +161,7 @@ COMMANDS = (
         "Write the weights of a run's best checkpoint as safetensors, with its resolved settings.",
         "amp-recipes export results/image_classification/bf16/seed_1234",
         _export_arguments,
-        _export,
+        "amp_recipes.commands:export",
     ),
     Command(
         "verify-resume",
@@ -259,7 +171,7 @@ COMMANDS = (
         "amp-recipes verify-resume recipes/image_classification/train.py configs/image_classification.yaml "
         "--precision bf16",
         _verify_arguments,
-        _verify,
+        "amp_recipes.commands:verify",
         passes_options=True,
     ),
     Command(
@@ -269,7 +181,7 @@ COMMANDS = (
         "same as SCRIPT YAML --diagnose.",
         "amp-recipes diagnose recipes/image_classification/train.py configs/image_classification.yaml --precision fp16",
         _diagnose_arguments,
-        _diagnose,
+        "amp_recipes.commands:diagnose",
         passes_options=True,
     ),
     Command(
@@ -278,7 +190,7 @@ COMMANDS = (
         "which the folder names: replay only what you would run.",
         "amp-recipes replay results/image_classification/fp16/seed_1234/nonfinite-17",
         _replay_arguments,
-        _replay,
+        "amp_recipes.commands:replay",
     ),
     Command(
         "ops",
@@ -286,7 +198,7 @@ COMMANDS = (
         "the differences.",
         "amp-recipes ops --device cpu --dtype bf16",
         _ops_arguments,
-        _ops,
+        "amp_recipes.commands:ops",
     ),
     Command(
         "compare",
@@ -295,7 +207,7 @@ COMMANDS = (
         "amp-recipes compare recipes/image_classification/train.py configs/image_classification.yaml "
         "--precisions fp32,bf16 --seeds 3",
         compare.add_arguments,
-        compare.run,
+        "amp_recipes.compare.command:run",
         passes_options=True,
     ),
     Command(
@@ -304,7 +216,7 @@ COMMANDS = (
         "and memory, 1 something, 2 a folder is no run or cannot be read.",
         "amp-recipes diff results/image_classification/fp32/seed_1 results/image_classification/bf16/seed_1",
         _diff_arguments,
-        _diff,
+        "amp_recipes.commands:diff",
     ),
     Command(
         "completion",
@@ -312,7 +224,7 @@ COMMANDS = (
         "it.",
         "amp-recipes completion bash",
         _completion_arguments,
-        _completion,
+        "amp_recipes.cli:completion",
     ),
 )
 
@@ -361,7 +273,8 @@ def _run(words: list[str]) -> int:
     if arguments.recipe_options and not arguments.chosen.passes_options:
         arguments.parser.error(f"unrecognized arguments: {' '.join(arguments.recipe_options)}")
     try:
-        return arguments.chosen.run(arguments)
+        module, _, function = arguments.chosen.run.partition(":")
+        return getattr(importlib.import_module(module), function)(arguments)
     except AmpRecipesError as error:
         print(printable(f"amp-recipes: {error}"), file=sys.stderr)
         return 1

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
-import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -190,7 +189,7 @@ def near_misses(keys: Iterable[str]) -> list[str]:
 def _plain(name: str, value: Any) -> Any:
     """`value` as OmegaConf takes it; ValueError where its own conversion would guess."""
     hint = OPTION_TYPES[name]
-    if isinstance(value, os.PathLike | torch.device):
+    if isinstance(value, os.PathLike):
         value = str(value)
     elif getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of NumPy's
         value = value.item()
@@ -206,10 +205,12 @@ def _plain(name: str, value: Any) -> Any:
         return "off"  # as YAML 1.1 reads the word
     elif isinstance(value, bool) or (isinstance(value, int) and value.bit_length() > _INTEGER_BITS):
         raise ValueError(name)
-    if name == "device" and isinstance(value, str):
+    if name == "device" and value is not None:
+        import torch  # takes seconds, and the names of the options are wanted without it
+
         try:
-            torch.device(value)
-        except RuntimeError as error:
+            value = str(torch.device(value))
+        except (RuntimeError, TypeError) as error:
             raise ValueError(name) from error
     # OmegaConf reads ${...} and ??? in a string as its own syntax and lets them pass any type.
     if isinstance(value, str) and ("${" in value or value == "???"):

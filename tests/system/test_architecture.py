@@ -62,6 +62,7 @@ LAYERS = {
     "completion": 11,
     "new": 11,
     "templates": 11,
+    "commands": 12,
     "cli": 12,
 }
 # Inside layer 0 these may be imported by their neighbours: they hold no decisions, only words that all rooms share.

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from programs import run_python
+from repository import REPOSITORY
 
 from amp_recipes import __version__, cli
 from amp_recipes.errors import CheckpointError
@@ -15,7 +16,7 @@ from amp_recipes.errors import CheckpointError
 def calls(monkeypatch):
     """What `verify_resume` is called with."""
     found = []
-    monkeypatch.setattr(cli, "verify_resume", lambda *arguments, say: found.append(arguments) or 1)
+    monkeypatch.setattr("amp_recipes.commands.verify_resume", lambda *arguments, say: found.append(arguments) or 1)
     return found
 
 
@@ -46,6 +47,30 @@ def test_version(capsys):
     assert ended.value.code == 0 and capsys.readouterr().out == f"amp-recipes {__version__}\n"
 
 
+@pytest.mark.parametrize(
+    "words", [["--version"], ["--help"], ["completion", "bash"], ["completion", "zsh"]], ids=" ".join
+)
+def test_what_needs_no_torch_does_not_import_it(words):
+    code = (
+        "import sys\nfrom amp_recipes import cli\ntry:\n    cli.main()\nfinally:\n    assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0 and "amp-recipes" in done.stdout, done.stderr
+
+
+def test_the_package_has_its_names_and_its_submodules_without_being_asked_first():
+    code = """if True:
+        import sys, amp_recipes, amp_recipes.config
+        assert 'torch' not in sys.modules and not hasattr(amp_recipes, 'nothing')
+        assert not hasattr(amp_recipes.config, 'nothing')
+        assert amp_recipes.data.DynamicBatches and amp_recipes.Brain.__module__ == 'amp_recipes.brain'
+        from amp_recipes import *
+        assert load_hparams is amp_recipes.config.load_hparams
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_command_line_that_does_not_parse_ends_with_status_2(subtests, capsys):
     for words in [[], ["exprot", "x"], ["export"], ["export", "x", "--precision", "bf16"]]:
         with subtests.test(words=words):
@@ -62,7 +87,7 @@ def test_an_error_of_the_framework_is_one_message_without_traceback(tmp_path, ca
 
 
 def test_another_error_is_a_bug_and_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(cli, "export_run", lambda *_: 1 / 0)
+    monkeypatch.setattr("amp_recipes.commands.export_run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["export", "x"])
 
@@ -71,7 +96,7 @@ def test_an_error_that_names_several_things_comes_whole(monkeypatch, capsys):
     def fail(*_):
         raise CheckpointError("one\n  two")
 
-    monkeypatch.setattr(cli, "export_run", fail)
+    monkeypatch.setattr("amp_recipes.commands.export_run", fail)
     assert cli.main(["export", "x"]) == 1
     assert capsys.readouterr().err == "amp-recipes: one\n  two\n"
 

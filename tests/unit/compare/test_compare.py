@@ -14,7 +14,8 @@ import time
 import pytest
 from programs import DEADLINE_SECONDS, Program
 
-from amp_recipes.compare import add_arguments, command, run
+from amp_recipes.compare import add_arguments, command
+from amp_recipes.compare.command import run
 from amp_recipes.compare.curves import CURVE_POINTS
 from amp_recipes.compare.outcome import read_outcome, read_records
 from amp_recipes.compare.plan import Metric, choose_metric, make_plan, read_precisions, read_seeds
@@ -722,7 +723,8 @@ def test_the_picture_is_drawn(compare, tmp_path, monkeypatch, capsys):
 DRIVER = """
 import argparse, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from amp_recipes.compare import add_arguments, command, run
+from amp_recipes.compare import add_arguments
+from amp_recipes.compare.command import run
 parser = argparse.ArgumentParser()
 add_arguments(parser)
 arguments, arguments.recipe_options = parser.parse_known_args()

@@ -1,7 +1,8 @@
 """Decides which recordings there are: synthetic speech, a manifest, or a folder whose file names tell the labels.
 
 A sample is {"wave": float32 (S,) in [-1, 1], "target": int64 (L,)}; a batch has (B, S) and (B, L), padded with zeros,
-and num_samples and num_labels (B,). Legend of shapes: B batch, S samples, L labels of a target.
+and num_samples and num_labels (B,); in a test of several speakers both have "speaker" too, a name per sample.
+Legend of shapes: B batch, S samples, L labels of a target.
 """
 
 import csv
@@ -56,6 +57,7 @@ class Recordings(Dataset):
 
     speed_range: bounds of the factor by which a recording is played faster, with its pitch, drawn from torch's global
     generator each time (Ko et al. 2015, "Audio augmentation for speech recognition"); None: as it is.
+    tell_speaker: whether a sample tells its speaker.
     """
 
     def __init__(
@@ -64,16 +66,18 @@ class Recordings(Dataset):
         targets: Sequence[Sequence[int]],
         sample_rate: int,
         speed_range: Sequence[float] | None = None,
+        tell_speaker: bool = False,
     ):
         self.recordings = list(recordings)
         self.targets = [torch.tensor(target, dtype=torch.int64) for target in targets]
         self.sample_rate = sample_rate
         self.speed_range = speed_range
+        self.tell_speaker = tell_speaker
 
     def __len__(self) -> int:
         return len(self.recordings)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         speed = 1.0
         if self.speed_range is not None:
             slowest, fastest = self.speed_range
@@ -87,7 +91,8 @@ class Recordings(Dataset):
                 f"{recording.where}: lasts {seconds:.2f} s, but its duration is given as {recording.duration:.2f}; "
                 "correct it, or leave it out of the list: the file is then asked"
             )
-        return {"wave": wave, "target": self.targets[index]}
+        sample = {"wave": wave, "target": self.targets[index]}
+        return {**sample, "speaker": recording.speaker} if self.tell_speaker else sample
 
     @property
     def durations(self) -> list[float]:
@@ -95,13 +100,15 @@ class Recordings(Dataset):
         return [recording.duration for recording in self.recordings]
 
 
-def collate(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the samples as one batch, padded with zeros behind, and their lengths."""
     batch = {}
     for name, length in (("wave", "num_samples"), ("target", "num_labels")):
         values = [sample[name] for sample in samples]
         batch[name] = pad_sequence(values, batch_first=True)
         batch[length] = torch.tensor([len(value) for value in values])
+    if "speaker" in samples[0]:
+        batch["speaker"] = [sample["speaker"] for sample in samples]
     return batch
 
 
@@ -133,8 +140,8 @@ def load_speech(
     data_folder: str | Path | None = None,
     filename_pattern: str = "{label}_{speaker}_{index}",
     manifest: str | Path | None = None,
-    test_speaker: str | int | None = None,
-    valid_speaker: str | int | None = None,
+    test_speaker: str | int | Sequence[str | int] | None = None,
+    valid_speaker: str | int | Sequence[str | int] | None = None,
     split_ratios: Sequence[float] = (0.8, 0.1, 0.1),
     data_seed: int = 0,
     speed_range: Sequence[float] | None = None,
@@ -157,8 +164,7 @@ def load_speech(
         recordings = list_folder(Path(data_folder), filename_pattern)
     else:
         recordings = read_manifest(Path(manifest or synthesize(**synthetic)))
-    # On a command line, 84 is a number.
-    test, valid = (None if speaker is None else str(speaker) for speaker in (test_speaker, valid_speaker))
+    test, valid = names_of(test_speaker), names_of(valid_speaker)
     parts = split_recordings(recordings, test, valid, split_ratios, data_seed)
     if extra_synthetic and (data_folder or manifest):
         parts[0] = parts[0] + [it for it in read_manifest(synthesize(**synthetic)) if it.split == "train"]
@@ -174,8 +180,15 @@ def load_speech(
         if not part:
             raise DataError(f"the {name} set has no recording; see split_ratios, test_speaker and valid_speaker")
         targets = [objective.encode(recording.text, recording.where) for recording in part]
-        sets.append(Recordings(part, targets, sample_rate, speeds))
+        sets.append(Recordings(part, targets, sample_rate, speeds, tell_speaker=name == "test" and len(test) > 1))
     return SpeechSets(*sets)
+
+
+def names_of(speakers: str | int | Sequence[str | int] | None) -> list[str]:
+    """Return one speaker, several or none as a list of names; on a command line, 84 is a number."""
+    if speakers is None or isinstance(speakers, (str, int)):
+        speakers = [] if speakers is None else [speakers]
+    return [str(speaker) for speaker in speakers]
 
 
 def check_settings(speed_range: Sequence[float] | None, unfit: str, data_folder: Any, manifest: Any) -> None:
@@ -334,14 +347,14 @@ def measure_duration(path: Path) -> float:
 
 def split_recordings(
     recordings: Sequence[Recording],
-    test_speaker: str | None,
-    valid_speaker: str | None,
+    test_speakers: Sequence[str],
+    valid_speakers: Sequence[str],
     split_ratios: Sequence[float],
     data_seed: int,
 ) -> list[list[Recording]]:
     """Return train, valid and test: as the manifest says, or by speaker, or at random.
 
-    test_speaker, valid_speaker: all of their recordings are test or valid; the others are split at random by
+    test_speakers, valid_speakers: all of their recordings are test or valid; the others are split at random by
     split_ratios (shares of train, valid, test) among the sets that are left, by data_seed always in the same way.
     Raises DataError for a speaker whom nobody is, a manifest that splits only some, or both.
     """
@@ -352,25 +365,25 @@ def split_recordings(
             raise DataError(
                 f"{without}: has no split, but others have; expected a split for all recordings or for none"
             )
-        if test_speaker or valid_speaker:
+        if test_speakers or valid_speakers:
             raise DataError("test_speaker or valid_speaker is given, but the manifest splits; take its split out")
         return [[it for it in recordings if it.split == name] for name in SPLIT_NAMES]
     if len(split_ratios) != 3 or min(split_ratios) < 0 or not math.isclose(sum(split_ratios), 1.0, abs_tol=1e-6):
         raise DataError(f"split_ratios is {list(split_ratios)}; expected shares of train, valid and test with sum 1")
     speakers = sorted({it.speaker for it in recordings if it.speaker is not None})
-    for name, speaker in (("test_speaker", test_speaker), ("valid_speaker", valid_speaker)):
-        if speaker is not None and speaker not in speakers:
-            raise DataError(f"{name} {speaker!r} is nobody here; the speakers are {', '.join(speakers) or 'not known'}")
-    if test_speaker is not None and test_speaker == valid_speaker:
-        raise DataError(
-            f"test_speaker and valid_speaker are both {test_speaker!r}; expected two of {', '.join(speakers)}"
-        )
+    known = ", ".join(speakers) or "not known"
+    for name, given in (("test_speaker", test_speakers), ("valid_speaker", valid_speakers)):
+        for speaker in given:
+            if speaker not in speakers:
+                raise DataError(f"{name} {speaker!r} is nobody here; the speakers are {known}")
+    if both := sorted(set(test_speakers) & set(valid_speakers)):
+        raise DataError(f"test_speaker and valid_speaker are both {both[0]!r}; expected different ones of {known}")
     parts: list[list[Recording]] = [
         [],
-        [it for it in recordings if valid_speaker is not None and it.speaker == valid_speaker],
-        [it for it in recordings if test_speaker is not None and it.speaker == test_speaker],
+        [it for it in recordings if it.speaker in valid_speakers],
+        [it for it in recordings if it.speaker in test_speakers],
     ]
-    others = [it for it in recordings if it.speaker is None or it.speaker not in (test_speaker, valid_speaker)]
+    others = [it for it in recordings if it.speaker not in (*test_speakers, *valid_speakers)]
     shares = [ratio if not part else 0.0 for ratio, part in zip(split_ratios, parts, strict=True)]
     for part, drawn in zip(parts, draw_shares(others, shares, data_seed), strict=True):
         part.extend(drawn)

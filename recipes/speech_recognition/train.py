@@ -5,11 +5,13 @@ objectives.py, the recordings in data.py, every setting in the YAML file.
 Legend of shapes: B batch, S samples, T frames or steps, M mel bands, K outputs.
 """
 
+from typing import Any
+
 import torch
 
 from amp_recipes import Brain, Stage, create_experiment_directory, load_hparams, parse_arguments
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 
 
 class SpeechRecognizer(Brain):
@@ -30,13 +32,22 @@ class SpeechRecognizer(Brain):
     def compute_objectives(
         self, predictions: tuple[torch.Tensor, torch.Tensor], batch: Batch, stage: Stage
     ) -> torch.Tensor:
-        """Return the objective's loss; in validation and test count the errors, over the whole set."""
+        """Return the objective's loss; in validation and test count the errors, over the whole set and per speaker."""
         scores, num_steps_B = predictions
         objective = self.hparams.objective
         if stage != Stage.TRAIN:
-            for name, (errors, total) in objective.count(scores, num_steps_B, batch).items():
-                self.add_metric(name, errors, total)
+            self.add_errors(scores, num_steps_B, batch)
+        if stage == Stage.TEST:
+            for speaker in sorted(set(batch.get("speaker", []))):
+                rows = [row for row, name in enumerate(batch["speaker"]) if name == speaker]
+                part = {name: batch[name][rows] for name in ("target", "num_labels")}
+                self.add_errors(scores[rows], num_steps_B[rows], part, f" of {speaker}")
         return objective.loss(scores, num_steps_B, batch, force_allow_autocast=not self.hparams.pin_loss)
+
+    def add_errors(self, scores: torch.Tensor, num_steps_B: torch.Tensor, batch: Batch, of: str = "") -> None:
+        """Add a batch's errors to the metrics of the stage; of: is put behind their names."""
+        for name, (errors, total) in self.hparams.objective.count(scores, num_steps_B, batch).items():
+            self.add_metric(name + of, errors, total)
 
     def batch_weight(self, batch: Batch) -> int:
         """Return what a batch counts for in averages and windows: its steps, or its recordings, without padding."""

@@ -415,33 +415,33 @@ def some_recordings(recipe, count: int = 40) -> list:
 
 def test_split_leaves_speakers_out(recipe):
     recordings = some_recordings(recipe)
-    train, valid, test = recipe.data.split_recordings(recordings, "s1", None, (0.8, 0.1, 0.1), 0)
+    train, valid, test = recipe.data.split_recordings(recordings, ["s1"], [], (0.8, 0.1, 0.1), 0)
     assert {it.speaker for it in test} == {"s1"} and len(test) == 10
     assert {it.speaker for it in train} <= {"s0", "s2", "s3"} and "s1" not in {it.speaker for it in valid}
     # The 30 others in the proportion 8 : 1.
     assert (len(train), len(valid)) == (27, 3)
     assert {it.where for it in train + valid + test} == {it.where for it in recordings}
-    train, valid, test = recipe.data.split_recordings(recordings, "s1", "s2", (0.8, 0.1, 0.1), 0)
+    train, valid, test = recipe.data.split_recordings(recordings, ["s1"], ["s2"], (0.8, 0.1, 0.1), 0)
     assert ({it.speaker for it in train}, {it.speaker for it in valid}) == ({"s0", "s3"}, {"s2"})
 
 
 def test_split_by_ratio_follows_its_own_seed(recipe):
     recordings = some_recordings(recipe)
     state = torch.get_rng_state()
-    parts = recipe.data.split_recordings(recordings, None, None, (0.5, 0.25, 0.25), 7)
+    parts = recipe.data.split_recordings(recordings, [], [], (0.5, 0.25, 0.25), 7)
     assert torch.equal(torch.get_rng_state(), state)
     assert [len(part) for part in parts] == [20, 10, 10]
     assert {it.where for part in parts for it in part} == {it.where for it in recordings}
-    assert recipe.data.split_recordings(recordings, None, None, (0.5, 0.25, 0.25), 7) == parts
-    assert recipe.data.split_recordings(recordings, None, None, (0.5, 0.25, 0.25), 8) != parts
+    assert recipe.data.split_recordings(recordings, [], [], (0.5, 0.25, 0.25), 7) == parts
+    assert recipe.data.split_recordings(recordings, [], [], (0.5, 0.25, 0.25), 8) != parts
 
 
 def test_impossible_splits_are_refused(recipe):
     for settings, message in (
-        (("nobody", None, (0.8, 0.1, 0.1)), "test_speaker 'nobody' is nobody here; the speakers are s0, s1, s2, s3"),
-        (("s1", "s1", (0.8, 0.1, 0.1)), "both 's1'"),
-        ((None, None, (0.8, 0.1)), "split_ratios"),
-        ((None, None, (0.9, 0.1, 0.1)), "split_ratios"),
+        ((["nobody"], [], (0.8, 0.1, 0.1)), "test_speaker 'nobody' is nobody here; the speakers are s0, s1, s2, s3"),
+        ((["s3", "s1"], ["s1"], (0.8, 0.1, 0.1)), "both 's1'"),
+        (([], [], (0.8, 0.1)), "split_ratios"),
+        (([], [], (0.9, 0.1, 0.1)), "split_ratios"),
     ):
         with pytest.raises(DataError, match=message):
             recipe.data.split_recordings(some_recordings(recipe), *settings, 0)
@@ -455,6 +455,34 @@ def test_a_speaker_may_be_a_number(recipe, tmp_path):
     (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, entries)))
     speech = load(recipe, manifest=tmp_path / "list.jsonl", test_speaker=84, valid_speaker=7)
     assert [len(part) for part in (speech.train, speech.valid, speech.test)] == [1, 1, 2]
+
+
+def test_several_speakers_are_the_test_which_tells_who_spoke(recipe, tmp_path):
+    save_tones(tmp_path, ["a.wav", "b.wav", "c.wav", "d.wav"])
+    speakers = {"a": "ann", "b": 7, "c": "bob", "d": "cid"}
+    entries = [{"path": f"{name}.wav", "text": "a", "speaker": speaker} for name, speaker in speakers.items()]
+    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    manifest = tmp_path / "list.jsonl"
+    speech = load(recipe, manifest=manifest, test_speaker=["ann", 7], valid_speaker=["bob"])
+    assert [sample["speaker"] for sample in speech.test] == ["ann", "7"] and "speaker" not in speech.valid[0]
+    assert recipe.data.collate(list(speech.test))["speaker"] == ["ann", "7"]
+    speech = load(recipe, manifest=manifest, test_speaker="ann", valid_speaker="bob")
+    assert [len(part) for part in (speech.train, speech.valid, speech.test)] == [2, 1, 1]
+    assert "speaker" not in speech.test[0]
+
+
+def test_the_test_reports_the_errors_of_each_speaker(recipe, tmp_path):
+    folder = save_tones(
+        tmp_path / "tones", [f"{word}_{name}_{n}.wav" for word in "ab" for name in "wxyz" for n in (0, 1)]
+    )
+    options = ["--objective.labels=[a, b]", "--model.channels=[4, 4]", "--number_of_epochs=1", "--noprogressbar"]
+    options += ["--load_speech.extra_synthetic=false"]
+    options += [f"--data_folder={folder}", "--test_speaker=[x, y]", "--valid_speaker=z", "--split_ratios=[1, 0, 0]"]
+    recipe.train.main([str(KEYWORDS), *options, f"--output_folder={tmp_path / 'run'}"])
+    metrics = stage_records(tmp_path / "run")[-1]["metrics"]
+    assert set(metrics) == {"accuracy", "accuracy of x", "accuracy of y"}
+    assert metrics["accuracy"] == pytest.approx((metrics["accuracy of x"] + metrics["accuracy of y"]) / 2)
+    assert set(stage_records(tmp_path / "run")[1]["metrics"]) == {"accuracy"}
 
 
 def test_a_wrong_duration_is_told_with_its_line(recipe, tmp_path):

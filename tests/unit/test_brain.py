@@ -287,7 +287,7 @@ class Losing(Regression):
         return self.loss_of(super().compute_objectives(predictions, batch, stage))
 
 
-def test_a_loss_that_is_none_says_how_to_return_one(subtests):
+def test_a_loss_of_another_kind_says_what_to_return(subtests):
     for loss_of, said in {
         lambda loss: None: r"a NoneType.*end in `return loss`",
         lambda loss: (loss, 1): r"a tuple.*Return the loss alone; add_metric takes the rest",

@@ -47,27 +47,29 @@ def test_version(capsys):
     assert ended.value.code == 0 and capsys.readouterr().out == f"amp-recipes {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "words", [["--version"], ["--help"], ["completion", "bash"], ["completion", "zsh"]], ids=" ".join
-)
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["completion", "bash"]], ids=" ".join)
 def test_what_needs_no_torch_does_not_import_it(words):
-    code = (
-        "import sys\nfrom amp_recipes import cli\ntry:\n    cli.main()\nfinally:\n    assert 'torch' not in sys.modules"
-    )
+    code = """if True:
+        import sys
+        from amp_recipes import cli
+        try:
+            cli.main()
+        finally:
+            assert "torch" not in sys.modules
+    """
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0 and "amp-recipes" in done.stdout, done.stderr
 
 
-def test_the_package_has_its_names_and_its_submodules_without_being_asked_first():
+def test_the_package_has_its_names_and_its_submodules_when_they_are_asked_for():
     code = """if True:
-        import sys, amp_recipes, amp_recipes.config
-        assert 'torch' not in sys.modules and not hasattr(amp_recipes, 'nothing')
-        assert not hasattr(amp_recipes.config, 'nothing')
-        assert amp_recipes.data.DynamicBatches and amp_recipes.Brain.__module__ == 'amp_recipes.brain'
+        import amp_recipes, amp_recipes.config
+        assert not hasattr(amp_recipes, "nothing") and not hasattr(amp_recipes.config, "nothing")
+        assert amp_recipes.data.DynamicBatches and amp_recipes.Brain.__module__ == "amp_recipes.brain"
         from amp_recipes import *
         assert load_hparams is amp_recipes.config.load_hparams
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
 
 

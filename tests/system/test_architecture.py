@@ -66,7 +66,10 @@ LAYERS = {
     "cli": 12,
 }
 # Inside layer 0 these may be imported by their neighbours: they hold no decisions, only words that all rooms share.
-SHARED = {"records", "host_copy", "module_names", "randomness", "run_files", "sharded_tensors", "file_system", "user_code"}
+SHARED = {
+    *("records", "host_copy", "module_names", "randomness"),
+    *("run_files", "sharded_tensors", "file_system", "user_code"),
+}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -27,6 +27,7 @@ def run(tmp_path, monkeypatch, capsys):
 
     def run_script(script, *arguments):
         monkeypatch.setattr(sys, "argv", [script, *arguments])
+        monkeypatch.setattr(sys, "orig_argv", ["python", script, *arguments])
         return runpy.run_path(script, run_name="__main__"), capsys.readouterr()
 
     return run_script

@@ -24,6 +24,7 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     for name, text in BLOCKS.items():
         (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)
 
     def run_script(script, *arguments):
         monkeypatch.setattr(sys, "argv", [script, *arguments])

@@ -64,7 +64,7 @@ class RunDiff:
 
     def report(self) -> str:
         """The same for people: `name: a -> b`, and a table of the results with the change of each number."""
-        lines = [f"a  {self.run_a}", f"b  {self.run_b}"]
+        lines = [one_line(f"a  {self.run_a}"), one_line(f"b  {self.run_b}")]
         for name, found in self.sections.items():
             if found:
                 told = (f"  {_cut(it.name)}: {_shown(it.a)} -> {_shown(it.b)}" for it in found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -94,7 +93,7 @@ def _best_and_spare(
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
 def _as_list(keys: Iterable[str] | None) -> list[str]:

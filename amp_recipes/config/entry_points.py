@@ -22,6 +22,7 @@ _READERS = (
     "docopt.",
     "sys.argv",
 )
+_CACHED = type(functools.cache(len))
 _READER_FUNCTIONS = ("main", "parse_arguments")
 
 
@@ -45,6 +46,8 @@ def reads_command_line(subject: Any, is_own: Callable[[str], bool]) -> str:
         if reader := _reader(item):
             return reader
         if inspect.isclass(item):
+            if reader := next(filter(None, map(_reader, item.__mro__)), ""):
+                return reader
             own_bases = [base for base in item.__mro__ if is_own(base.__module__)]
             pending += [(method, item) for base in own_bases for method in _called_unnamed(base)]
             continue
@@ -85,6 +88,8 @@ def _function_of(value: Any, owner: type | None) -> tuple[FunctionType | None, t
             value = value.__func__
         elif isinstance(value, property):
             value = value.fget
+        elif isinstance(value, _CACHED):
+            value = value.__wrapped__
         else:
             return None, None
     return value, owner

@@ -94,6 +94,9 @@ def _check_attribute(node: Node, names: _Names, mistakes: Mistakes) -> None:
         mistakes.add(node.source, f"{name!r} is no public attribute: expected one name that begins with a letter.")
     else:
         kind, _, owner = items[0].tag.partition(":")
+        if kind == "!module":
+            _check_member(node, owner, name, names, mistakes)
+            return
         try:
             known = names.attributes(kind, owner) if kind in ("!new", "!apply") else set()
         except ConfigError:  # told where the object itself is checked
@@ -151,6 +154,17 @@ def _check_apply(name: str, node: Node, names: _Names, mistakes: Mistakes) -> No
     else:
         use = f"!new:{name} makes an object of it" if inspect.isclass(target) else f"!name:{name} gives it"
         mistakes.add(node.source, f"!apply: calls a function, but {name} is {_what(target)}; {use}.")
+
+
+def _check_member(node: Node, module: str, name: str, names: _Names, mistakes: Mistakes) -> None:
+    try:
+        owner = names.trust.module(module)
+    except ConfigError:  # told where the module itself is checked
+        return
+    try:
+        names.trust.attribute(owner, name)
+    except ConfigError as error:
+        mistakes.add(node.source, str(error))
 
 
 def _check_name(name: str, node: Node, names: _Names, mistakes: Mistakes) -> None:

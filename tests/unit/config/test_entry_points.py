@@ -53,6 +53,8 @@ def decorated(function):
 def wrapped(argv): return parse_arguments(argv)
 part = functools.partial(begin, [])
 table = {"key": [begin]}
+cached = functools.lru_cache(begin)
+class Parser(ArgumentParser): pass
 
 class AtBirth:
     def __init__(self, argv=None): self.options = parse_arguments(argv)
@@ -86,7 +88,7 @@ class OffersIt:
 STARTS = """
     begin by_module by_its_own_parser by_a_shared_parser by_argv by_imported_argv main through_another helper
     in_a_lambda imported_late imported_from_late by_default by_keyword_default made in_a_closure wrapped part table
-    AtBirth WhenCalled Child AsForward ByName.from_words ByName.plain caller parse_arguments parser
+    AtBirth WhenCalled cached Parser Child AsForward ByName.from_words ByName.plain caller parse_arguments parser
 """
 HARMLESS = "harmless loads_another speaks_of_it Harmless ByName ByName.harmless OffersIt decorated"
 

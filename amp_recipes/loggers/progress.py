@@ -90,23 +90,22 @@ class EpochLogger(Logger):
         self._epoch: int | None = None
         self._stages: list[str] = []
 
+    def start_stage(self, stage: str, epoch: int | None, batches: int | None) -> None:
+        """Write the line of an epoch that is over."""
+        if epoch != self._epoch:
+            self.close()
+        self._epoch = epoch
+
     def log_stage(self, record: StageRecord) -> None:
         """Keep the result until the epoch is over."""
-        if record.epoch != self._epoch:
-            self.flush()
-        self._epoch = record.epoch
         self._stages.append(f"{record.stage} {format_stage(record)}")
 
-    def flush(self) -> None:
-        """Write the line: the epoch is over, or the run saves what it has."""
+    def close(self) -> None:
+        """Write what is left."""
         if self._stages:
             epoch = "" if self._epoch is None else f"epoch {self._epoch}: "
             self._stream.write_line(epoch + "; ".join(self._stages))
         self._stages = []
-
-    def close(self) -> None:
-        """Write what is left."""
-        self.flush()
 
 
 class _StageBar(tqdm):

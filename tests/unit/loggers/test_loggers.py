@@ -348,8 +348,8 @@ def test_without_progress_there_is_one_line_per_epoch_and_one_for_a_test():
             logger.start_stage(stage, epoch, 3)
             logger.log_step(STEP)
             logger.log_stage(replace(STAGE, stage=stage, epoch=epoch))
-        if epoch == 1:
-            logger.flush()
+    assert stream.getvalue().count("\n") == 1, "the second is not over"
+    logger.start_stage("test", None, 3)
     logger.log_stage(replace(STAGE, stage="test", epoch=None))
     logger.close()
     result = "loss 0.25, accuracy 0.98, 2.0 s, 1,600 samples/s"

@@ -149,7 +149,7 @@ class StreamLoader(DataLoader):
             num_workers=self.num_workers,
             collate_fn=collate,
             pin_memory=self.pin_memory,
-            timeout=poll_seconds(self.timeout, self.stop, self.persistent_workers),
+            timeout=self.timeout,
             worker_init_fn=start,
             multiprocessing_context=self.multiprocessing_context,
             generator=self.generator if self.generator is not None else torch.Generator(),
@@ -285,6 +285,8 @@ class _StreamIterator:
         self._batches: Iterator[Any] | None = None
         with self._quietly(), workers.starting() if workers is not None else nullcontext():
             self._batches = iter(engine)
+        if workers is not None:  # not before: torchdata waits as long for the workers' start, too
+            self._batches._timeout = poll_seconds(loader.timeout, loader.stop, self._persistent)
 
     def __iter__(self) -> Iterator[Any]:
         return self

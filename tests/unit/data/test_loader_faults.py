@@ -564,15 +564,13 @@ class GatedStream(IterableDataset):
     ("kind", "torchdata", "limits"), pairwise([Gated, GatedStream], [False, True], [{}, {"timeout": 0}])
 )
 def test_who_waits_for_a_batch_can_be_stopped_and_go_on(kind, torchdata, limits, tmp_path, monkeypatch):
-    monkeypatch.setattr(waiting, "POLL_SECONDS", 100.0)
+    monkeypatch.setattr(waiting, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(streams, "has_torchdata", lambda: torchdata)
     gate, asked, seen = tmp_path / "gate", [], []
     batches = loader(kind(gate), num_workers=1, **limits)
     batches.stop = lambda: asked.append(1) or len(asked) % 3 == 0
     with loader_faults(batches):
         iterator = iter(batches)
-        assert iterator._batches._timeout == waiting.POLL_SECONDS
-        iterator._batches._timeout = 0.05  # only now: so long torchdata waits for a worker's start, too
         for _ in range(2):
             with pytest.raises(LoadingStopped):
                 while True:

@@ -482,7 +482,7 @@ class Brain(SpikeRecovery):
         self._position.epoch_loss_due = None
         self._watch.observe(self._metrics, epoch)
         self._note_best()
-        meta = {"epoch": epoch, "optimizer_step": self._optimizer_step, "fit": self._fits, **self._metrics}
+        meta = {**self._metrics, "epoch": epoch, "optimizer_step": self._optimizer_step, "fit": self._fits}
         mode = self.early_stop_mode if self.early_stop_metric else "min"
         self._checkpoints.save_epoch(meta, self._watch.metric, mode)
         distributed.wait_for_all()

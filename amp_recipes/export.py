@@ -19,7 +19,7 @@ from torch import Tensor
 
 from amp_recipes import __version__
 from amp_recipes.checkpoint import Checkpoint, best_checkpoint, model_weights
-from amp_recipes.checkpoint.folder import BEST_BY, Damaged, numbered_folders, read_contents
+from amp_recipes.checkpoint.folder import Damaged, best_by, numbered_folders, read_contents
 from amp_recipes.config.changes import one_line
 from amp_recipes.config.experiment import RESOLVED_FILE
 from amp_recipes.errors import CheckpointError
@@ -75,11 +75,15 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
     Raises CheckpointError if there is no checkpoint, it is damaged, or the folder cannot be written; ConfigError where
     in the run's folder a link, or another thing that is no file, stands for one.
     """
+    for folder in (Path(run, "save"), Path(run)):
+        if folder.name == "save" or folder.name.startswith("CKPT+"):
+            refuse_link(folder)
     checkpoint = _best_checkpoint(Path(run))
+    refuse_link(checkpoint.path)
     home = _home(Path(run), checkpoint.path)
     weights = model_weights(checkpoint)
     tensors = _storable({name: value for name, value in weights.items() if isinstance(value, Tensor)}, checkpoint.path)
-    metric = checkpoint.meta.get(BEST_BY, {}).get("metric")
+    metric, _ = best_by(checkpoint) or (None, None)
     about = {
         "run": str(home.resolve()),
         "checkpoint": str(checkpoint.path.resolve()),

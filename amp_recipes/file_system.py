@@ -82,10 +82,13 @@ def out_of_inodes(error: OSError, folder: Path) -> str:
     if error.errno not in FULL or not hasattr(os, "statvfs"):
         return ""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    found = os.statvfs(there)
+    try:
+        found = os.statvfs(there)
+        free = size_text(shutil.disk_usage(there).free)
+    except OSError:  # the disk does not answer; the error at hand is the one to tell
+        return ""
     if found.f_favail or not found.f_files:  # a file system without a limit, such as btrfs, says 0 for both
         return ""
-    free = size_text(shutil.disk_usage(there).free)
     return f"no inodes left, so that no file can be made (free {free}); delete files there (`df -i` counts them)"
 
 

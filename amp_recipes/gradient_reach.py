@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 logger = logging.getLogger(__name__)
 
 _NAMED = 8  # a line, not a page
-_RECOMPUTES = "CheckpointFunctionBackward"  # torch's reentrant checkpointing hides the graph below it
 
 
 class GradientReach:
@@ -24,8 +23,8 @@ class GradientReach:
 
     def __init__(self, is_open: bool = True) -> None:
         self._is_open = is_open
-        self._is_whole = True  # whether all of the graph could be seen
-        self._reached: dict[int, nn.Parameter] = {}
+        self._is_whole = True  # a function with a backward in Python may hide what it depends on, as checkpointing does
+        self._reached: dict[int, torch.Tensor] = {}
         self._optimizers: set[str] = set()
 
     def follow(self, loss: torch.Tensor, optimizers: Iterable[str]) -> None:
@@ -33,15 +32,15 @@ class GradientReach:
         if not self._is_open:
             return
         self._optimizers.update(optimizers)
-        pending, seen = [loss.grad_fn], set()
+        pending, seen = [getattr(loss, "grad_fn", None)], set()
         while pending:
             node = pending.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
-            self._is_whole &= node.name() != _RECOMPUTES
+            self._is_whole &= not isinstance(node, torch.autograd.function.BackwardCFunction)
             variable = getattr(node, "variable", None)
-            if isinstance(variable, nn.Parameter):
+            if variable is not None:
                 self._reached[id(variable)] = variable
             pending += [before for before, _ in node.next_functions]
 
@@ -50,35 +49,35 @@ class GradientReach:
         if not self._is_open or not self._reached:
             return
         self._is_open = False
-        held = {id(it): it for optimizer in optimizers.values() for it in _parameters(optimizer)}
-        if any(
-            hasattr(it, "device_mesh") for it in held.values()
-        ):  # sharded: the graph holds whole ones in their place
+        reached, self._reached = self._reached, {}
+        own = [value for value in vars(holder).values() if isinstance(value, Optimizer)]
+        held = {id(each): each for optimizer in [*optimizers.values(), *own] for each in _parameters(optimizer)}
+        # Of sharded ones the graph holds others, which are whole. None in common: copies in another precision, perhaps.
+        if any(hasattr(each, "device_mesh") for each in held.values()) or held.keys().isdisjoint(reached):
             return
-        unused = [it for key, it in self._reached.items() if key not in held]
+        unused = [each for key, each in reached.items() if key not in held and isinstance(each, nn.Parameter)]
         if unused:
             logger.warning(
-                "no optimizer moves these parameters, which get gradients: %s. Register their module (in `modules`, or "
-                "as an attribute or in a ModuleList of one that is there), give them to an optimizer, or freeze them "
-                "with requires_grad_(False).",
+                "no optimizer holds these parameters, which get gradients: %s. Freeze them with requires_grad_(False), "
+                "or, to train them, register their module (in `modules`, or as an attribute or in a ModuleList of one "
+                "that is there) or give them to an optimizer.",
                 _listed(unused, holder, modules),
             )
-        in_use = {id(it) for name in self._optimizers & set(optimizers) for it in _parameters(optimizers[name])}
-        idle = [it for key, it in held.items() if key in in_use and it.requires_grad and key not in self._reached]
+        in_use = {id(each) for name in self._optimizers & set(optimizers) for each in _parameters(optimizers[name])}
+        idle = [each for key, each in held.items() if key in in_use and each.requires_grad and key not in reached]
         if idle and self._is_whole:
             logger.warning(
                 "the loss of the first update does not depend on these parameters, which an optimizer holds: %s. They "
                 "stay as they are unless a later batch uses them.",
                 _listed(idle, holder, modules),
             )
-        self._reached.clear()
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [it for group in optimizer.param_groups for it in group["params"]]
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _listed(parameters: Sequence[nn.Parameter], holder: object, modules: nn.Module) -> str:
+def _listed(parameters: Sequence[torch.Tensor], holder: object, modules: nn.Module) -> str:
     names = {id(it): name for name, it in _unregistered(holder, modules)}
     names |= {id(it): name for name, it in modules.named_parameters()}
     shown = [names.get(id(it), f"one of shape {list(it.shape)} that has no name") for it in parameters[:_NAMED]]
@@ -88,10 +87,10 @@ def _listed(parameters: Sequence[nn.Parameter], holder: object, modules: nn.Modu
 
 def _unregistered(holder: object, modules: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters that hang on the recipe itself, or in a list or dict that a module has: torch does not see them."""
-    places = [("self", holder), *modules.named_modules()]
+    places = [("self", holder), ("self.hparams", getattr(holder, "hparams", None)), *modules.named_modules()]
     for where, owner in places:
-        for attribute, value in vars(owner).items():
-            if attribute.startswith("_") and owner is not holder:  # a module's own registers
+        for attribute, value in getattr(owner, "__dict__", {}).items():
+            if attribute.startswith("_") and isinstance(owner, nn.Module):  # a module's own registers
                 continue
             yield from _below(f"{where}.{attribute}", value, depth=2)
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from amp_recipes import distributed
-from amp_recipes.checkpoint import best_checkpoint, load_weights, model_weights
+from amp_recipes.checkpoint import best_checkpoint, fit_of, load_weights, model_weights
 from amp_recipes.data import (
     EpochLoader,
     batches_from,
@@ -83,7 +83,7 @@ class ResumableRun(RunData):
         if self.resume == "never" or not self._checkpoints.resumes:
             return False
         newest = self._checkpoints.checkpointer.find_checkpoint()
-        return newest is not None and newest.meta.get("fit", 1) > self._fits + 1
+        return newest is not None and fit_of(newest) > self._fits + 1
 
     def _warn_of_rates_at_zero(self) -> None:
         groups = [group for optimizer in self.optimizers_dict.values() for group in optimizer.param_groups]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from amp_recipes import distributed
-from amp_recipes.checkpoint import Checkpoint, Checkpointer, find_newest, make_newest
+from amp_recipes.checkpoint import Checkpoint, Checkpointer, find_newest, fit_of, make_newest
 from amp_recipes.data import begin_again, beginning, can_begin_again, close_loader
 from amp_recipes.errors import CheckpointError, ConfigError, DataError, NonfiniteError
 from amp_recipes.examined_run import ExaminedRun
@@ -317,7 +317,7 @@ class SpikeRecovery(ExaminedRun):
 
     def _is_good(self, checkpoint: Checkpoint, brain: Mapping[str, Any]) -> bool:
         saved = brain.get("spikes")
-        of_this_fit = saved is not None or checkpoint.meta.get("fit", 1) == self._fits
+        of_this_fit = saved is not None or fit_of(checkpoint) == self._fits
         due = saved is None or saved["due"]
         calm = self._spikes.is_good(brain["optimizer_step"], saved) and brain["patience"]["in_a_row"] == 0
         return of_this_fit and due and calm

@@ -3,7 +3,7 @@
 from amp_recipes.checkpoint.best import best_checkpoint, load_weights, model_weights
 from amp_recipes.checkpoint.checkpointer import Checkpointer
 from amp_recipes.checkpoint.epoch_counter import EpochCounter
-from amp_recipes.checkpoint.folder import Checkpoint
+from amp_recipes.checkpoint.folder import Checkpoint, fit_of
 from amp_recipes.checkpoint.going_back import find_newest, make_newest
 from amp_recipes.checkpoint.keeper import CheckpointKeeper
 from amp_recipes.checkpoint.names import clean_name, clean_names
@@ -20,6 +20,7 @@ __all__ = [
     "clean_name",
     "clean_names",
     "find_newest",
+    "fit_of",
     "hooked_state",
     "load_weights",
     "make_newest",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from amp_recipes.checkpoint.checkpointer import Checkpointer
-from amp_recipes.checkpoint.folder import BEST_BY, STATE_SUFFIX, Checkpoint
+from amp_recipes.checkpoint.folder import STATE_SUFFIX, Checkpoint, best_by
 from amp_recipes.checkpoint.loading import load_all, mismatches
 from amp_recipes.checkpoint.names import clean_state
 from amp_recipes.checkpoint.reading import shared_as
@@ -34,10 +34,11 @@ def best_checkpoint(run: str | Path) -> Checkpoint:
         raise CheckpointError(
             f"There is no checkpoint in {str(run)!r}. Expected the output folder of a run, or one of its CKPT+ folders."
         )
-    by = next((it.meta[BEST_BY] for it in checkpoints if BEST_BY in it.meta), None)
+    by = next(filter(None, map(best_by, checkpoints)), None)
     if by is None:
         return checkpoints[0]
-    best = Checkpointer(folder).find_checkpoint(**{f"{by['mode']}_key": by["metric"]})
+    metric, mode = by
+    best = Checkpointer(folder).find_checkpoint(**{f"{mode}_key": metric})
     return best or checkpoints[0]
 
 

@@ -248,7 +248,6 @@ def read_contents(path: Path) -> Contents:
         kinds = tuple(map(type, (contents.version, contents.names, contents.meta, contents.shards)))
         if kinds != (int, list, dict, int) or not all(type(name) is str for name in contents.names):
             raise TypeError("format_version, recoverables and meta are a number, a list of names and an object")
-        _check_meta(contents.meta)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{META_FILE} cannot be read ({type(error).__name__}: {error})") from error
     # Also before a version is believed, since a bit of it may have flipped. (The first format had no manifest.)
@@ -257,15 +256,29 @@ def read_contents(path: Path) -> Contents:
     return contents
 
 
-def _check_meta(meta: dict[str, Any]) -> None:
-    """Raise TypeError where what decides later on is not of its kind."""
-    if type(meta.get("fit", 1)) is not int:
-        raise TypeError(f"fit is {meta['fit']!r}, expected a number")
-    by = meta.get(BEST_BY)
-    if BEST_BY in meta and not (
-        type(by) is dict and type(by.get("metric")) is str and by.get("mode") in ("min", "max")
-    ):
-        raise TypeError(f"{BEST_BY} is {by!r}, expected a metric and a mode, min or max")
+def fit_of(checkpoint: Checkpoint) -> int:
+    """Which `fit` of its run saved a checkpoint, from 1. Raises CheckpointError for what is no number."""
+    value = checkpoint.meta.get("fit", 1)
+    if type(value) is float:  # a metric of that name, in a checkpoint that a recipe made itself
+        return 1
+    if type(value) is not int:
+        raise CheckpointError(f"{checkpoint.path}: {META_FILE} is not of this framework: fit is {value!r}.")
+    return value
+
+
+def best_by(checkpoint: Checkpoint) -> tuple[str, str] | None:
+    """The metric that decides which checkpoint of the run is the best, and its mode; None where there is no such.
+
+    Raises CheckpointError where it is of another kind.
+    """
+    found = checkpoint.meta.get(BEST_BY)
+    if BEST_BY not in checkpoint.meta:
+        return None
+    if type(found) is dict and type(found.get("metric")) is str and found.get("mode") in ("min", "max"):
+        return found["metric"], found["mode"]
+    raise CheckpointError(
+        f"{checkpoint.path}: {META_FILE} is not of this framework: {BEST_BY} is {found!r}; expected metric and mode."
+    )
 
 
 def files_beside(path: Path, names: Iterable[str]) -> tuple[list[str], dict[str, tuple[Path, str]], int]:

@@ -121,20 +121,25 @@ def refuse_diverged(recoverables: Mapping[str, Any], states: Mapping[str, Any]) 
     kept: dict[str, Tensor] = {}
     for name, state in states.items():
         obj = recoverables[name]
-        trained = trainable_names(obj)
-        weights |= {f"{name}.{key}": _here(state[key]) for key in trained if isinstance(state[key], Tensor)}
-        for index, of_parameter in state["state"].items() if isinstance(obj, Optimizer) else ():
-            items = of_parameter.items() if isinstance(of_parameter, Mapping) else ()
-            kept |= {f"{name}: {key} of parameter {index}": _here(it) for key, it in items if isinstance(it, Tensor)}
-    bad = _with_bad_numbers(weights, lambda extremes: ~extremes.isfinite())
-    bad += _with_bad_numbers(kept, torch.isnan)
+        weights |= {f"{name}.{key}": it for key in trainable_names(obj) if _is_dense(it := state.get(key))}
+        of_parameters = state.get("state") if isinstance(obj, Optimizer) else None
+        for index, of_one in of_parameters.items() if isinstance(of_parameters, Mapping) else ():
+            items = of_one.items() if isinstance(of_one, Mapping) else ()
+            # A number alone may be NaN until it is known, such as a best loss.
+            kept |= {f"{name}: {key} of parameter {index}": it for key, it in items if _is_dense(it) and it.ndim}
+    bad = _with_bad_numbers(_here(weights), lambda extremes: ~extremes.isfinite())
+    bad += _with_bad_numbers(_here(kept), torch.isnan)
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise Damaged(f"not finite: {', '.join(bad[:5])}{more}")
 
 
-def _here(tensor: Tensor) -> Tensor:
-    return local_part(tensor) if is_distributed(tensor) else tensor
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def _here(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: local_part(tensor) if is_distributed(tensor) else tensor for name, tensor in tensors.items()}
 
 
 def mismatches(name: str, obj: Any, state: Any) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import re
 import sys
 import threading
@@ -52,6 +53,8 @@ FLAGS = {
     "diagnose": "Say what the precision does to the model, in place of training it, and end.",
 }
 _ALIASES = {"allow-config-change": "accept_changes", "allow_config_change": "accept_changes"}
+
+_TRUSTED = "AMP_RECIPES_TRUSTED"  # the variable that holds what the command line trusts
 
 # The words that OmegaConf reads as a bool: only these are taken as the value of a boolean option.
 _BOOL_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "1", "0"})
@@ -221,8 +224,9 @@ class _Asked:
         return True
 
     def mistakes(self) -> Iterator[str]:
-        # A YAML has no way to the words that started this process.
-        if foreign := [name for name in self.trust if name not in trust_in(sys.orig_argv)]:
+        # A YAML has no way to the words that started this process, nor to its variables.
+        granted = [*trust_in(sys.orig_argv), *_names_in(os.environ.get(_TRUSTED, ""))]
+        if foreign := [name for name in self.trust if name not in granted]:
             yield (
                 f"--trust {','.join(foreign)} is not on the command line that started this process, and only that can "
                 "grant trust: other words may be a YAML's. Give it there, or in the script, to load_hparams(trust=...)."
@@ -260,6 +264,10 @@ def trust_in(words: Sequence[str]) -> list[str]:
     texts = [word.removeprefix("--trust=") for word in words if word.startswith("--trust=")]
     texts += [text for word, text in pairwise(words) if word == "--trust"]
     return [name for text in texts for name in _names_in(text)]
+
+
+# For the processes that a script starts by multiprocessing, whose own words are those of Python.
+os.environ.setdefault(_TRUSTED, ",".join(trust_in(sys.orig_argv)))
 
 
 def parse_value(text: str) -> Any:

@@ -11,16 +11,13 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 _READERS = (
-    "argparse.",
-    "optparse.",
+    "argparse.ArgumentParser",
+    "optparse.OptionParser",
     "getopt.",
     "click.",
     "typer.",
     "fire.",
-    "absl.app",
     "hydra.",
-    "docopt.",
-    "sys.argv",
 )
 _CACHED = type(functools.cache(len))
 _READER_FUNCTIONS = ("main", "parse_arguments")
@@ -61,11 +58,11 @@ def _reader(value: Any) -> str:
     """The full name of what reads a command line, if that is what a value is."""
     if isinstance(value, _Name):
         name = str(value)
-    elif value is sys.argv:
-        name = "sys.argv"
-    else:  # an object tells the module of its class
-        name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-    is_function = isinstance(value, FunctionType | _Name) and name.rpartition(".")[2] in _READER_FUNCTIONS
+    else:
+        named = value if hasattr(value, "__qualname__") else type(value)
+        name = f"{getattr(named, '__module__', '')}.{named.__qualname__}"
+    of_a_module = isinstance(value, _Name) or (isinstance(value, FunctionType) and "." not in value.__qualname__)
+    is_function = of_a_module and name.rpartition(".")[2] in _READER_FUNCTIONS
     return name if is_function or name.startswith(_READERS) else ""
 
 
@@ -137,8 +134,7 @@ def _read_by(code: CodeType, names: dict[str, Any], owner: type | None) -> Itera
 def _member(owner: Any, name: str) -> Any:
     """A member of a module or class, without running code of theirs; its name, where it is not there."""
     if isinstance(owner, ModuleType):
-        is_there = name in vars(owner) and owner is not sys
-        return vars(owner)[name] if is_there else _Name(f"{owner.__name__}.{name}")
+        return vars(owner)[name] if name in vars(owner) else _Name(f"{owner.__name__}.{name}")
     if isinstance(owner, _Name):
         return _Name(f"{owner}.{name}")
     return inspect.getattr_static(owner, name, None) if inspect.isclass(owner) else None

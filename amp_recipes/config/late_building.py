@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+
 from amp_recipes.errors import AmpRecipesError, ConfigError
 
 
@@ -15,13 +17,14 @@ class LateClass(functools.partial):
     built. A call that the class's signature refuses is a mistake of the caller's, and raises TypeError.
     """
 
-    place: str
+    place = ""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().__call__(*args, **kwargs)
         except Exception as error:
-            if error.__traceback__.tb_next is None:  # raised by the call itself
+            is_callers = error.__traceback__.tb_next is None  # raised by the call itself
+            if is_callers or isinstance(error, torch.OutOfMemoryError):  # who catches that tries again with less
                 raise
             raise_unbuilt(self.place, error)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -127,9 +126,10 @@ def open_records(path: Path) -> FileIO:
 
 
 def set_aside(path: Path, start: int) -> None:
-    """Move what the file has from byte `start` on to a file beside it, if a line ends there.
+    """Move what the file has from byte `start` on, where a line ends there, to a file beside it.
 
-    A crash between the two leaves lines in both. Raises OSError, ConfigError.
+    Records of tests stay: no resumed run takes a test again. A crash between the two leaves lines in both.
+    Raises OSError, ConfigError.
     """
     with open(path, "r+b", opener=regular_only) as file:
         if not 0 < start < file.seek(0, SEEK_END):
@@ -137,9 +137,13 @@ def set_aside(path: Path, start: int) -> None:
         file.seek(start - 1)
         if file.read(1) != b"\n":
             return
+        lines = file.readlines()
+        stays = [(parsed(line) or {}).get("stage") == "test" for line in lines]
         with open(path.with_name(SET_ASIDE_NAME), "ab", opener=regular_only) as aside:
-            shutil.copyfileobj(file, aside)
-        file.truncate(start)
+            aside.writelines(line for line, kept in zip(lines, stays, strict=True) if not kept)
+        file.seek(start)
+        file.writelines(line for line, kept in zip(lines, stays, strict=True) if kept)
+        file.truncate()
 
 
 def header() -> dict[str, Any]:

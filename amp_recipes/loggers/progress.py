@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from amp_recipes.errors import ConfigError
 from amp_recipes.loggers.text import QuietStream, format_rate, format_stage, format_value, stage_name
-from amp_recipes.records import Logger, StageRecord, StepRecord
+from amp_recipes.records import Logger, RunSummary, StageRecord, StepRecord
 
 
 class ProgressLogger(Logger):
@@ -99,6 +99,10 @@ class EpochLogger(Logger):
     def log_stage(self, record: StageRecord) -> None:
         """Keep the result until the epoch is over."""
         self._stages.append(f"{record.stage} {format_stage(record)}")
+
+    def log_summary(self, summary: RunSummary) -> None:
+        """Write what is left, before others show the summary."""
+        self.close()
 
     def close(self) -> None:
         """Write what is left."""

@@ -187,15 +187,18 @@ class RunLog:
             logger.log_summary(summary)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Where the logs stand, by the name of the logger's class, for a checkpoint."""
-        states = {type(logger).__name__: getattr(logger, "state_dict", dict)() for logger in self.loggers}
+        """Where the logs stand, by place and class of the logger, for a checkpoint."""
+        states = {name: getattr(logger, "state_dict", dict)() for name, logger in self._named()}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Take the logs back to where they stood when the checkpoint was saved that the run goes on from."""
-        for logger in self.loggers:
-            if state := states.get(type(logger).__name__):
+        for name, logger in self._named():
+            if state := states.get(name):
                 logger.load_state_dict(state)
+
+    def _named(self) -> list[tuple[str, Logger]]:
+        return [(f"{index} {type(logger).__name__}", logger) for index, logger in enumerate(self.loggers)]
 
     def close(self) -> None:
         """Close every logger, also where one of them fails."""

@@ -532,7 +532,7 @@ def on_the_spot(folder):
 def test_a_resumed_run_has_each_record_once(tmp_path, ends_at):
     def told(name):
         records = map(json.loads, (tmp_path / name).read_text().splitlines())
-        measured = {"seconds", "samples_per_second", "time", "memory_bytes"}
+        measured = {"seconds", "data_seconds", "samples_per_second", "time", "wall_time", "memory_bytes"}
         return [{key: it for key, it in record.items() if key not in measured} for record in records]
 
     options = {"ckpt_interval_steps": 4, "log_interval_steps": 1}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from amp_recipes import Brain, Checkpointer, __version__, cli, create_experiment_directory
-from amp_recipes.checkpoint import CheckpointKeeper
+from amp_recipes.checkpoint import Checkpoint, CheckpointKeeper, fit_of
 from amp_recipes.ema import WeightAverage
 from amp_recipes.errors import CheckpointError, ConfigError
 from amp_recipes.export import export_run
@@ -277,12 +277,9 @@ def rewrite_meta(folder: Path, **meta) -> None:
     (folder / "MANIFEST.sha256").write_text("".join(f"{line}\n" for line in lines))
 
 
-def test_meta_of_the_wrong_kind_is_damage(tmp_path, subtests):
+def test_meta_of_the_wrong_kind_is_told(tmp_path, subtests):
     for number, meta in enumerate(
         [
-            {"fit": "x"},
-            {"fit": None},
-            {"fit": True},
             {"best_by": [1, 2]},
             {"best_by": None},
             {"best_by": {"metric": ["loss"], "mode": "min"}},
@@ -294,8 +291,16 @@ def test_meta_of_the_wrong_kind_is_damage(tmp_path, subtests):
             run = tmp_path / str(number)
             save_run(run, nn.Linear(1, 1), losses=(1.0,))
             rewrite_meta(run / "save" / "CKPT+000001", **meta)
-            with pytest.raises(CheckpointError, match=f"{next(iter(meta))} is"):
+            with pytest.raises(CheckpointError, match="best_by is"):
                 export_run(run)
+    for value, expected in [("x", None), (None, None), ([1], None), (2, 2), (0.5, 1)]:
+        with subtests.test(f"fit {value}"):
+            made = Checkpoint(tmp_path, 1, {"fit": value})
+            if expected is None:
+                with pytest.raises(CheckpointError, match="fit is"):
+                    fit_of(made)
+            else:
+                assert fit_of(made) == expected
 
 
 def test_a_metrics_name_cannot_command_the_terminal(tmp_path, capsys):

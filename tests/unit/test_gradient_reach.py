@@ -47,7 +47,7 @@ def said(caplog, model, recipe=Recipe, epochs=1, prepare=lambda brain: None, **o
 
 def test_a_layer_in_a_list_and_one_that_is_not_called_are_named_once(caplog):
     unused, idle = said(caplog, Net(), epochs=2)
-    assert "no optimizer moves" in unused and "model.blocks[0].weight, model.blocks[0].bias." in unused
+    assert "no optimizer holds" in unused and "model.blocks[0].weight, model.blocks[0].bias." in unused
     assert "does not depend on" in idle and "model.extra.weight, model.extra.bias." in idle
 
 

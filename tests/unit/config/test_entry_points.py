@@ -13,7 +13,6 @@ import argparse
 import functools
 import sys
 from argparse import ArgumentParser
-from sys import argv as words_of_the_shell
 
 import amp_recipes.config as config
 from amp_recipes import Brain
@@ -26,8 +25,7 @@ def begin(argv=None): return parse_arguments(argv)
 def by_module(argv=None): return config.parse_arguments(argv)
 def by_its_own_parser(): return ArgumentParser().parse_args()
 def by_a_shared_parser(): return parser.parse_args()
-def by_argv(): return sys.argv[1:]
-def by_imported_argv(): return list(words_of_the_shell)
+def words_of_the_user(): return sys.argv[1:]
 def main(): return 3
 def through_another(*words): return helper(words)
 def helper(words): return begin(words)
@@ -77,6 +75,10 @@ caller = WhenCalled()
 def harmless(x): return x
 def loads_another(path): return load_hparams(path)
 def speaks_of_it(): return "argparse.ArgumentParser", "main"
+def takes_a_namespace(): return argparse.Namespace(width=3)
+class Tower:
+    def __init__(self): self.main()
+    def main(self): return 3
 class Harmless:
     main = 3
     def __init__(self, argv=()): self.argv = argv
@@ -86,11 +88,14 @@ class OffersIt:
     def from_words(self, argv): return parse_arguments(argv)
 '''
 STARTS = """
-    begin by_module by_its_own_parser by_a_shared_parser by_argv by_imported_argv main through_another helper
+    begin by_module by_its_own_parser by_a_shared_parser main through_another helper
     in_a_lambda imported_late imported_from_late by_default by_keyword_default made in_a_closure wrapped part table
     AtBirth WhenCalled cached Parser Child AsForward ByName.from_words ByName.plain caller parse_arguments parser
 """
-HARMLESS = "harmless loads_another speaks_of_it Harmless ByName ByName.harmless OffersIt decorated"
+HARMLESS = """
+    words_of_the_user takes_a_namespace Tower Tower.main harmless loads_another speaks_of_it Harmless ByName
+    ByName.harmless OffersIt decorated
+"""
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from amp_recipes.config import check as check_yaml
 from amp_recipes.config import parse_arguments
-from amp_recipes.config.arguments import trust_in
 from amp_recipes.config.changes import one_line
 from amp_recipes.config.commands import shown, summary
 from amp_recipes.config.mistakes import printable
@@ -61,7 +60,7 @@ def replay(arguments: argparse.Namespace) -> int:
     start = ["-m", command["module"]] if command["module"] else [str(script)]
     shown_command = one_line(shlex.join(["python", *start, *words]))
     print(f"in {one_line(command['cwd'])}:\n  {shown_command}", file=sys.stderr, flush=True)
-    reasons = {**command["not_vouched_for"], **dict.fromkeys(trust_in(words), "the run trusted it with --trust")}
+    reasons = command["not_vouched_for"]
     if missing := [name for name in reasons if name not in arguments.trust.split(",")]:
         listed = "".join(f"\n  {one_line(name)}: {one_line(reasons[name])}" for name in missing)
         again = one_line(shlex.join(["amp-recipes", "replay", str(arguments.folder), f"--trust={','.join(reasons)}"]))

@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import sys
+import tempfile
 from contextlib import suppress
 
 # Before torch is imported, for this process and for those that tests start: the tests' networks are so small that a
@@ -12,6 +13,9 @@ from contextlib import suppress
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of tests start an interpreter, and each would compile the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Runs sign what they keep for a replay with a key of the user's.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="amp_recipes_state")
 
 import hypothesis
 import pytest

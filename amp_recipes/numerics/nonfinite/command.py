@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
+import json
 import os
 import re
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from amp_recipes.config.arguments import trust_in
 from amp_recipes.errors import CheckpointError
 
 MASK = "***"
+_KEY_BYTES = 32
 # Names of values that are nobody else's business: api_key, hf.token, --db-password. Not monkey, tokenizer, max_tokens.
 _SECRET = re.compile(
     r"(.*[^a-z])?(api|access|auth|private)?(key|token)|.*(secret|password|passwd|passphrase|credential).*",
@@ -23,10 +29,11 @@ _MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")
 
 
 def saved(command: Mapping[str, Any]) -> dict[str, Any]:
-    """The command as a folder keeps it: secrets masked, and with the sha256 of the files that it names."""
+    """The command as a folder keeps it: secrets masked, with the sha256 of the files that it names, and signed."""
     words, masked = _without_secrets([str(it) for it in command.get("words", ())])
     kept = {**command, "words": words} if isinstance(command.get("words"), list | tuple) else dict(command)
-    return {**kept, "masked": masked, "sha256": _digests(kept)}
+    kept = {**kept, "masked": masked, "sha256": _digests(kept)}
+    return {**kept, "signature": _signature(kept, make_key=True)}
 
 
 def checked(folder: Path, command: Any) -> dict[str, Any]:
@@ -43,7 +50,8 @@ def checked(folder: Path, command: Any) -> dict[str, Any]:
     if not (lists and is_module and all(_is_word(given.get(key)) for key in ("script", "cwd"))):
         raise CheckpointError(f"{folder}: its command is {command!r}; expected a script or module, words and a cwd.")
     kept = {"script": given["script"], "module": module, "words": words, "cwd": given["cwd"], "masked": masked}
-    return {**kept, "not_vouched_for": _not_vouched_for(Path(folder), kept, given.get("sha256"))}
+    is_signed = _signature(given) is not None and given.get("signature") == _signature(given)
+    return {**kept, "not_vouched_for": _not_vouched_for(Path(folder), kept, given.get("sha256"), is_signed)}
 
 
 def _is_word(value: Any) -> bool:
@@ -54,11 +62,12 @@ def _is_word(value: Any) -> bool:
         return False
 
 
-def _not_vouched_for(folder: Path, command: dict[str, Any], digests: Any) -> dict[str, str]:
+def _not_vouched_for(folder: Path, command: dict[str, Any], digests: Any, is_signed: bool) -> dict[str, str]:
     """What a command would run that only the folder speaks for, by the name under which a user may trust it: why.
 
-    A folder may come from anybody, its checksums too. So a script is taken as the user's own where it lies below the
-    working folder, outside of the run, unchanged; as a module, where that script is what the module's name means there.
+    A folder may come from anybody, its checksums too. So a command is taken for the user's own where a run of the same
+    user signed it, and its script lies below the working folder, outside of the run, unchanged; as a module, where that
+    script is what the module's name means there.
     """
     here, run = Path.cwd().resolve(), folder.resolve().parent
     module = command["module"]
@@ -69,6 +78,7 @@ def _not_vouched_for(folder: Path, command: dict[str, Any], digests: Any) -> dic
         return {module or command["script"]: f"{error.strerror}"}
     digest = digests.get(command["script"]) if isinstance(digests, dict) else None
     path = cwd.joinpath(*(module or "").split("."))
+    trusted = {}
     if here not in (cwd, *cwd.parents) or here not in script.parents:
         reason = f"it is not in the working folder, {here}"
     elif run in script.parents and run not in (here, *here.parents):
@@ -77,9 +87,42 @@ def _not_vouched_for(folder: Path, command: dict[str, Any], digests: Any) -> dic
         reason = "it is not the file that the run began with"
     elif module is not None and script not in (path.with_suffix(".py"), path / "__main__.py"):
         reason = f"{command['script']} is not that module"
+    elif not is_signed:
+        reason = "no run of yours signed this command"
     else:
         return {}
-    return {module or str(script.relative_to(here) if here in script.parents else script): reason}
+    if not is_signed:
+        trusted = dict.fromkeys(trust_in(command["words"]), "the run trusted it with --trust")
+    return {module or str(script.relative_to(here) if here in script.parents else script): reason, **trusted}
+
+
+def _signature(command: Mapping[str, Any], make_key: bool = False) -> str | None:
+    """What a run of this user writes beside a command, and nobody else can; None where there is no key.
+
+    HMAC (RFC 2104) with SHA-256 of what decides what is run.
+    """
+    key = _key(make_key)
+    if key is None:
+        return None
+    signed = [command.get(name) for name in ("script", "module", "words", "cwd", "sha256")]
+    return hmac.new(key, json.dumps(signed, sort_keys=True, default=str).encode(), "sha256").hexdigest()
+
+
+def _key(make: bool) -> bytes | None:
+    """The user's key, of 32 random bytes, in a file that nobody else can read."""
+    try:
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        file = Path(state, "amp_recipes", "replay.key")
+        if make and not file.exists():
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with open(descriptor, "wb") as new:
+                    new.write(secrets.token_bytes(_KEY_BYTES))
+        key = file.read_bytes()
+    except (OSError, RuntimeError):  # no home, or none that can be written to: nothing is signed
+        return None
+    return key if len(key) == _KEY_BYTES else None
 
 
 def changed_files(command: Mapping[str, Any] | None) -> list[str]:

@@ -363,8 +363,8 @@ def read_command(folder: Path) -> dict[str, Any]:
     """How the run was started whose step the folder holds.
 
     "script" (text), "module" (text, or None: for `python -m module`), "words" and "cwd"; "masked": names of the words
-    whose values look like secrets and are *** here: they must be given again; "not_vouched_for": the script or module,
-    with the reason, where only the folder says that it is the user's own.
+    whose values look like secrets and are *** here: they must be given again; "not_vouched_for": what only the
+    folder says to be the user's own (script or module, names of --trust), each with the reason.
     Cheap: reads no weights. Raises CheckpointError for what is no such folder, or where there was no script.
     """
     return commands.checked(folder, _contents(folder).meta.get("command"))

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from amp_recipes.errors import CheckpointError, ConfigError
 from amp_recipes.numerics.nonfinite.cause import locate
+from amp_recipes.numerics.nonfinite.command import checked
 from amp_recipes.numerics.nonfinite.plain_batches import PlainBatches
 from amp_recipes.numerics.nonfinite.report import NonfiniteReport, read_command, read_replay, write_report
 from amp_recipes.numerics.trial import plain_trial
@@ -336,17 +337,39 @@ def test_only_a_script_of_the_working_folder_is_vouched_for(tmp_path, monkeypatc
         {"words": ["run/evil.yaml", "--trust", "os"]},
     ],
 )
-def test_a_folder_cannot_have_replay_run_what_it_likes(tmp_path, command):
+def test_a_folder_cannot_have_replay_run_what_it_likes(tmp_path, command, monkeypatch):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "evil.py").write_text("open('canary', 'w')")
     (tmp_path / "run" / "evil.yaml").write_text("evil: !apply:os.system [touch canary]\n")
     (tmp_path / "train.py").write_text("from amp_recipes.config import *\nload_hparams(*parse_arguments()[::2])")
     command = {"script": "train.py", "words": ["\x1b[31mred"], "cwd": str(tmp_path), **command}
-    folder = write(tmp_path / "run", [], command=command)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("XDG_STATE_HOME", str(tmp_path / "of somebody else"))
+        folder = write(tmp_path / "run", [], command=command)
     done = run_python("-m", "amp_recipes.cli", "replay", folder, cwd=tmp_path)
     assert done.returncode == 1 and "would run what nothing else vouches for" in done.stderr, done.stderr
     assert not (tmp_path / "canary").exists() and "\x1b" not in done.stderr
     assert command.get("module", command["script"]) in done.stderr and "touch canary" not in done.stdout
+
+
+def test_a_command_that_no_run_of_the_user_signed_is_not_vouched_for(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("print(1)")
+    monkeypatch.chdir(tmp_path)
+    command = {"script": "train.py", "words": ["a.yaml", "--trust=os"], "cwd": str(tmp_path)}
+    folder = write(tmp_path / "run", [], command=command)
+    assert read_command(folder)["not_vouched_for"] == {}, "its trust was the user's, too"
+    key = Path(os.environ["XDG_STATE_HOME"]) / "amp_recipes" / "replay.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    ours = json.loads((folder / "meta.json").read_text())["meta"]["command"]
+    for change in ({"words": ["b.yaml"]}, {"cwd": str(tmp_path / "..")}, {"module": "train"}, {"signature": None}):
+        assert checked(folder, ours | change)["not_vouched_for"], change
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("XDG_STATE_HOME", str(tmp_path / "of somebody else"))
+        assert list(read_command(folder)["not_vouched_for"]) == ["train.py", "os"]
+        theirs = write(tmp_path / "theirs", [], command=command)
+        elsewhere.setenv("XDG_STATE_HOME", "/dev/null")
+        assert checked(folder, ours)["not_vouched_for"] and write(tmp_path / "unsigned", [], command=command).is_dir()
+    assert list(read_command(theirs)["not_vouched_for"]) == ["train.py", "os"]
 
 
 def test_a_run_that_was_started_as_a_module(tmp_path):

@@ -1,7 +1,8 @@
 """YAML and command line in; validated run options and hyperparameters out."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from amp_recipes.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from amp_recipes.config.arguments import Overrides, parse_arguments
@@ -27,20 +28,13 @@ __all__ = [
     "without_originals",
 ]
 # Imported when they are first asked for: torch takes seconds, and `amp-recipes completion` does without.
-_HOMES = {
-    "arguments": ("Overrides", "parse_arguments"),
-    "experiment": ("create_experiment_directory", "ensure_experiment_directory"),
-    "hparams": ("Hparams", "check", "load_hparams", "seed_everything"),
-    "other_names": ("unheeded", "without_originals"),
-    "run_options": ("Purpose", "RunOptions", "near_misses", "options_table"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    """One of the names above; all of them are there afterwards."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for home, names in _HOMES.items():
-        module = importlib.import_module(f"{__name__}.{home}")
-        globals().update({public: getattr(module, public) for public in names})
-    return globals()[name]
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "arguments": ("Overrides", "parse_arguments"),
+        "experiment": ("create_experiment_directory", "ensure_experiment_directory"),
+        "hparams": ("Hparams", "check", "load_hparams", "seed_everything"),
+        "other_names": ("unheeded", "without_originals"),
+        "run_options": ("Purpose", "RunOptions", "near_misses", "options_table"),
+    },
+)

@@ -34,6 +34,7 @@ LAYERS = {
     "transient_buffers": 0,
     "outstanding_gradients": 0,
     "gradient_reach": 0,
+    "lazy_names": 0,
     "file_system": 0,
     "randomness": 0,
     "config": 1,
@@ -68,7 +69,7 @@ LAYERS = {
 # Inside layer 0 these may be imported by their neighbours: they hold no decisions, only words that all rooms share.
 SHARED = {
     *("records", "host_copy", "module_names", "randomness"),
-    *("run_files", "sharded_tensors", "file_system", "user_code"),
+    *("run_files", "sharded_tensors", "file_system", "user_code", "lazy_names"),
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

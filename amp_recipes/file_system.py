@@ -50,6 +50,8 @@ def _check_rename(made: Path, folder: str) -> None:
     try:
         os.rename(made, made.with_name("renamed"))
     except OSError as error:
+        if error.errno in FULL:
+            raise
         raise ConfigError(
             f"the file system of output folder {folder} cannot rename folders ({error.strerror}), and a checkpoint "
             "gets its name so when it is whole. Give an --output_folder on another file system."

@@ -75,6 +75,8 @@ class Interrupts:
         if self._depth > 0:
             return
         self._restore()
+        if self.save_requested is not None:
+            logger.warning("%s: nothing was left to save", signal.Signals(self.save_requested).name)
         if self.requested is not None and kind is None:
             self.leave("ends here")
 

@@ -355,8 +355,7 @@ class RunSetup(Hooks, OptionFields):
 def _refuse_wrong_kinds(modules: Any, opt_class: Any) -> None:
     """Raise RecipeError for modules without names, and for what makes no optimizer."""
     if not isinstance(modules, (Mapping, nn.ModuleDict, type(None))):
-        kind = type(modules).__name__
-        raise RecipeError(f"modules is a {kind}; expected names and modules: {{'model': {kind.lower()}}}.")
+        raise RecipeError(f"modules is a {type(modules).__name__}; expected names and modules: {{'model': ...}}.")
     for name, module in (modules or {}).items():
         if not isinstance(module, (nn.Module, type(None))):
             raise RecipeError(

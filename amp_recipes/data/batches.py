@@ -37,7 +37,7 @@ def as_epochs(counter: Any) -> Iterable[int]:
     """`counter` as it is. Raises RecipeError for what does not count epochs, such as their number."""
     if isinstance(counter, Iterable) and not isinstance(counter, str):
         return counter
-    number = counter if isinstance(counter, int) else 10
+    number = counter if type(counter) is int else 10
     raise RecipeError(
         f"fit: the epochs are {counter!r:.200}; expected what counts them: EpochCounter({number}), or "
         f"range(1, {number + 1})."

@@ -305,7 +305,7 @@ def test_arguments_of_another_kind_say_what_is_expected(subtests):
     model = nn.Linear(3, 1)
     adam = torch.optim.Adam(model.parameters())
     for arguments, said in {
-        (model,): r"^modules is a Linear; expected .*\{'model': linear\}",
+        (model,): r"^modules is a Linear; expected .*\{'model': \.\.\.\}",
         (model.parameters(),): r"^modules is a generator; expected",
         ((("model", nn.Linear),), None): r"^modules is a tuple; expected",
         (

@@ -362,3 +362,9 @@ except RunInterrupted:
 """
     expected = 128 + signal.Signals[first] if status > 0 else status
     assert run_python("-c", script, env={"WORLD_SIZE": processes}).returncode == expected
+
+
+def test_a_request_to_save_that_came_too_late_is_told(caplog):
+    with Interrupts(["SIGUSR1"]):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert "SIGUSR1: nothing was left to save" in caplog.text

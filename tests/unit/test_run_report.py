@@ -171,7 +171,7 @@ def test_contributions_that_are_left_out_are_told(caplog):
 
 def test_stage_seconds_are_those_of_the_stage(monkeypatch):
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(run_log, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(run_log, "time", SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: 1e9))
 
     class Slow(Regression):
         def compute_forward(self, batch, stage):

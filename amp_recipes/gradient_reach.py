@@ -78,9 +78,9 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _listed(parameters: Sequence[torch.Tensor], holder: object, modules: nn.Module) -> str:
-    names = {id(it): name for name, it in _unregistered(holder, modules)}
-    names |= {id(it): name for name, it in modules.named_parameters()}
-    shown = [names.get(id(it), f"one of shape {list(it.shape)} that has no name") for it in parameters[:_NAMED]]
+    names = {id(parameter): name for name, parameter in _unregistered(holder, modules)}
+    names |= {id(parameter): name for name, parameter in modules.named_parameters()}
+    shown = [names.get(id(each), f"one of shape {list(each.shape)} that has no name") for each in parameters[:_NAMED]]
     more = f" and {len(parameters) - _NAMED} more" if len(parameters) > _NAMED else ""
     return ", ".join(shown) + more
 
@@ -99,7 +99,7 @@ def _below(name: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Paramete
     if isinstance(value, nn.Parameter):
         yield name, value
     elif isinstance(value, nn.Module):
-        yield from ((f"{name}.{below}", it) for below, it in value.named_parameters())
+        yield from ((f"{name}.{below}", parameter) for below, parameter in value.named_parameters())
     elif depth and isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _below(f"{name}[{index}]", item, depth - 1)

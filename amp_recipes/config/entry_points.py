@@ -59,7 +59,7 @@ def _reader(value: Any) -> str:
     if isinstance(value, _Name):
         name = str(value)
     else:
-        named = value if hasattr(value, "__qualname__") else type(value)
+        named = value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
         name = f"{getattr(named, '__module__', '')}.{named.__qualname__}"
     of_a_module = isinstance(value, _Name) or (isinstance(value, FunctionType) and "." not in value.__qualname__)
     is_function = of_a_module and name.rpartition(".")[2] in _READER_FUNCTIONS

@@ -60,7 +60,7 @@ def _reader(value: Any) -> str:
         name = str(value)
     else:
         named = value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
-        name = f"{getattr(named, '__module__', '')}.{named.__qualname__}"
+        name = f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', '')}"
     of_a_module = isinstance(value, _Name) or (isinstance(value, FunctionType) and "." not in value.__qualname__)
     is_function = of_a_module and name.rpartition(".")[2] in _READER_FUNCTIONS
     return name if is_function or name.startswith(_READERS) else ""

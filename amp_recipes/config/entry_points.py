@@ -102,13 +102,19 @@ def _named_by(function: FunctionType, owner: type | None) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # not set yet
             continue
-    yield from _read_by(function.__code__, function.__globals__, owner)
+    for code in _with_inner(function.__code__):
+        yield from _read_by(code, function.__globals__, owner)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    """The code, and that of the functions and comprehensions within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
 
 
 def _read_by(code: CodeType, names: dict[str, Any], owner: type | None) -> Iterator[Any]:
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):  # a function within it, a comprehension
-            yield from _read_by(constant, names, owner)
     variables: dict[str, Any] = {code.co_varnames[0]: owner} if code.co_argcount else {}
     value: Any = None
     module: Any = None  # what is being imported from

@@ -666,6 +666,29 @@ def test_a_checkpoint_that_has_diverged_is_left_for_the_one_before(tmp_path, mon
         checkpointer.recover_if_possible()
 
 
+class OwnState(torch.optim.SGD):
+    """Keeps a best loss that is not known yet, in a state of its own form."""
+
+    def state_dict(self):
+        return {"mine": {"best": torch.tensor(math.nan)}}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+def test_states_of_other_forms_do_not_count_as_diverged(tmp_path):
+    model = nn.Linear(2, 2)
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    adam.step()
+    adam.state[model.weight]["best"] = torch.tensor(math.nan)
+    own = OwnState(model.parameters(), 0.1)
+    checkpointer = Checkpointer(tmp_path, {"model": model, "adam": adam, "own": own})
+    assert checkpointer.recover_if_possible() is None
+    saved = checkpointer.save_checkpoint()
+    assert checkpointer.recover_if_possible() == saved and own.loaded["mine"]["best"].isnan()
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
 def test_weights_of_another_kind_are_refused(tmp_path, dtype):
     Checkpointer(

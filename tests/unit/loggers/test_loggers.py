@@ -735,3 +735,18 @@ def test_a_terminal_of_no_width_gets_lines_in_place_of_a_bar(columns):
         assert ("1/4: loss 0.5" in shown) is (columns == 0)
         logger.close()
     os.close(reader)
+
+
+def test_what_is_taken_again_is_set_aside_and_tests_stay(tmp_path):
+    logger = JsonlLogger(tmp_path)
+    logger.log_step(STEP)
+    place = logger.state_dict()
+    logger.log_step(replace(STEP, step=21))
+    logger.log_stage(replace(STAGE, stage="test", epoch=None))
+    logger.load_state_dict(place)
+    logger.log_step(replace(STEP, step=22))
+    logger.close()
+    lines = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+    assert [line.get("step", line.get("stage")) for line in lines] == [None, 20, "test", 22]
+    (aside,) = (tmp_path / "metrics.taken_again.jsonl").read_text().splitlines()
+    assert json.loads(aside)["step"] == 21

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from amp_recipes import data, distributed
+from amp_recipes.commands.report import draw_diagnosis
 from amp_recipes.data import close_loader, generator_states, set_epoch, set_generator_states
 from amp_recipes.errors import AmpRecipesError, CheckpointError, ConfigError, DataError, PrecisionError, RecipeError
 from amp_recipes.gradient_reach import GradientReach
@@ -34,7 +35,6 @@ from amp_recipes.randomness import (
     set_torch_random_state,
     torch_random_state,
 )
-from amp_recipes.report import draw_diagnosis
 from amp_recipes.resumable_run import ResumableRun
 from amp_recipes.stage_metrics import StageMetrics
 

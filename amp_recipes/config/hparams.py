@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from amp_recipes.commands.sweep.requests import obey
 from amp_recipes.config.arguments import Overrides, loading
 from amp_recipes.config.checking import (
     Call,
@@ -26,7 +27,6 @@ from amp_recipes.config.checking import (
     read_settings,
     resolve_all,
 )
-from amp_recipes.config.commands import obey
 from amp_recipes.config.instantiate import build
 from amp_recipes.config.limits import FILE_BYTES
 from amp_recipes.config.nodes import COMMAND_LINE, Mistakes, Source

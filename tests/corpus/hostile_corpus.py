@@ -392,10 +392,10 @@ OWN = [
     ),
     *evil(
         {
-            "own_cli": "!apply:amp_recipes.cli.main [[--help]]",
-            "own_export": "!name:amp_recipes.export.export",
+            "own_cli": "!apply:amp_recipes.commands.cli.main [[--help]]",
+            "own_export": "!name:amp_recipes.commands.export.export",
             "own_parse_arguments": "!apply:amp_recipes.parse_arguments [[x.yaml]]",
-            "own_resume_check": "!module:amp_recipes.resume_check",
+            "own_resume_check": "!module:amp_recipes.commands.verify_resume",
             "own_trust": "!new:amp_recipes.config.trust.Trust [[os]]",
             "own_build": "!name:amp_recipes.config.instantiate.build",
             "own_lock": "!name:amp_recipes.folder_lock.lock_folder",

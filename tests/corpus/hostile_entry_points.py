@@ -20,10 +20,11 @@ from typing import Any
 
 from hostile_recipe import PREPARE, TOOLS, TRAIN, TWICE
 
+CLI = "amp_recipes.commands.cli.main"
 WORDS = "[second.yaml, '--trust=os']"
 SECOND = "y: !apply:os.system ['touch @CANARY@']\n"
 SCRIPT = ("@HERE@/recipe/train.py", "main.yaml")
-COMMAND = ("-m", "amp_recipes.cli")
+COMMAND = ("-m", "amp_recipes.commands.cli")
 NOTHING = object()
 
 
@@ -98,7 +99,7 @@ DIRECT = values(
         "parse_arguments_of_its_module": f"!apply:amp_recipes.config.arguments.parse_arguments [{WORDS}]",
         "parse_arguments_of_the_recipe": f"!apply:tools.parse_arguments [{WORDS}]",
         "parse_arguments_under_another_name": f"!apply:tools.read_words [{WORDS}]",
-        "main_of_amp_recipes": "!apply:amp_recipes.cli.main [[check, recipe/train.py, second.yaml, '--trust=os']]",
+        "main_of_amp_recipes": f"!apply:{CLI} [[check, recipe/train.py, second.yaml, '--trust=os']]",
         "argument_parser": "!new:argparse.ArgumentParser {}",
         "argument_parser_of_the_recipe": "!new:tools.argparse.ArgumentParser {}",
         "subclass_of_the_argument_parser": "!new:tools.Parser {}",

@@ -8,7 +8,7 @@ from hostile_entry_points import Attack, lay_out, training
 from hostile_folders import FOLDER_ATTACKS, FOLDERS, REPLAYED
 from programs import run_python
 
-from amp_recipes.export import export_run
+from amp_recipes.commands.export import export_run
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from repository import REPOSITORY
 
-from amp_recipes.new import TEMPLATES
+from amp_recipes.commands.new import TEMPLATES
 
 PACKAGE = REPOSITORY / "amp_recipes"
 SETUP = configparser.ConfigParser()

@@ -13,8 +13,8 @@ from PIL import Image
 from programs import DEADLINE_SECONDS, Program, run_python
 from recipe_runs import CONFIGS, RECIPES, REPOSITORY, recipe_modules, stage_records
 
+from amp_recipes.commands.verify_resume import verify
 from amp_recipes.config import check
-from amp_recipes.resume_check import verify
 
 TASKS = sorted(path.name for path in RECIPES.iterdir() if (path / "train.py").is_file())
 YAMLS = sorted(path.name for path in CONFIGS.glob("*.yaml"))

@@ -390,7 +390,7 @@ def test_diagnose_on_the_command_line(recipe):
     assert "bf16: " in done.stdout and "loss nan" in done.stdout
     assert {path.name for path in (recipe / "run").iterdir()} >= {"diagnosis.json"}
     assert not (recipe / "run" / "hyperparams.yaml").exists()
-    command = run(recipe, "-m", "amp_recipes.cli", "diagnose", "train.py", "tiny.yaml", "--noprogressbar")
+    command = run(recipe, "-m", "amp_recipes.commands.cli", "diagnose", "train.py", "tiny.yaml", "--noprogressbar")
     assert command.returncode == 0 and "bf16: " in command.stdout, command.stderr
 
 
@@ -401,21 +401,21 @@ def test_a_nonfinite_step_is_shown_again_from_its_folder(recipe):
     (folder,) = [path for path in (recipe / "run").glob("nonfinite-*") if path.is_dir()]
     told = json.loads((recipe / "run" / f"{folder.name}.json").read_text())
     assert told["samples"] == [8] and told["cause"] == "data"
-    shown = run(recipe, "-m", "amp_recipes.cli", "replay", str(folder))
+    shown = run(recipe, "-m", "amp_recipes.commands.cli", "replay", str(folder))
     assert shown.returncode == 0, shown.stderr
     assert told["message"].split(":")[0] in shown.stdout
     with (recipe / "train.py").open("a") as script:
         script.write("print('changed')\n")
-    refused = run(recipe, "-m", "amp_recipes.cli", "replay", str(folder))
+    refused = run(recipe, "-m", "amp_recipes.commands.cli", "replay", str(folder))
     assert refused.returncode == 1 and "train.py: it is not the file that the run began with" in refused.stderr
     assert "--trust=train.py" in refused.stderr and not refused.stdout
-    shown = run(recipe, "-m", "amp_recipes.cli", "replay", str(folder), "--trust=train.py")
+    shown = run(recipe, "-m", "amp_recipes.commands.cli", "replay", str(folder), "--trust=train.py")
     assert told["message"].split(":")[0] in shown.stdout and "train.py has changed since" in shown.stdout
 
 
 def test_a_folder_that_is_no_report_is_refused(recipe):
     (recipe / "empty").mkdir()
-    done = run(recipe, "-m", "amp_recipes.cli", "replay", "empty")
+    done = run(recipe, "-m", "amp_recipes.commands.cli", "replay", "empty")
     assert done.returncode == 1 and "empty" in done.stderr and "Traceback" not in done.stderr
 
 

@@ -25,4 +25,4 @@ def test_one_epoch_learns_far_more_than_chance(tmp_path, precision):
 
 
 def test_a_killed_run_goes_on_bit_for_bit():
-    run_python("-m", "amp_recipes.cli", "verify-resume", *RECIPE)
+    run_python("-m", "amp_recipes.commands.cli", "verify-resume", *RECIPE)

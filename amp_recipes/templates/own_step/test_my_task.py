@@ -25,4 +25,4 @@ def test_few_epochs_bring_the_points_near(tmp_path, precision):
 
 
 def test_a_killed_run_goes_on_bit_for_bit():
-    run_python("-m", "amp_recipes.cli", "verify-resume", *RECIPE)
+    run_python("-m", "amp_recipes.commands.cli", "verify-resume", *RECIPE)

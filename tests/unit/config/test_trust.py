@@ -448,7 +448,8 @@ def test_what_of_amp_recipes_loads_writes_or_runs_is_refused(trust):
     wanted = names(
         """
         amp_recipes.load_hparams amp_recipes.parse_arguments amp_recipes.create_experiment_directory
-        amp_recipes.cli.main amp_recipes.cli amp_recipes.export amp_recipes.export.export amp_recipes.resume_check
+        amp_recipes.commands.cli.main amp_recipes.commands.cli amp_recipes.commands.export
+        amp_recipes.commands.export.export amp_recipes.commands.verify_resume
         amp_recipes.config.load_hparams amp_recipes.config.hparams.load_hparams amp_recipes.config.hparams.os
         amp_recipes.config.trust.Trust amp_recipes.config.trust amp_recipes.Brain.fit
         amp_recipes.Checkpointer.save_checkpoint amp_recipes.Checkpointer.delete_all
@@ -651,7 +652,7 @@ def test_an_installed_package_inside_the_recipe_folder_is_not_the_recipes(recipe
 def test_amp_recipes_and_torch_keep_their_lists_where_they_lie_in_the_recipe_folder():
     root = os.path.dirname(os.path.dirname(inspect.getfile(Trust)))
     trust = Trust(recipe_folders=[os.path.dirname(root), os.path.dirname(torch.__file__)])
-    for name in ("amp_recipes.load_hparams", "amp_recipes.cli.main", "torch.load", "torch.hub.load"):
+    for name in ("amp_recipes.load_hparams", "amp_recipes.commands.cli.main", "torch.load", "torch.hub.load"):
         with pytest.raises(NotTrusted):
             trust.locate(name)
     assert trust.locate("amp_recipes.EpochCounter")

@@ -1,0 +1,1 @@
+"""Runs the commands of `amp-recipes`. Imports all other rooms; no other room imports it."""

@@ -1,0 +1,61 @@
+"""Thins out what runs logged on their way to as many points as a picture can show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from amp_recipes.commands.compare.outcome import Outcome
+from amp_recipes.commands.compare.significance import mean
+
+CURVE_POINTS = 200  # each the mean over its share of the updates
+_ALL_POINTS = 20_000  # of all curves of a kind
+
+
+def loss_curves(of: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
+    """The training loss of each run, averaged within equal shares of the longest run's updates; None: no loss there."""
+    longest = max((len(it.losses) for made in of.values() for it in made), default=0)
+    points = min(longest, _points(of))
+    edges = [longest * index // points for index in range(points + 1)] if points else [0]
+    return {
+        "updates": edges[1:],
+        "by_precision": {
+            name: [[_mean_between(it.losses, *ends) for ends in pairwise(edges)] for it in made]
+            for name, made in of.items()
+        },
+    }
+
+
+def metric_curves(of: Mapping[str, Sequence[Outcome]], place: str, name: str) -> dict[str, Any] | None:
+    """The metric of each run after each epoch; None if it is known at the end only."""
+    stages = {epoch.stage for made in of.values() for it in made for epoch in it.epochs if name in epoch.values}
+    stage = next((stage for stage in (place, "valid", "train") if stage in stages and stage != "test"), None)
+    if stage is None:
+        return None
+    found = {
+        precision: [
+            {epoch.number: epoch.values[name] for epoch in it.epochs if epoch.stage == stage and name in epoch.values}
+            for it in made
+        ]
+        for precision, made in of.items()
+    }
+    epochs = sorted({number for runs in found.values() for run in runs for number in run if number is not None})
+    every = math.ceil(len(epochs) / _points(of)) if epochs else 1
+    epochs = epochs[::-every][::-1]  # the last one among them
+    return {
+        "stage": stage,
+        "epochs": epochs,
+        "by_precision": {name: [[run.get(it) for it in epochs] for run in runs] for name, runs in found.items()},
+    }
+
+
+def _mean_between(losses: Sequence[float], first: int, end: int) -> float | None:
+    finite = [loss for loss in losses[first:end] if math.isfinite(loss)]
+    return float(f"{mean(finite):.6g}") if finite else None
+
+
+def _points(of: Mapping[str, Sequence[Outcome]]) -> int:
+    """Points of a curve: fewer where there are very many curves, so that the file stays small."""
+    return max(2, min(CURVE_POINTS, _ALL_POINTS // sum(map(len, of.values()))))

@@ -1,0 +1,225 @@
+"""Makes the runs of a comparison, one process and one folder each, and remembers how each of them ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from amp_recipes.commands.compare.outcome import as_number
+from amp_recipes.commands.compare.plan import Plan, PlannedRun, setting_differences
+from amp_recipes.commands.sweep.sweep import OUTPUT_FILE, Signals
+from amp_recipes.config.changes import one_line
+from amp_recipes.errors import ConfigError
+from amp_recipes.interrupts import SIGNALS
+from amp_recipes.loggers.text import format_seconds
+from amp_recipes.run_files import read_json, regular_only, write_atomically
+
+RECORD_FILE = "compare_run.json"
+SCHEMA_VERSION = 1
+"""Version of the layout of `compare_run.json`."""
+
+_READ_BYTES = 1 << 16  # of the end of what a run has said
+_MESSAGE_CHARACTERS = 300
+_CHANGES_SHOWN = 5
+# The last line of a traceback, or of an exception that is shown without one.
+_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Interrupt|Exit|Interrupted))(?::\s*(.*))?")
+_ASKED_TO_END = {status for signum in SIGNALS for status in (-signum, 128 + signum)}
+
+
+class CannotCompare(Exception):
+    """There is nothing to compare, or not yet; the message says why."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    message: why it did not finish; empty if it did. diverged: it ended because its losses or gradients stayed
+    nonfinite, which is a result, and not tried again.
+    """
+
+    run: PlannedRun
+    message: str = ""
+    diverged: bool = False
+    seconds: float = 0.0
+    script: str = field(default="", repr=False)
+
+    @property
+    def is_result(self) -> bool:
+        """Whether the same command would end so again, and so need not run again."""
+        return not self.message or self.diverged
+
+
+class Runs:
+    """Makes the runs of a plan that are not there yet. say: called with each line for the user."""
+
+    def __init__(self, plan: Plan, signals: Signals, say: Callable[[str], None]) -> None:
+        self.plan = plan
+        self._signals = signals
+        self._say = say
+        self._script = hashlib.sha256(plan.script.read_bytes()).hexdigest()
+        self._seconds: dict[str, list[float]] = {}  # of runs that finished, by precision
+        self._shown = max(len(str(run)) for run in plan.runs)
+
+    def make_all(self, look: Callable[[Ended], None]) -> None:
+        """Make each run in the plan's order; those that ended before are not run again.
+
+        look: called with each that ended, before the next begins. Ends early if a signal asks for it.
+        Raises ConfigError where a run of other settings stands in a folder, CannotCompare if the very first run fails.
+        """
+        before = {run: self._earlier(run) for run in self.plan.runs}
+        _refuse_others(self.plan, before)
+        for index, run in enumerate(self.plan.runs):
+            if self._signals.requested is not None:
+                break
+            earlier = before[run].get("ended")
+            ended = earlier if earlier is not None and earlier.is_result else self._make(run, before[run])
+            if ended is None:
+                break
+            if not ended.message:
+                self._seconds.setdefault(run.precision, []).append(ended.seconds)
+            if index == 0 and ended.message and not ended.diverged:
+                raise CannotCompare(
+                    f"The reference, {run}, did not finish: {ended.message}\nThe end of what it said is in "
+                    f"{run.folder / OUTPUT_FILE}."
+                )
+            counted = f"{index + 1}/{len(self.plan.runs)}"
+            again = ", as before" if ended is earlier else ""
+            self._say(f"{counted:>7}  {run!s:<{self._shown}}  {_outcome(ended)}{again}{self._left(index + 1, before)}")
+            look(ended)
+
+    def _make(self, run: PlannedRun, before: dict[str, Any]) -> Ended | None:
+        """Run it to its end; None if this process was asked to end meanwhile. Raises CannotCompare."""
+        if before and before.get("changes"):
+            _set_aside(run.folder, self._say)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._note(run, {"ended": False})
+        command = [
+            *(sys.executable, str(self.plan.script), str(self.plan.hparams_file)),
+            *self.plan.options,
+            *(f"--precision={run.precision}", f"--seed={run.seed}", f"--output_folder={run.folder}"),
+            "--noprogressbar=true",
+        ]
+        output = run.folder / OUTPUT_FILE
+        began = time.monotonic()
+        with open(output, "ab", opener=regular_only) as stream:
+            start = stream.tell()
+            status = self._signals.run(command, stream)
+        seconds = time.monotonic() - began
+        if status != 0 and self._signals.requested is not None:
+            return None
+        if status in _ASKED_TO_END:
+            raise CannotCompare(f"{run} was asked to end by somebody else; the same command goes on with it.")
+        kind, message = ("", "") if status == 0 else why_it_failed(_end_of(output, start), status)
+        ended = Ended(run, message, kind == "NonfiniteError", seconds, self._script)
+        self._note(run, {"ended": True, "message": message, "diverged": ended.diverged, "seconds": round(seconds, 3)})
+        return ended
+
+    def _note(self, run: PlannedRun, state: dict[str, Any]) -> None:
+        record = {
+            "schema_version": SCHEMA_VERSION,
+            "precision": run.precision,
+            "seed": run.seed,
+            "settings": run.settings,
+            "script": self._script,
+            **state,
+        }
+        write_atomically(run.folder / RECORD_FILE, (json.dumps(record, indent=2) + "\n").encode())
+
+    def _earlier(self, run: PlannedRun) -> dict[str, Any]:
+        """What is known of the run from before: how it ended, and what has changed since. Empty: nothing."""
+        try:
+            record = read_json(run.folder / RECORD_FILE)
+        except FileNotFoundError:
+            return {}
+        if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
+            return {"changes": [f"{RECORD_FILE} is not of this version"]}
+        changes = setting_differences(record.get("settings") or {}, run.settings)
+        if not record.get("ended"):
+            return {"changes": changes}
+        message, seconds = str(record.get("message") or ""), as_number(record.get("seconds") or 0.0)
+        script = str(record.get("script") or "")
+        return {"changes": changes, "ended": Ended(run, message, bool(record.get("diverged")), seconds, script)}
+
+    def _left(self, done: int, before: dict[PlannedRun, dict[str, Any]]) -> str:
+        """About how long the other runs will take, from those that finished."""
+        left = [run for run in self.plan.runs[done:] if not _is_there(before[run])]
+        known = [sum(times) / len(times) for run in left if (times := self._seconds.get(run.precision))]
+        unknown = sorted({run.precision for run in left} - self._seconds.keys(), key=self.plan.precisions.index)
+        if not left:
+            return ""
+        parts = [f"about {format_seconds(sum(known))} left"] if known else []
+        parts += [f"{' and '.join(unknown)} not measured yet"] if unknown else []
+        return f"; {', '.join(parts)}"
+
+
+def why_it_failed(said: str, status: int) -> tuple[str, str]:
+    """The kind of the exception that ended a process, and what to show for it in a line.
+
+    said: the end of its output; status: its exit status, as subprocess has it.
+    """
+    if status < 0:
+        name = signal.Signals(-status).name
+        hint = " (the machine may have run out of memory)" if name == "SIGKILL" else ""
+        return "", f"killed by {name}{hint}"
+    # Of a progress bar, which returns to the line's start, only what is seen in the end.
+    lines = [line.rstrip().rpartition("\r")[2] for line in said.split("\n")]
+    lines = [line for line in lines if line.strip()]
+    for line in reversed(lines):
+        found = _EXCEPTION.fullmatch(line)
+        if found:
+            text = f"{found[1]}: {found[2]}" if found[2] else found[1]
+            return found[1], _cut(text)
+    return "", _cut(f"exit status {status}" + (f": {lines[-1].strip()}" if lines else ""))
+
+
+def _refuse_others(plan: Plan, before: dict[PlannedRun, dict[str, Any]]) -> None:
+    """Raise ConfigError where a finished run of other settings stands: neither mixed with nor overwritten."""
+    others = {run: found["changes"] for run, found in before.items() if found.get("changes") and _is_there(found)}
+    if not others:
+        return
+    lines = list(dict.fromkeys(change for changes in others.values() for change in changes))
+    shown = "\n  ".join(lines[:_CHANGES_SHOWN]) + ("\n  ..." if len(lines) > _CHANGES_SHOWN else "")
+    raise ConfigError(
+        f"{plan.folder} holds {len(others)} finished runs of other settings (was -> would be):\n  {shown}\n"
+        "Give another folder with --to, or remove that one to compare anew."
+    )
+
+
+def _is_there(found: dict[str, Any]) -> bool:
+    return "ended" in found and found["ended"].is_result
+
+
+def _set_aside(folder: Path, say: Callable[[str], None]) -> None:
+    """Give an unfinished run of other settings another name."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.aside_{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    say(f"{folder}: an unfinished run of other settings is now {aside.name}.")
+
+
+def _outcome(ended: Ended) -> str:
+    took = format_seconds(ended.seconds)
+    return f"did not finish: {ended.message} ({took})" if ended.message else f"finished in {took}"
+
+
+def _end_of(file: Path, start: int) -> str:
+    """What a process wrote into the file behind `start`, at most the last part of it."""
+    with open(file, "rb", opener=regular_only) as stream:
+        size = stream.seek(0, 2)
+        stream.seek(max(start, size - _READ_BYTES))
+        return stream.read().decode("utf-8", errors="replace")
+
+
+def _cut(text: str) -> str:
+    text = one_line(text)
+    return text if len(text) <= _MESSAGE_CHARACTERS else f"{text[:_MESSAGE_CHARACTERS]}..."

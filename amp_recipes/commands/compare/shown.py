@@ -1,0 +1,128 @@
+"""Shows a comparison to people: verdicts, a table, and the losses on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from amp_recipes.commands.compare.verdict import REFERENCE
+from amp_recipes.loggers.text import format_bytes, format_seconds, format_value
+
+_STATIONS = 4  # of the training at which the loss is told
+
+
+def as_markdown(found: Mapping[str, Any]) -> str:
+    """The whole comparison as a Markdown page."""
+    names = [entry["precision"] for entry in found["precisions"]]
+    return "\n".join(
+        [f"# {', '.join(names[1:])} compared with {names[0]}", "", f"    {found['command']}", "", *report(found), ""]
+    )
+
+
+def report(found: Mapping[str, Any]) -> Iterator[str]:
+    """The lines for a terminal; Markdown as well."""
+    for entry in found["precisions"][1:]:
+        yield f"- {entry['headline']}"
+    yield ""
+    yield from aligned(list(_table(found)))
+    yield ""
+    yield (
+        f"{_metric(found)}: mean ± standard deviation over seeds, {_better(found)} is better; validation and test ran "
+        f"in {found['eval_precision']}. Time: median per update after the first tenth; the runs were made one after "
+        "another, seed by seed."
+    )
+    if any(entry["memory_of"] == "process" for entry in found["precisions"]):
+        yield "Memory is the peak of the whole process, Python and its libraries included."
+    losses = list(_losses(found))
+    if losses:
+        yield ""
+        yield "Training loss: mean (lowest to highest seed)"
+        yield ""
+        yield from aligned(losses)
+    failures = list(_failures(found))
+    if failures:
+        yield ""
+        yield from failures
+    for note in found["notes"]:
+        yield ""
+        yield f"Note: {note}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of an aligned Markdown table, whose first row is its head."""
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
+    for row in [rows[0], ["-" * width for width in widths], *rows[1:]]:
+        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+
+
+def _table(found: Mapping[str, Any]) -> Iterator[list[str]]:
+    yield ["", "verdict", _metric(found), "worse by", "p", "time per update", "memory", "finished", "skipped"]
+    for entry in found["precisions"]:
+        test = entry["test"] or {}
+        runs = entry["runs"]
+        updates, skipped = (sum(run[name] for run in runs) for name in ("updates", "skipped"))
+        p = test.get("p_holm")
+        yield [
+            entry["precision"],
+            "(reference)" if entry["verdict"] == REFERENCE else entry["verdict"],
+            _mean_and_spread(entry),
+            format_value(test.get("worse_by")),
+            "-" if p is None else f"{p:.2g}",
+            _with_ratio(entry["step_seconds"], entry["step_ratio"], _step_time),
+            _with_ratio(entry["memory_bytes"], entry["memory_ratio"], format_bytes),
+            f"{sum(run['finished'] for run in runs)} of {len(runs)}",
+            f"{skipped / updates:.1%}".replace("%", " %") if updates else "-",
+        ]
+
+
+def _losses(found: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Rows at equal parts of the training."""
+    curves = found["curves"]["loss"]
+    updates, of = curves["updates"], curves["by_precision"]
+    if not updates:
+        return
+    count = len(updates)
+    rows = sorted({max(0, -(-count * part // _STATIONS) - 1) for part in range(1, _STATIONS + 1)})
+    yield ["update", *of]
+    for row in rows:
+        cells = []
+        for runs in of.values():
+            there = [run[row] for run in runs if run[row] is not None]
+            if not there:
+                cells.append("-")
+                continue
+            ends = f" ({format_value(min(there))} to {format_value(max(there))})" if len(there) > 1 else ""
+            cells.append(f"{format_value(sum(there) / len(there))}{ends}")
+        yield [f"{updates[row]:,}", *cells]
+
+
+def _failures(found: Mapping[str, Any]) -> Iterator[str]:
+    for entry in found["precisions"]:
+        for run in entry["runs"]:
+            if not run["finished"]:
+                yield f"- {entry['precision']} seed {run['seed']} did not finish: {run['message']}"
+
+
+def _mean_and_spread(entry: Mapping[str, Any]) -> str:
+    if entry["mean"] is None:
+        return "-"
+    return format_value(entry["mean"]) + ("" if entry["spread"] is None else f" ± {format_value(entry['spread'])}")
+
+
+def _with_ratio(value: Any, ratio: float | None, shown: Any) -> str:
+    if value is None:
+        return "-"
+    return shown(value) + ("" if ratio is None else f" (x{ratio:.2f})")
+
+
+def _step_time(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else format_seconds(seconds)
+
+
+def _metric(found: Mapping[str, Any]) -> str:
+    return f"{found['metric']['place']} {found['metric']['name']}"
+
+
+def _better(found: Mapping[str, Any]) -> str:
+    return "lower" if found["metric"]["mode"] == "min" else "higher"

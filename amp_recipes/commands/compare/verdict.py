@@ -1,0 +1,263 @@
+"""Puts the outcomes of all runs together: curves, times, memory, final metrics, and a verdict for each precision."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from amp_recipes.commands.compare.curves import loss_curves, metric_curves
+from amp_recipes.commands.compare.outcome import PLACES, Outcome
+from amp_recipes.commands.compare.plan import Metric, Plan
+from amp_recipes.commands.compare.significance import ALPHA, POWER, Tested, holm, mean, spread, worse_than
+from amp_recipes.errors import ConfigError
+
+SCHEMA_VERSION = 1
+"""Version of the layout of `compare.json`."""
+
+REFERENCE, EQUAL, WORSE, NONE = "reference", "no different", "worse", "no verdict"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is said of one precision. reason: the verdict's, a sentence; tested: None where nothing was tested."""
+
+    verdict: str
+    reason: str
+    tested: Tested | None = None
+    p: float | None = None
+    detectable: float | None = None
+
+
+def compared(plan: Plan, outcomes: Sequence[Outcome], command: str) -> dict[str, Any]:
+    """The comparison as `compare.json` has it, nonfinite numbers among its values.
+
+    outcomes: of all runs of the plan. Raises ConfigError where the metric is not among what the runs logged.
+    """
+    place, name = find_place(plan.metric, outcomes), metric_name(plan.metric)
+    outcomes = [_judgeable(outcome, place, name) for outcome in outcomes]
+    of = {precision: [it for it in outcomes if it.precision == precision] for precision in plan.precisions}
+    values = {
+        precision: {outcome.seed: outcome.final(place)[name] for outcome in made if outcome.finished}
+        for precision, made in of.items()
+    }
+    judged = judge(plan, of, values, place)
+    reference = of[plan.reference]
+    listed = [_of_precision(of[precision], values[precision], judged[precision], reference) for precision in of]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": command,
+        "script": str(plan.script),
+        "yaml": str(plan.hparams_file),
+        "options": list(plan.options),
+        "reference": plan.reference,
+        "seeds": list(plan.seeds),
+        "metric": {"name": name, "place": place, "mode": plan.metric.mode},
+        "eval_precision": plan.eval_precision,
+        "alpha": ALPHA,
+        "power": POWER,
+        "precisions": listed,
+        "curves": {"loss": loss_curves(of), "metric": metric_curves(of, place, name)},
+        "worse": [precision for precision in of if judged[precision].verdict == WORSE],
+        "undecided": [precision for precision in of if judged[precision].verdict == NONE],
+        "notes": list(_notes(plan, outcomes)),
+    }
+
+
+def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
+    """The best place in which all runs that finished have the metric: "test", "best", "valid" or "train".
+
+    Raises ConfigError where there is none.
+    """
+    finished = [outcome for outcome in outcomes if outcome.finished]
+    name = metric_name(metric)
+    stage = metric.name.partition(".")[0]
+    # Without a metric to watch, the loss is that of validation: what a test has is not what was trained for.
+    places: Sequence[str] = PLACES if metric.chosen else ("valid", "train")
+    places = [stage] if name != metric.name else places
+    for place in places:
+        if all(name in outcome.final(place) for outcome in finished):
+            return place
+    known = sorted({f"{place}.{found}" for outcome in finished for place in PLACES for found in outcome.final(place)})
+    raise ConfigError(
+        f"--metric {metric.name}: not all runs have it; expected one of {', '.join(known) or '(no metric at all)'}."
+    )
+
+
+def metric_name(metric: Metric) -> str:
+    """The metric without the stage before it: `accuracy` of `valid.accuracy`."""
+    stage, _, name = metric.name.partition(".")
+    return name if name and stage in ("test", "valid", "train") else metric.name
+
+
+def judge(
+    plan: Plan, of: Mapping[str, Sequence[Outcome]], values: Mapping[str, Mapping[int, float]], place: str
+) -> dict[str, Judged]:
+    """The verdict on each precision. values: the final metric of the runs that finished, by seed."""
+    reference, unit = values[plan.reference], _named(place, metric_name(plan.metric))
+    seedless = {name for name, made in of.items() if seeds_change_nothing(made)}
+    tests = {name: worse_than(reference, values[name], plan.metric.mode) for name in plan.precisions[1:]}
+    failed = {name: [it for it in made if not it.finished] for name, made in of.items()}
+    # A recipe that does not finish at the reference either is no worse for that.
+    fails = {name for name in plan.precisions[1:] if len(failed[name]) > len(failed[plan.reference])}
+    same = {name: [it for it in (plan.reference, name) if it in seedless] for name in tests}
+    held = {name: it for name, it in tests.items() if it is not None and name not in fails and not same[name]}
+    corrected = dict(zip(held, holm([it.p for it in held.values()]), strict=True))
+    found = {plan.reference: Judged(REFERENCE, "the others are compared with it")}
+    for name in plan.precisions[1:]:
+        if name in fails:
+            count = f"{len(failed[name])} of {len(of[name])} runs did not finish"
+            found[name] = Judged(WORSE, f"{count} ({_first_sentence(failed[name][0].message)})", tests[name])
+        elif same[name]:
+            reason = f"all seeds give the same losses in {', '.join(same[name])}, so they say nothing of seed noise"
+            found[name] = Judged(NONE, reason)
+        elif name not in held:
+            found[name] = Judged(NONE, _too_few(plan, name, len(reference), len(values[name])))
+        else:
+            noise = spread([*reference.values()])
+            reason = _reason(plan, held[name], corrected[name], len(held), unit, noise)
+            verdict = WORSE if corrected[name] <= ALPHA else EQUAL
+            detectable = held[name].detectable(ALPHA / len(held))
+            found[name] = Judged(verdict, reason, held[name], corrected[name], detectable)
+    return found
+
+
+def seeds_change_nothing(made: Sequence[Outcome]) -> bool:
+    """Whether all seeds gave the same losses, bit for bit: then they are one run, and say nothing of noise."""
+    curves = [outcome.losses for outcome in made if outcome.finished and any(map(math.isfinite, outcome.losses))]
+    return len(curves) > 1 and len({array("d", curve).tobytes() for curve in curves}) == 1
+
+
+def _first_sentence(message: str) -> str:
+    return message.partition(". ")[0]
+
+
+def _judgeable(outcome: Outcome, place: str, name: str) -> Outcome:
+    """The outcome, as one that did not finish where its final metric is no finite number."""
+    value = outcome.final(place).get(name, math.nan)
+    if not outcome.finished or math.isfinite(value):
+        return outcome
+    return replace(outcome, message=f"its {_named(place, name)} is {value}")
+
+
+def _reason(plan: Plan, tested: Tested, p: float, tests: int, unit: str, noise: float | None) -> str:
+    """The size of the difference, and what the test says of it."""
+    higher = (tested.worse_by > 0) == (plan.metric.mode == "min")
+    size = f"{unit} is {abs(tested.worse_by):.2g} {'higher' if higher else 'lower'}"
+    if tested.worse_by == 0:
+        size = f"{unit} is the same on average"
+    elif noise:
+        size += f", {abs(tested.worse_by) / noise:.2g} times the spread of {plan.reference} over seeds"
+    runs = f"{tested.count} seeds" if tested.pairs else f"{tested.count} runs"
+    corrected = f" (Holm's correction for {tests})" if tests > 1 else ""
+    found = f"p = {p:.2g}{corrected}" if tested.error else "the same difference at every seed"
+    return f"{size} ({tested.name}, {runs}: {found})"
+
+
+def _headline(precision: str, judged: Judged, reference: str) -> str:
+    """The verdict in words: `bf16: no different from fp32 within seed noise: ...`."""
+    if judged.verdict == REFERENCE:
+        return f"{precision}: the reference"
+    said = {EQUAL: f"no different from {reference} within seed noise", WORSE: f"worse than {reference}"}
+    text = f"{precision}: {said.get(judged.verdict, judged.verdict)}: {judged.reason}."
+    if judged.verdict == EQUAL and judged.detectable is not None:
+        amount = f"{judged.detectable:.2g}"
+        text += f" A true difference of {amount} would be found in {POWER * 100:.0f} % of such comparisons."
+    return text
+
+
+def _too_few(plan: Plan, name: str, reference: int, tested: int) -> str:
+    """Why there is no test. reference, tested: how many runs of each finished."""
+    if len(plan.seeds) == 1:
+        return "1 seed says nothing of seed noise: give --seeds 3 or more"
+    return (
+        f"of {len(plan.seeds)} runs each, {reference} of {plan.reference} and {tested} of {name} finished, and seed "
+        "noise shows from 2 on"
+    )
+
+
+def _of_precision(
+    made: Sequence[Outcome], values: Mapping[int, float], judged: Judged, reference: Sequence[Outcome]
+) -> dict[str, Any]:
+    step, memory = _median(made, lambda it: it.step_seconds), _median(made, lambda it: it.memory_bytes)
+    of_step = _median(reference, lambda it: it.step_seconds)
+    of_memory = _median(reference, lambda it: it.memory_bytes)
+    tested = judged.tested
+    return {
+        "precision": made[0].precision,
+        "verdict": judged.verdict,
+        "headline": _headline(made[0].precision, judged, reference[0].precision),
+        "reason": judged.reason,
+        "mean": mean([*values.values()]) if values else None,
+        "spread": spread([*values.values()]),
+        "test": None
+        if tested is None
+        else {
+            "name": tested.name,
+            "worse_by": tested.worse_by,
+            "degrees_of_freedom": tested.freedom,
+            "p": tested.p,
+            "p_holm": judged.p,
+            "detectable": judged.detectable,
+        },
+        "step_seconds": step,
+        "step_ratio": step / of_step if step and of_step else None,
+        "memory_bytes": memory,
+        "memory_ratio": memory / of_memory if memory and of_memory else None,
+        "memory_of": next((it.memory_of for it in made if it.memory_of), None),
+        "runs": [_of_run(it, values) for it in made],
+    }
+
+
+def _of_run(outcome: Outcome, values: Mapping[int, float]) -> dict[str, Any]:
+    return {
+        "seed": outcome.seed,
+        "folder": str(outcome.folder),
+        "finished": outcome.finished,
+        "message": outcome.message,
+        "value": values.get(outcome.seed),
+        "updates": len(outcome.losses),
+        "skipped": outcome.skipped,
+        "step_seconds": outcome.step_seconds,
+        "memory_bytes": outcome.memory_bytes,
+    }
+
+
+def _median(made: Sequence[Outcome], what: Callable[[Outcome], float | None]) -> float | None:
+    told = [value for it in made if (value := what(it)) is not None]
+    return statistics.median(told) if told else None
+
+
+# ---------------------------------------------------------------------- notes
+
+
+def _notes(plan: Plan, outcomes: Sequence[Outcome]) -> Iterable[str]:
+    """What a reader has to know to trust the numbers, or not."""
+    for outcome in outcomes:
+        if outcome.precision == plan.reference and not outcome.finished:
+            yield f"{outcome.precision} seed {outcome.seed}, of the reference, did not finish: {outcome.message}"
+    if len({outcome.script for outcome in outcomes}) > 1:
+        yield f"{plan.script.name} changed between the runs: remove those made before, and compare again."
+    for what, keys in {
+        "torch": ("packages", "torch"),
+        "amp_recipes": ("packages", "amp_recipes"),
+        "git commits": ("git", "commit"),
+        "CPUs": ("cpu",),
+        "GPUs": ("gpus",),
+    }.items():
+        found = {repr(_entry(it.environment, *keys)) for it in outcomes if it.environment}
+        if len(found) > 1:
+            yield f"Not all runs had the same {what}: {', '.join(sorted(found))}."
+
+
+def _entry(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _named(place: str, name: str) -> str:
+    return f"{place} {name}"

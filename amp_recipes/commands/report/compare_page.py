@@ -1,0 +1,171 @@
+"""Draws a comparison of precisions from its `compare.json`: losses, the metric, each seed's result, time and memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from amp_recipes.commands.report.drawing import (
+    GREY,
+    MARKERS,
+    SERIES,
+    VERMILION,
+    dicts,
+    finite,
+    finite_list,
+    is_wide,
+    label_ends,
+    page,
+    part,
+    read_report,
+    save,
+    words,
+    wrapped,
+)
+
+JSON_FILE, PICTURE_FILE = "compare.json", "compare.png"
+
+_VERDICT_CHARACTERS = 150
+
+
+def draw_comparison(folder: Path) -> Path | None:
+    """Draw `<folder>/compare.json` as `compare.png` beside it; None if there is nothing to draw.
+
+    Raises ConfigError for a file that cannot be read or written, and where matplotlib is not installed.
+    """
+    found = read_report(folder / JSON_FILE)
+    entries = dicts(found.get("precisions")) if found else []
+    if found is None or not entries:
+        return None
+    colours = {str(it.get("precision")): SERIES[index % len(SERIES)] for index, it in enumerate(entries)}
+    headline = "\n".join(wrapped(str(it.get("headline")), _VERDICT_CHARACTERS, 3) for it in entries[1:])
+    inches = [0.3 + 0.155 * (headline.count("\n") + 1), 3.9, 3.2]
+    with page(12, sum(inches)) as figure:
+        rows = figure.add_gridspec(len(inches), 1, height_ratios=inches)
+        top = figure.add_subplot(rows[0])
+        top.set_axis_off()
+        top.set_title(f"Compared with {words(found.get('reference'), 20)}, over seeds", fontsize=12)
+        top.text(0, 1, headline, va="top", transform=top.transAxes)
+        metric, curves = part(found, "metric"), part(found, "curves")
+        by_epoch = part(curves, "metric")
+        above = rows[1].subgridspec(1, 2 if by_epoch else 1)
+        _losses(figure.add_subplot(above[0]), part(curves, "loss"), colours)
+        if by_epoch:
+            _by_epoch(figure.add_subplot(above[1]), by_epoch, metric, colours)
+        below = rows[2].subgridspec(1, 3, width_ratios=[1.5, 1, 1])
+        _results(figure.add_subplot(below[0]), entries, metric, colours)
+        axes = figure.add_subplot(below[1])
+        axes.set_title("Time per update")
+        _bars(axes, entries, ("step_seconds", "step_ratio"), (1e3, "ms"), colours)
+        axes = figure.add_subplot(below[2])
+        counted = next((words(it.get("memory_of"), 20) for it in entries if it.get("memory_of")), "")
+        axes.set_title(f"Peak memory of the {counted}" if counted else "Peak memory")
+        _bars(axes, entries, ("memory_bytes", "memory_ratio"), (2**-20, "MiB"), colours)
+        return save(figure, folder / PICTURE_FILE)
+
+
+def _losses(axes: Any, curves: dict[str, Any], colours: dict[str, str]) -> None:
+    axes.set_title("Training loss: mean and range over seeds")
+    axes.set_xlabel("updates")
+    _bands(axes, finite_list(curves.get("updates")), part(curves, "by_precision"), colours)
+
+
+def _by_epoch(axes: Any, curves: dict[str, Any], metric: dict[str, Any], colours: dict[str, str]) -> None:
+    axes.set_title(f"{words(curves.get('stage'))} {words(metric.get('name'))} after each epoch")
+    axes.set_xlabel("epoch")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    _bands(axes, finite_list(curves.get("epochs")), part(curves, "by_precision"), colours)
+
+
+def _bands(axes: Any, x: Sequence[float], by_precision: dict[str, Any], colours: dict[str, str]) -> None:
+    """A line for each precision's mean over seeds, and a band from its lowest to its highest seed."""
+    shown, everything = {}, []
+    for name, runs in by_precision.items():
+        columns = list(zip(*(finite_list(run) for run in runs), strict=False)) if isinstance(runs, list) else []
+        there = [[value for value in column if math.isfinite(value)] for column in columns][: len(x)]
+        points = [(at, values) for at, values in zip(x, there, strict=False) if values]
+        if points:
+            shown[name] = points
+            everything += [value for _, values in points for value in values]
+    if not shown:
+        axes.text(0.5, 0.5, "no values", ha="center", color=GREY, transform=axes.transAxes)
+        return
+    axes.margins(x=0.01)
+    if is_wide(everything):
+        axes.set_yscale("log")
+    labels = []
+    for index, (name, points) in enumerate(shown.items()):
+        colour, style = colours.get(name, GREY), ("-", "--", "-.", ":")[index % 4]
+        at = [place for place, _ in points]
+        means = [sum(values) / len(values) for _, values in points]
+        marker = MARKERS[index % len(MARKERS)] if len(at) == 1 else ""
+        axes.plot(at, means, color=colour, linestyle=style, marker=marker, linewidth=1.6)
+        axes.fill_between(
+            at, [min(values) for _, values in points], [max(values) for _, values in points], color=colour, alpha=0.15,
+            linewidth=0,
+        )  # fmt: skip
+        labels.append((words(name), colour, means[-1]))
+    label_ends(axes, labels)
+
+
+def _results(axes: Any, entries: Sequence[dict[str, Any]], metric: dict[str, Any], colours: dict[str, str]) -> None:
+    """Each seed's final metric, a line from precision to precision; what did not finish is told below."""
+    better = "lower" if metric.get("mode") == "min" else "higher"
+    name = f"{words(metric.get('place'))} {words(metric.get('name'))}"
+    axes.set_title(f"Final {name} of each seed ({better} is better)")
+    by_seed: dict[Any, list[tuple[int, float]]] = {}
+    for place, entry in enumerate(entries):
+        for run in dicts(entry.get("runs")):
+            value = finite(run.get("value"))
+            if value is not None:
+                by_seed.setdefault(run.get("seed"), []).append((place, value))
+    for points in by_seed.values():
+        axes.plot(*zip(*points, strict=True), color=GREY, linewidth=0.8, alpha=0.6, zorder=1)
+    for place, entry in enumerate(entries):
+        values = [value for points in by_seed.values() for at, value in points if at == place]
+        colour = colours[str(entry.get("precision"))]
+        axes.scatter([place] * len(values), values, color=colour, marker=MARKERS[place % len(MARKERS)], zorder=3, s=34)
+        if values:
+            axes.hlines(sum(values) / len(values), place - 0.22, place + 0.22, color=colour, linewidth=2, zorder=2)
+        lost = sum(not run.get("finished") for run in dicts(entry.get("runs")))
+        if lost:
+            text = f"{lost} did not finish"
+            axes.annotate(
+                text, (place, 0), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points",
+                ha="center", va="bottom", color=VERMILION, fontsize=8.5, fontweight="bold",
+            )  # fmt: skip
+    axes.set_xticks(range(len(entries)), [words(entry.get("precision"), 12) for entry in entries])
+    axes.set_xlim(-0.6, len(entries) - 0.4)
+    axes.margins(y=0.18)
+
+
+def _bars(
+    axes: Any,
+    entries: Sequence[dict[str, Any]],
+    keys: tuple[str, str],
+    unit: tuple[float, str],
+    colours: dict[str, str],
+) -> None:
+    """A bar for each precision, with its value and how many times the reference's it is.
+
+    keys: of the value and of the ratio in an entry; unit: what the value is multiplied by, and then measured in.
+    """
+    amounts, ratios = ([finite(entry.get(key)) for entry in entries] for key in keys)
+    factor, name = unit
+    highest = max((amount for amount in amounts if amount is not None), default=0.0) * factor
+    for place, (entry, amount, ratio) in enumerate(zip(entries, amounts, ratios, strict=True)):
+        length = 0.0 if amount is None else amount * factor
+        axes.barh(place, length, color=colours[str(entry.get("precision"))], height=0.55, alpha=0.85)
+        text = "not known" if amount is None else f"{_amount(length)} {name}"
+        text += f"  (x{ratio:.2f})" if ratio is not None and place else ""
+        axes.annotate(text, (length, place), xytext=(4, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(entries)), [words(entry.get("precision"), 12) for entry in entries])
+    axes.invert_yaxis()
+    axes.set_xlim(0, highest * 1.75 or 1.0)
+    axes.set_xlabel(name)
+
+
+def _amount(number: float) -> str:
+    return f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.3g}"

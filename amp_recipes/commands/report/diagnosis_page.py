@@ -1,0 +1,318 @@
+"""Draws a diagnosis from its `diagnosis.json`: drift, underflow, casts, pins and the training that checks them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from amp_recipes.commands.report.bars import bars_with_values, label_rows, share_cells, stacked_bars
+from amp_recipes.commands.report.drawing import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    PURPLE,
+    VERMILION,
+    dicts,
+    finite,
+    finite_list,
+    is_wide,
+    label_ends,
+    module_names,
+    page,
+    part,
+    percent,
+    read_report,
+    save,
+    words,
+    wrapped,
+)
+
+JSON_FILE, PICTURE_FILE = "diagnosis.json", "diagnosis.png"
+
+_MODULES_SHOWN = 20  # of the drift; more would not be read
+_CASTING_SHOWN = 10
+_NAME_CHARACTERS = 48
+_WIDTH_INCHES = 13.0
+_ROW_INCHES = 0.235
+_PINS_LISTED = 12
+_LARGEST_FP16 = 65504.0
+_FLUSHED_MORE = 1e-3  # the share of extra zeros from which a scale is too low
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One picture of the page. wide: it has a row for itself; inches: its height."""
+
+    draw: Callable[[Any], None]
+    inches: float
+    wide: bool = False
+
+
+def draw_diagnosis(folder: Path) -> Path | None:
+    """Draw `<folder>/diagnosis.json` as `diagnosis.png` beside it; None if there is nothing to draw.
+
+    What the file does not have is left out. Raises ConfigError for a file that cannot be read or written, and where
+    matplotlib is not installed.
+    """
+    found = read_report(folder / JSON_FILE)
+    panels = _panels(found) if found else []
+    if found is None or not panels:
+        return None
+    rows = _rows(panels)
+    headline = _headline(found)
+    inches = [0.3 + 0.155 * (headline.count("\n") + 1), *(max(it.inches for it in row) for row in rows)]
+    with page(_WIDTH_INCHES, sum(inches)) as figure:
+        grid = figure.add_gridspec(len(inches), 1, height_ratios=inches)
+        top = figure.add_subplot(grid[0])
+        top.set_axis_off()
+        top.set_title(_title(found), fontsize=12)
+        top.text(0, 1, headline, va="top", transform=top.transAxes)
+        for place, row in enumerate(rows, start=1):
+            cells = grid[place].subgridspec(1, len(row))
+            for column, panel in enumerate(row):
+                panel.draw(figure.add_subfigure(cells[column]))
+        return save(figure, folder / PICTURE_FILE)
+
+
+def _panels(found: dict[str, Any]) -> list[_Panel]:
+    """The pictures for which the file has something, in the order of the page."""
+    panels = []
+    drift = dicts(found.get("drift"))
+    if drift:
+        shown = min(len(drift), _MODULES_SHOWN)
+        panels.append(_Panel(lambda figure: _drift(figure, drift), 1.2 + shown * _ROW_INCHES, wide=True))
+    underflow = part(found, "underflow")
+    if finite_list(underflow.get("scales")) and finite_list(underflow.get("flushed")):
+        panels.append(_Panel(lambda figure: _underflow(figure.add_subplot(), underflow), 3.2))
+    casts = dicts(found.get("casts"))
+    if casts:
+        count = min(_CASTING_SHOWN, len({str(row.get("module")) for row in casts}))
+        panels.append(_Panel(lambda figure: _casts(figure.add_subplot(), casts), 1.2 + 0.2 * count))
+    pins = part(found, "pins")
+    if any(finite(pins.get(name)) is not None for name in ("error", "held_out_error")):
+        panels.append(_Panel(lambda figure: _pins(figure.add_subplot(), pins), 3.0))
+    curves = part(pins, "curves")
+    if _curves(curves.get("reference")) or _curves(curves.get("pinned")):
+        low = f"{words(found.get('precision') or 'low', 12)}{', pinned' if pins.get('modules') else ''}"
+        panels.append(_Panel(lambda figure: _training(figure.add_subplot(), curves, low), 3.0))
+    return panels
+
+
+def _rows(panels: Sequence[_Panel]) -> list[list[_Panel]]:
+    """Two pictures in a row, where none of them is wide."""
+    rows: list[list[_Panel]] = []
+    for panel in panels:
+        if panel.wide or not rows or rows[-1][0].wide or len(rows[-1]) == 2:
+            rows.append([panel])
+        else:
+            rows[-1].append(panel)
+    return rows
+
+
+def _title(found: dict[str, Any]) -> str:
+    torch = part(found, "versions").get("torch")
+    precision = words(found.get("precision"), 40)
+    return f"Diagnosis{f' of {precision}' if precision else ''}{f', torch {words(torch, 30)}' if torch else ''}"
+
+
+def _headline(found: dict[str, Any]) -> str:
+    verdict = found.get("verdict")
+    lines = [wrapped(line, 165, 3) for line in str(verdict).splitlines()[:6] if line.strip()] if verdict else []
+    kinds = Counter(str(hazard.get("kind")) for hazard in dicts(found.get("hazards")))
+    if kinds:
+        told = ", ".join(f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.most_common(8))
+        lines.append(wrapped(f"Hazards in the code: {told}.", 165, 2))
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------- drift
+
+
+def _drift(figure: Any, drift: Sequence[dict[str, Any]]) -> None:
+    """Each module a row: sensitivity, gradient error, and the shares outside of fp16's range."""
+    shown = drift[:_MODULES_SHOWN]
+    names, above = module_names([row.get("module") or "(the whole model)" for row in shown], _NAME_CHARACTERS)
+    left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=[1.25, 1, 0.62])
+    of = f"the first {len(shown)} of {len(drift)} modules" if len(drift) > len(shown) else "all modules"
+    bars_with_values(left, [row.get("sensitivity") for row in shown], BLUE, "{:.2g}".format)
+    left.set_title(f"Sensitivity, {of}")
+    left.set_xlabel("|dL/dy| * |error|")
+    bars_with_values(middle, [row.get("gradient_error") for row in shown], GREEN, "{:.2g}".format)
+    middle.set_title("Gradient error")
+    middle.set_xlabel("relative to the gradient in fp32")
+    share_cells(right, [("above_max", "> 65504"), ("below_normal", "< 6.1e-5")], shown)
+    right.set_title("Share beyond fp16")
+    right.set_xlabel("of the module's values")
+    label_rows(left, names, above)
+
+
+# ---------------------------------------------------------------------- underflow
+
+
+def _underflow(axes: Any, underflow: dict[str, Any]) -> None:
+    """The share of the gradients that fp16 would flush, by loss scale, and the window between too low and too high."""
+    octaves = [math.log2(scale) if scale > 0 else math.nan for scale in finite_list(underflow.get("scales"))]
+    zeros = finite(underflow.get("exact_zeros"))
+    flushed = [share - (zeros or 0.0) for share in finite_list(underflow.get("flushed"))]
+    axes.set_title("Gradients that fp16 would lose, by loss scale")
+    axes.set_xlabel("log2 of the loss scale")
+    beyond = "" if not zeros else f",\nbeyond the {percent(zeros)} that are 0 in bf16"
+    axes.set_ylabel(f"share of gradient values{beyond}")
+    axes.set_yscale("symlog", linthresh=1e-4, linscale=0.5)
+    axes.set_ylim(0, 5)
+    ticks = [0, 1e-4, 1e-3, 1e-2, 1e-1, 1]
+    axes.set_yticks(ticks, [percent(tick) for tick in ticks])
+    axes.minorticks_off()
+    labels = []
+    for name, colour, style, shares in (
+        ("flushed to 0", BLUE, "-", flushed),
+        ("subnormal", PURPLE, "--", finite_list(underflow.get("subnormal"))),
+    ):
+        points = [it for it in zip(octaves, shares, strict=False) if all(map(math.isfinite, it))]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=".", linewidth=1.6)
+            labels.append((name, colour, points[0][1]))
+    _scales(axes, underflow, octaves, _overflow(octaves, underflow))
+    label_ends(axes, labels, left=True)
+
+
+def _scales(axes: Any, underflow: dict[str, Any], octaves: Sequence[float], overflow: float | None) -> None:
+    """Mark the scale from which there is overflow, the window below it, and the scale to begin with."""
+    least, most = axes.get_xlim()
+    if overflow is not None and overflow < most:
+        axes.axvspan(overflow, most, facecolor="none", edgecolor=VERMILION, hatch="//", linewidth=0, alpha=0.5)
+        axes.text(most, 0.012, "overflow", color=VERMILION, fontweight="bold", ha="right", backgroundcolor="white")
+    width = finite(underflow.get("window_octaves"))
+    if width is not None and width > 0:
+        high = overflow if overflow is not None else _opens(octaves, underflow, most) + width
+        axes.axvspan(high - width, high, color=GREEN, alpha=0.15, linewidth=0)
+        middle = (max(least, high - width) + min(most, high)) / 2
+        axes.text(middle, 4, f"window: {width:.1f} octaves", ha="center", va="top", color=GREEN)
+    init_scale = finite(underflow.get("init_scale"))
+    if init_scale is not None and init_scale > 0:
+        at = math.log2(init_scale)
+        axes.axvline(at, color=BLACK, linewidth=1.2)
+        text = f"init_scale\n2^{at:g}" if at == int(at) else f"init_scale\n{init_scale:g}"
+        left = at > (least + most) / 2
+        axes.annotate(
+            text, (at, 0.1), xytext=(-5 if left else 5, 0), textcoords="offset points", fontweight="bold",
+            ha="right" if left else "left",
+        )  # fmt: skip
+    axes.set_xlim(least, most)
+
+
+def _overflow(octaves: Sequence[float], underflow: dict[str, Any]) -> float | None:
+    """The scale, as a power of two, from which gradients overflow; None if none does, or it is not known."""
+    largest = finite(underflow.get("largest"))
+    if largest is not None and largest > 0:
+        return math.log2(_LARGEST_FP16 / largest)
+    told = underflow.get("overflows", underflow.get("overflow"))
+    told = told if isinstance(told, list) else []
+    return next(
+        (at for at, share in zip(octaves, told, strict=False) if share is True or (finite(share) or 0) > 0), None
+    )
+
+
+def _opens(octaves: Sequence[float], underflow: dict[str, Any], otherwise: float) -> float:
+    """The scale, as a power of two, from which hardly more is flushed than at the highest."""
+    flushed = finite_list(underflow.get("flushed"))
+    least = min((share for share in flushed if math.isfinite(share)), default=math.nan)
+    pairs = zip(octaves, flushed, strict=False)
+    return next((at for at, share in pairs if share - least < _FLUSHED_MORE), otherwise)
+
+
+# ---------------------------------------------------------------------- casts
+
+
+def _casts(axes: Any, casts: Sequence[dict[str, Any]]) -> None:
+    """Bytes that each module casts in a step, by who asked for the casts."""
+    of: dict[str, Counter[str]] = {}
+    for row in casts:
+        size = finite(row.get("bytes"))
+        if size is not None and size > 0:
+            of.setdefault(str(row.get("module") or "(outside of modules)"), Counter())[str(row.get("by"))] += size
+    ranked = sorted(of.items(), key=lambda it: -it[1].total())
+    shown = ranked[:_CASTING_SHOWN]
+    of = f"{len(shown)} of {len(ranked)} modules" if len(ranked) > len(shown) else "all modules"
+    axes.set_title(f"Bytes cast in a step, {of}")
+    stacked_bars(axes, [sizes for _, sizes in shown])
+    label_rows(axes, *module_names([name for name, _ in shown], _NAME_CHARACTERS - 8))
+
+
+# ---------------------------------------------------------------------- pins and training
+
+
+def _pins(axes: Any, pins: dict[str, Any]) -> None:
+    """The gradient error with the pins, on the batches of the search and on others, against the tolerance."""
+    modules = pins.get("modules")
+    modules = modules if isinstance(modules, list) else []
+    verified = pins.get("verified")
+    proof = ", verified" if verified is True else ", NOT verified" if verified is False else ""
+    more = (
+        f"with {len(modules)} more module{'' if len(modules) == 1 else 's'} in fp32" if modules else "without more pins"
+    )
+    axes.set_title(f"Gradient error {more}{proof}")
+    rows = {"error": "batches of the search", "held_out_error": "held-out batches"}
+    if modules and "error_without" in pins:
+        rows = {"error_without": "without them", **rows}
+    tolerance = finite(pins.get("tolerance"))
+    bars_with_values(axes, [pins.get(key) for key in rows], BLUE, percent, tolerance)
+    axes.xaxis.set_major_formatter(lambda share, _: percent(share))
+    if tolerance is not None and tolerance > 0:
+        axes.axvline(tolerance, color=VERMILION, linestyle="--", linewidth=1.4)
+        left = axes.transAxes.inverted().transform(axes.transData.transform((tolerance, 0)))[0] > 0.6
+        axes.annotate(
+            f"tolerance {percent(tolerance)}", (tolerance, -0.62), xytext=(-4 if left else 4, 0),
+            textcoords="offset points", color=VERMILION, fontweight="bold", va="center", ha="right" if left else "left",
+        )  # fmt: skip
+    axes.set_yticks(range(len(rows)), list(rows.values()))
+    axes.set_ylim(len(rows) - 0.4, -0.9)
+    axes.set_xlabel("\n".join(_told_of_pins(pins, modules)), loc="left")
+
+
+def _told_of_pins(pins: dict[str, Any], modules: Sequence[Any]) -> list[str]:
+    lines = []
+    if modules:
+        listed = ", ".join(str(name) for name in modules[:_PINS_LISTED])
+        more = f" and {len(modules) - _PINS_LISTED} more" if len(modules) > _PINS_LISTED else ""
+        lines.append(wrapped(f"in fp32: {listed}{more}", 84, 3))
+    costs = {"time": finite(pins.get("cost_time")), "memory": finite(pins.get("cost_memory"))}
+    told = [f"{cost:.2f} times the {what}" for what, cost in costs.items() if cost is not None]
+    return [*lines, *([f"a step takes {' and '.join(told)}"] if told else [])]
+
+
+def _training(axes: Any, curves: dict[str, Any], low: str) -> None:
+    """Losses of the seeds in fp32, and of the run in low precision. low: its name."""
+    reference, pinned = _curves(curves.get("reference")), _curves(curves.get("pinned"))
+    axes.set_title(f"Training check: {len(reference)} fp32 seed{'' if len(reference) == 1 else 's'} and {low}")
+    axes.set_xlabel("updates")
+    axes.set_ylabel("loss")
+    if is_wide([value for curve in [*reference, *pinned] for value in curve]):
+        axes.set_yscale("log")
+    labels = []
+    for colour, style, width, name, group in (
+        (GREY, "-", 1.0, "fp32 seeds", reference),
+        (VERMILION, "--", 1.8, low, pinned),
+    ):
+        for curve in group:
+            updates = range(1, len(curve) + 1)
+            axes.plot(updates, curve, color=colour, linestyle=style, linewidth=width, marker="." * (len(curve) < 20))
+        ends = [[loss for loss in curve if math.isfinite(loss)][-1] for curve in group]
+        broken = sum(not all(map(math.isfinite, curve)) for curve in group)
+        if ends:
+            labels.append((f"{name}\n(nonfinite)" if broken else name, colour, sum(ends) / len(ends)))
+    label_ends(axes, labels)
+
+
+def _curves(value: Any) -> list[list[float]]:
+    """One curve, or a list of them, as a list of curves; those without any finite value are left out."""
+    if not isinstance(value, list):
+        return []
+    nested = value if any(isinstance(item, list) for item in value) else [value]
+    curves = [finite_list(item) for item in nested]
+    return [curve for curve in curves if any(math.isfinite(loss) for loss in curve)]

@@ -1,0 +1,1 @@
+"""Trains a recipe at every point of a sweep."""

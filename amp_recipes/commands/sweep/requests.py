@@ -1,0 +1,71 @@
+"""What a recipe's command line may ask for instead of a run: a check, the settings, a sweep."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from amp_recipes.commands.sweep.sweep import RunSettings, SweepRequest, run_sweep
+from amp_recipes.config.arguments import Overrides
+from amp_recipes.config.checking import Settings
+from amp_recipes.config.mistakes import printable, reader_may_leave
+from amp_recipes.config.nodes import dotted
+from amp_recipes.config.run_options import RunOptions, display
+from amp_recipes.config.writing import to_yaml, with_sources
+
+# Checks the YAML with further values beside the overrides.
+CheckWith = Callable[[Overrides], Settings]
+
+
+def obey(overrides: Overrides, hparams_file: str, check_with: CheckWith) -> int:
+    """Do what the command line asks for instead of a run; the exit status. Raises ConfigError."""
+    request = overrides.request
+    if request.action in ("show_config", "check"):
+        settings = check_with(overrides)
+        with reader_may_leave():
+            print(shown(settings).rstrip("\n") if request.action == "show_config" else summary(settings))
+        return 0
+    assert request.action == "sweep"
+
+    def check(values: Mapping[str, Any]) -> RunSettings:
+        checked = check_with(overrides.with_values(values))
+        options = checked.options
+        return RunSettings(
+            output_folder=options.get("output_folder"),
+            metric=options.get("early_stop_metric") or "loss",
+            mode=options.get("early_stop_mode", "min"),
+            seed=options.get("seed"),
+            fingerprint=hashlib.sha256(to_yaml(checked.resolved).encode()).hexdigest(),
+        )
+
+    sweep = SweepRequest(request.axes, request.trials)
+    return run_sweep(sweep, _script(), hparams_file, list(request.words), check)
+
+
+def summary(settings: Settings) -> str:
+    """What was checked, in a line, and which keys nothing seems to read: a misspelt one may be among them."""
+    text = f"{settings.file}: nothing is wrong ({len(settings.sources)} values, {settings.objects} objects to build)."
+    if settings.unread:
+        text += f"\nRead by nothing that the check can see: {', '.join(map(printable, settings.unread))}."
+    return text
+
+
+def shown(settings: Settings) -> str:
+    """The resolved YAML with the place that each value came from; then the run options that nobody set."""
+    sources = settings.sources
+    lines = [with_sources(settings.resolved, lambda path: sources.get(dotted(path), ""))]
+    defaults = RunOptions()
+    rest = {name: value for name, value in settings.options.items() if name not in settings.resolved.items}
+    lines += [f"{name}: {display(value) or 'null'}  # command line\n" for name, value in rest.items()]
+    lines.append("\n# Run options at their defaults\n")
+    known = settings.resolved.items.keys() | rest.keys()
+    lines += [f"# {name}: {display(value) or 'null'}\n" for name, value in defaults.items() if name not in known]
+    return "".join(lines)
+
+
+def _script() -> str:
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    return os.path.abspath(main or sys.argv[0])

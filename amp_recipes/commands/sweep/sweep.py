@@ -1,0 +1,439 @@
+"""Runs a recipe once for each combination of values, one process and one folder each, and compares the results.
+
+The grid needs nothing else; `--sweep-trials` leaves the choice of the values to Optuna. What a sweep knows lies in its
+folder, so that the same command goes on where it was ended.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from amp_recipes.commands.sweep.axes import (
+    Axis,
+    Choice,
+    Combination,
+    covering,
+    describe,
+    describe_value,
+    folder_name,
+    grid,
+    read_axes,
+)
+from amp_recipes.commands.sweep.trials import import_optuna, open_study, run_trials
+from amp_recipes.config.mistakes import join_mistakes
+from amp_recipes.errors import ConfigError
+from amp_recipes.folder_lock import lock_folder, unlock_folder
+from amp_recipes.interrupts import SIGNALS, is_default
+from amp_recipes.run_files import read_json, regular_only, write_atomically
+
+SCHEMA_VERSION = 1
+"""Version of the layout of `sweep.json` and `sweep_run.json`."""
+
+OUTPUT_FILE = "output.txt"
+RECORD_FILE = "sweep_run.json"
+# A run with `debug` or `test_only` leaves its summary in a folder of its own.
+_SUMMARY_FILES = ("summary.json", "debug/summary.json")
+_MISTAKES_SHOWN = 10
+_TAIL_LINES = 10
+_TAIL_BYTES = 8_192
+# Whatever the sweep is sent, it ends: so the run gets a signal that ends it too, whatever its `save_signals` are.
+_PASSED_ON = {signum: signal.SIGTERM for signum in SIGNALS} | {signal.SIGINT: signal.SIGINT}
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """A sweep as it was typed. axes: each `key=value,value` or `key=low..high`; trials: None for the whole grid."""
+
+    axes: tuple[str, ...]
+    trials: int | None = None
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a sweep has to know of a checked YAML.
+
+    output_folder: None if there is none; metric and mode ("min" or "max"): what makes one run better than another;
+    seed: what makes a choice of trials repeatable; fingerprint: changes when the settings do, so that what ran
+    under other ones is not taken for finished.
+    """
+
+    output_folder: str | None
+    metric: str
+    mode: str
+    seed: int | None = None
+    fingerprint: str = ""
+
+
+@dataclass
+class Result:
+    """What came of one run. last: the metrics of each stage; best: the watched metric's best and its epoch."""
+
+    number: int
+    folder: Path
+    values: Combination
+    exit_status: int
+    seconds: float = 0.0
+    last: dict[str, dict[str, Any]] = field(default_factory=dict)
+    best: dict[str, Any] | None = None
+    interrupted: bool = False
+
+    def score(self, metric: str) -> float | None:
+        """The metric in the best epoch if it was watched, else after the last; None if the run has none."""
+        if self.exit_status != 0:
+            return None
+        for values in (self.best or {}, self.last.get("valid", {}), self.last.get("train", {})):
+            if metric in values:
+                return _as_float(values[metric])
+        return None
+
+    @property
+    def status(self) -> str:
+        """In a few words how the run ended; empty if it ended well."""
+        if self.interrupted:
+            return "interrupted"
+        if self.exit_status < 0:
+            return f"killed by {signal.Signals(-self.exit_status).name}"
+        return f"failed with exit status {self.exit_status}" if self.exit_status else ""
+
+
+def run_sweep(
+    sweep: SweepRequest,
+    script: str,
+    hparams_file: str,
+    options: list[str],
+    check: Callable[[dict[str, Any]], RunSettings],
+) -> int:
+    """Run `script` for every combination and print a table; the exit status that the process should end with.
+
+    options: other words of the command line, for every run. check: raises ConfigError if the YAML is wrong with these
+    values of dotted keys, and builds nothing; called for what will run before anything does.
+    0: all runs ended well; 1: one did not; 128 + n: signal n ended the sweep, and the same command goes on.
+    Raises ConfigError, FolderInUseError.
+    """
+    if "RANK" in os.environ:
+        raise ConfigError("a sweep starts its runs itself, one process each: start it with python, not with torchrun.")
+    axes = read_axes(sweep.axes, sweep.trials)
+    optuna = None if sweep.trials is None else import_optuna()
+    settings = _check_all(axes, sweep.trials, check)
+    if settings.output_folder is None:
+        raise ConfigError(
+            "a sweep needs a folder for its runs: give --output_folder=PATH, or output_folder in the YAML."
+        )
+    folder = Path(settings.output_folder) / "sweep"
+    lock_folder(folder)
+    try:
+        with Signals() as signals:
+            runs = _Runs([sys.executable, script, hparams_file, *options], options, folder, settings, signals)
+            if optuna is None:
+                _run_grid(axes, runs)
+            else:
+                assert sweep.trials is not None
+                study = open_study(optuna, folder, settings.mode, of=[repr(axes), settings.metric, runs.under])
+                run_trials(optuna, study, axes, sweep.trials, settings.seed, runs.score, lambda: runs.interrupted)
+            _report(runs, [script, hparams_file, *options], sweep)
+    finally:
+        unlock_folder(folder)
+    if signals.requested is not None:
+        print(f"{signals.requested.name}: the sweep ends here; the same command goes on with it.", flush=True)
+        return 128 + signals.requested
+    return int(any(result.exit_status for result in runs.results.values()))
+
+
+def _check_all(axes: Sequence[Axis], trials: int | None, check: Callable[[dict[str, Any]], RunSettings]) -> RunSettings:
+    """The YAML's own settings, once the YAML has been checked with what will run. Raises ConfigError."""
+    settings, own_mistake = None, None
+    try:
+        settings = check({})
+    except ConfigError as error:  # it may lack just what the sweep gives, as a !PLACEHOLDER does
+        own_mistake = error
+    mistakes: dict[str, str] = {}
+    for combination in grid(axes) if trials is None else covering(axes):
+        try:
+            checked = check({key: choice.value for key, choice in combination.items()})
+        except ConfigError as error:
+            mistakes.setdefault(str(error), f"--sweep with {describe(combination)}: {error}")
+        else:
+            settings = settings or checked
+        if len(mistakes) == _MISTAKES_SHOWN:
+            break
+    if own_mistake is not None and str(own_mistake) in mistakes:
+        raise own_mistake
+    if mistakes:
+        raise ConfigError(join_mistakes(list(mistakes.values()), "the sweep"))
+    assert settings is not None
+    return settings
+
+
+class Signals:
+    """Within it, what would end this process is passed on to the run under way, and `requested` says so.
+
+    The runs are in sessions of their own: a Ctrl-C reaches each once, from here. Ignored signals and handlers of others
+    stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self.requested: signal.Signals | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._earlier: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for signum in _PASSED_ON:
+                if is_default(signum):
+                    self._earlier[signum] = signal.signal(signum, self._pass_on)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for signum, earlier in self._earlier.items():
+            signal.signal(signum, earlier)
+
+    def run(self, command: list[str], output: Any) -> int:
+        """The exit status of the command, as subprocess has it; all it says goes to `output`."""
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self._child = child
+        try:
+            if self.requested is not None:  # it came while the process was started
+                child.send_signal(_PASSED_ON[self.requested])
+            return child.wait()
+        except BaseException:
+            child.terminate()
+            child.wait()
+            raise
+        finally:
+            self._child = None
+
+    def _pass_on(self, signum: int, frame: FrameType | None) -> None:
+        self.requested = signal.Signals(signum)
+        if self._child is not None:
+            self._child.send_signal(_PASSED_ON[self.requested])
+
+
+class _Runs:
+    """Makes runs, one after the other, each in its folder, and keeps their results by the folder's name."""
+
+    def __init__(
+        self, command: list[str], options: list[str], folder: Path, settings: RunSettings, signals: Signals
+    ) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.results: dict[str, Result] = {}
+        self._command = command
+        self._signals = signals
+        # A record that was made under others is not of this sweep.
+        self.under = {"options": options, "fingerprint": settings.fingerprint}
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether no further run is to start."""
+        return self._signals.requested is not None
+
+    def run(self, values: Combination, number: int, total: int) -> Result:
+        """The result of the run with these values: made now, or taken from what was finished before."""
+        print(f"{number}/{total}  {describe(values)} ... ", end="", flush=True)
+        name = folder_name(values)
+        if name in self.results:
+            print(f"as run {self.results[name].number}", flush=True)
+            return self.results[name]
+        folder = self.folder / name
+        record = self._record(folder)
+        if record.get("exit_status") == 0:
+            last, best = record.get("last") or {}, record.get("best")
+            result = Result(number, folder, values, 0, record.get("seconds", 0.0), last, best)
+            print(f"finished before: {self._outcome(result)}", flush=True)
+        else:
+            result = self._make(folder, values, number, record.get("seconds", 0.0))
+        self.results[name] = result
+        return result
+
+    def score(self, values: Combination, number: int, total: int) -> float | None:
+        """How well the run with these values did; None if it failed, or its metric is not a finite number."""
+        score = self.run(values, number, total).score(self.settings.metric)
+        return score if score is not None and math.isfinite(score) else None
+
+    def _make(self, folder: Path, values: Combination, number: int, earlier_seconds: float) -> Result:
+        folder.mkdir(parents=True, exist_ok=True)
+        overrides = [f"--{key}={choice.text}" for key, choice in values.items()]
+        command = [*self._command, *overrides, f"--output_folder={folder}"]
+        output = folder / OUTPUT_FILE
+        start = time.monotonic()
+        with open(output, "ab", opener=regular_only) as stream:
+            before = stream.tell()
+            exit_status = self._signals.run(command, stream)
+        seconds = earlier_seconds + time.monotonic() - start
+        result = Result(number, folder, values, exit_status, seconds, interrupted=self.interrupted and exit_status != 0)
+        if exit_status == 0:
+            summary = _read_summary(folder)
+            result.last, result.best = summary.get("last") or {}, summary.get("best")
+        self._write_record(result)
+        print(self._outcome(result), flush=True)
+        if exit_status != 0 and not result.interrupted:
+            print("\n".join([f"  the end of {output}:", *_tail(output, before)]), flush=True)
+        return result
+
+    def _outcome(self, result: Result) -> str:
+        took = f"{result.seconds / 60:.1f} minutes"
+        if result.status:
+            return f"{result.status} after {took}"
+        metric = self.settings.metric
+        score = result.score(metric)
+        if score is not None:
+            return f"{metric} {score:.4g}, {took}"
+        known = sorted(set().union(*result.last.values()))
+        return f"no {metric} in its summary (which has {', '.join(known) or 'no metrics'}), {took}"
+
+    def _record(self, folder: Path) -> dict[str, Any]:
+        """What was noted when a run in the folder ended; empty if it has not, or ran under other settings."""
+        record = _read_json(folder / RECORD_FILE)
+        return record if all(record.get(name) == value for name, value in self.under.items()) else {}
+
+    def _write_record(self, result: Result) -> None:
+        _write(
+            result.folder / RECORD_FILE,
+            _to_json({"schema_version": SCHEMA_VERSION, **self.under, **_as_dict(result)}),
+        )
+
+
+def _run_grid(axes: Sequence[Axis], runs: _Runs) -> None:
+    combinations = list(grid(axes))
+    for number, values in enumerate(combinations, start=1):
+        if runs.interrupted:
+            return
+        runs.run(values, number, len(combinations))
+
+
+def _report(runs: _Runs, words: list[str], sweep: SweepRequest) -> None:
+    """Print the table, best run first, and write it into the sweep's folder."""
+    metric, mode = runs.settings.metric, runs.settings.mode
+    sign = -1.0 if mode == "max" else 1.0
+
+    def rank(result: Result) -> tuple[bool, float, int]:
+        score = result.score(metric)
+        ranked = score is not None and math.isfinite(score)
+        return not ranked, sign * score if ranked else 0.0, result.number
+
+    results = sorted(runs.results.values(), key=rank)
+    best = results[0] if results and not rank(results[0])[0] else None
+    table = "\n".join(_table(results, best, metric))
+    better = "higher" if mode == "max" else "lower"
+    stage = "validation" if any("valid" in result.last for result in runs.results.values()) else "training"
+    ranking = f"By {metric} on the {stage} set, {better} is better; in the best epoch if the run watched it."
+    typed = ["--sweep", *sweep.axes, *([] if sweep.trials is None else ["--sweep-trials", str(sweep.trials)])]
+    command = shlex.join(["python", *words, *typed])
+    _write(runs.folder / "sweep.md", f"# Sweep\n\n    {command}\n\n{ranking}\n\n{table}\n")
+    listed = {
+        "schema_version": SCHEMA_VERSION,
+        "command": command,
+        "metric": metric,
+        "mode": mode,
+        "best": None if best is None else best.number,
+        "runs": [_as_dict(result) for result in results],
+    }
+    _write(runs.folder / "sweep.json", _to_json(listed))
+    print(f"\n{table}\n\n{ranking}\nWritten to {runs.folder / 'sweep.md'} and sweep.json.", flush=True)
+    if best is not None:
+        print(f"The best is run {best.number}: {best.folder}", flush=True)
+
+
+def _table(results: Sequence[Result], best: Result | None, metric: str) -> Iterator[str]:
+    """The lines of an aligned Markdown table."""
+    keys = list(dict.fromkeys(key for result in results for key in result.values))
+    stages = [stage for stage in ("valid", "test") if any(stage in result.last for result in results)]
+    if "valid" not in stages:
+        stages.insert(0, "train")
+    metrics = [
+        (stage, name)
+        for stage in stages
+        for name in dict.fromkeys(name for result in results for name in result.last.get(stage, {}))
+    ]
+    watched = [f"best {metric}"] if any(result.best and metric in result.best for result in results) else []
+    rows = [["run", *keys, *watched, *(f"{stage} {name}" for stage, name in metrics), "minutes", ""]]
+    for result in results:
+        shown = [describe_value(result.values[key]) for key in keys]
+        numbers = [(result.best or {}).get(metric)] if watched else []
+        numbers += [result.last.get(stage, {}).get(name) for stage, name in metrics]
+        shown += ["" if number is None else f"{_as_float(number):.4g}" for number in numbers]
+        note = "best" if result is best else result.status
+        rows.append([str(result.number), *shown, f"{result.seconds / 60:.1f}", note])
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
+    rows.insert(1, ["-" * width for width in widths])
+    for row in rows:
+        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+
+
+def _as_dict(result: Result) -> dict[str, Any]:
+    return {
+        "number": result.number,
+        "folder": str(result.folder),
+        "values": {key: _plain(choice) for key, choice in result.values.items()},
+        "exit_status": result.exit_status,
+        "interrupted": result.interrupted,
+        "seconds": round(result.seconds, 3),
+        "last": result.last,
+        "best": result.best,
+    }
+
+
+def _plain(choice: Choice) -> Any:
+    """The value, or its text where strict JSON has no such value (`.inf`)."""
+    try:
+        json.dumps(choice.value, allow_nan=False)
+    except ValueError:
+        return choice.text
+    return choice.value
+
+
+def _as_float(value: Any) -> float:
+    """A number of a summary, in which a NaN is the text "nan"."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    """What the run has said of itself last; empty if it has not."""
+    files = [folder / name for name in _SUMMARY_FILES if (folder / name).is_file()]
+    return _read_json(max(files, key=lambda file: file.stat().st_mtime_ns)) if files else {}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = read_json(file)
+    except (OSError, ConfigError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _to_json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+
+def _write(file: Path, text: str) -> None:
+    write_atomically(file, text.encode())
+
+
+def _tail(file: Path, start: int) -> list[str]:
+    """The last lines of what was written behind `start`, indented."""
+    with open(file, "rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(start, size - _TAIL_BYTES))
+        text = stream.read().decode("utf-8", errors="replace")
+    # Of a progress bar, which returns to the line's start, only what is seen in the end.
+    lines = [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
+    return [f"    {line}" for line in [line for line in lines if line.strip()][-_TAIL_LINES:]] or ["    (nothing)"]

@@ -1,0 +1,198 @@
+"""Says why two runs differ, as far as the first difference tells, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from amp_recipes.commands.verify_resume.compare import TRAIN_SET, Difference
+
+_MAX_NAMES = 5
+_KINDS = {
+    "place": "the place in the data",
+    "data": "the batches' contents",
+    "random": "the global random generators",
+    "modules": "the modules' tensors",
+    "optimizers": "the optimizers' state",
+    "schedulers": "the schedulers' state",
+    "scaler": "the loss scaler's state",
+    "ema": "the averaged weights (ema_decay)",
+    "loss": "the loss",
+    "length": "the number of updates",
+}
+_REPLAY = re.compile(r"going on inside an epoch: (.+)")
+_NO_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def describe(difference: Difference) -> list[str]:
+    """What differs first, for people; one line each."""
+    at = f"before update {difference.update}"
+    if difference.section == "loss":
+        at = f"at update {difference.update}"
+    names = listed(difference.names)
+    lines = [f"First difference: {_KINDS[difference.section]}, {at} ({difference.place})"]
+    if difference.section not in ("place", "loss", "length"):
+        lines.append(f"  {names}" + (f"; {difference.equal} more are equal" if difference.equal else ""))
+    if difference.one or difference.other:
+        lines.append(f"  {difference.one or '(something)'} | {difference.other or '(something)'}")
+    if difference.also:
+        lines.append(f"  in the same moment also: {', '.join(_KINDS[name] for name in difference.also)}")
+    return lines
+
+
+def why_not_reproducible(difference: Difference, unseeded: Sequence[str]) -> list[str]:
+    """Why two runs differ that were started alike and not interrupted; unseeded: generators that may be why."""
+    found = [f"  {place}" for place in unseeded]
+    if difference.section == "place" or difference.section == "length":
+        return [
+            "The two runs cut the data into other batches: the number of samples or the lengths that a sampler sees "
+            "change from start to start (a listing or a split that is not seeded or not sorted).",
+            *found,
+        ]
+    if difference.section == "data":
+        if "random" in difference.also and not found:
+            return ["The data are drawn from the global generators, which differ too.", *_UNSEEDED_GENERATORS]
+        if found:
+            return [
+                "The data set draws from a generator that has no seed:",
+                *found,
+                _DRAW_PER_SAMPLE,
+            ]
+        return [
+            "The data set or its loader is not a function of the seed. Look for a generator of its own without a seed "
+            "(numpy.random.default_rng(), random.Random(), torch.Generator().seed()), for time or os.urandom, for the "
+            "order of a set or of hash() (it changes from start to start unless PYTHONHASHSEED is set), for a file "
+            "listing that is not sorted, and for a loader with an order of its own.",
+        ]
+    if difference.section == "random":
+        return [
+            "Something seeds the global generators from the clock or the machine, or draws from them more often in one "
+            "run than in the other.",
+            *found,
+        ]
+    if difference.index == 0 and difference.section != "loss":
+        return [
+            "The runs begin with other values: something is initialized before the seed is set, or from a generator "
+            "without a seed.",
+            *found,
+        ]
+    return [
+        "The data and the generators are equal, so the computation is not: an operation whose result changes from run "
+        "to run (sums in parallel, in any order), or a value from outside (time, the order of a set).",
+        *found,
+    ]
+
+
+# A seed alone would not do: with workers each has a copy of the generator, whose place no checkpoint holds.
+_DRAW_PER_SAMPLE = (
+    "In a data set draw from the global generators (`random`, `numpy.random`, torch), which the framework seeds per "
+    "sample, from (seed, epoch, index), or make a generator per sample: `np.random.default_rng([seed, index])`."
+)
+_UNSEEDED_GENERATORS = [
+    "Something seeds them from the clock or the machine (random.seed(), numpy.random.seed(), torch.seed()), or they "
+    "are used before `load_hparams` seeds them."
+]
+
+
+def what_determinism_says(returncode: int, stderr: str, equal: bool | None) -> list[str]:
+    """What a run with `--deterministic true` tells about the operation. equal: whether two such runs were."""
+    operations = list(dict.fromkeys(_NO_DETERMINISTIC.findall(stderr)))
+    if returncode and operations:
+        return [f"With --deterministic true, torch names the operation: {', '.join(operations)}."]
+    if returncode and _CUBLAS in stderr:
+        return [f"With --deterministic true, torch asks for the environment variable {_CUBLAS}=:4096:8."]
+    if returncode:
+        return ["With --deterministic true the run fails:", *(f"  {line}" for line in stderr.splitlines()[-3:])]
+    if equal:
+        return ["With --deterministic true two runs are equal bit for bit: set `deterministic: true` in the YAML."]
+    return ["Also with --deterministic true they differ, so it is no operation of torch that it knows of."]
+
+
+def why_not_resumed(
+    difference: Difference, first_resumed: bool, suspects: Mapping[str, tuple[str, str]], log: str
+) -> list[str]:
+    """Why a resumed run differs from one that was not interrupted.
+
+    first_resumed: whether the difference stands right at the resume; suspects: what the recipe remembers that was not
+    restored; log: what the resumed run wrote to stderr.
+    """
+    section = difference.section
+    if section == "place":
+        return ["The resumed run did not go on at the batch at which the checkpoint was made."]
+    if section == "data":
+        replay = _REPLAY.search(log)
+        if replay:
+            return [f"The loader cannot be put at its place: {replay[1]}"]
+        told = "The loader did not go on with the batch after the checkpoint's, or the data set draws or counts"
+        return [f"{told} in a way that a new process does not repeat.", *_kept_outside(suspects)]
+    if section == "random":
+        told = (
+            "They were not where the checkpoint says: something draws from them, or seeds them, after the resume."
+            if first_resumed
+            else "The resumed run draws more, or less: what it draws depends on something that was not restored."
+        )
+        return [told, *_kept_outside(suspects)]
+    if first_resumed and section in SAVED:
+        aside = any("persistent=False" in name for name in difference.names)
+        return [
+            "A buffer with persistent=False is in no state_dict, so no checkpoint holds it: make it persistent, if "
+            "training changes it."
+            if aside
+            else f"{_KINDS[section][0].upper()}{_KINDS[section][1:]} are not what was saved: the recipe's own "
+            "checkpointer does not hold them, or the recipe changes them after the resume (in on_fit_start, say).",
+        ]
+    if suspects:
+        return [
+            "All that decides about the update was equal, but for what the recipe remembers.",
+            *_kept_outside(suspects),
+        ]
+    return [
+        "All that decides about the update was equal, but for something that the recipe keeps where neither a "
+        "checkpoint nor this check can see it: in a file, in an object of a library, in a generator's frame."
+    ]
+
+
+def why_metrics_differ(metrics: Mapping[str, tuple[Any, Any]], suspects: Mapping[str, tuple[str, str]]) -> list[str]:
+    """What to say of metrics that differ after a resume although every update was equal."""
+    return [
+        "First difference: the metrics (without interruption | resumed)",
+        *(f"  {name}: {one} | {other}" for name, (one, other) in metrics.items()),
+        "Every update was equal, so it is a counter that the recipe keeps where the checkpoint does not hold it.",
+        *_kept_outside(suspects),
+    ]
+
+
+SAVED = ("modules", "optimizers", "schedulers", "scaler", "ema")
+
+
+def _kept_outside(suspects: Mapping[str, tuple[str, str]]) -> list[str]:
+    if not suspects:
+        return []
+    of_data = [name for name in suspects if name.startswith(f"{TRAIN_SET}.")]
+    advice = []
+    if of_data:
+        advice.append(
+            "What a data set remembers is in no checkpoint (with workers each has a copy of it): make each sample a "
+            f"function of its index. {_DRAW_PER_SAMPLE}"
+        )
+    if len(of_data) < len(suspects):
+        advice.append(
+            "Keep it as an attribute of the Brain, which checkpoints hold, or in an object with state_dict and "
+            "load_state_dict in hparams; in modules, as a buffer."
+        )
+    return ["Not restored by the resume (without interruption | resumed):", *suspect_lines(suspects), *advice]
+
+
+def suspect_lines(suspects: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Each value with its two texts."""
+    lines = [f"  {name}: {one} | {other}" for name, (one, other) in list(suspects.items())[:_MAX_NAMES]]
+    more = len(suspects) - _MAX_NAMES
+    return lines + ([f"  and {more} more"] if more > 0 else [])
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

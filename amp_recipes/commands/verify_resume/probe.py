@@ -1,0 +1,268 @@
+"""Runs a recipe's script and writes down, before each update, everything that decides about the next one.
+
+    python -m amp_recipes.commands.verify_resume.probe TRACE.jsonl STEPS KILL_AT SCRIPT YAML [--option value ...]
+
+The script runs as Python itself would run it, until its first `Brain.fit` returns, which it does after STEPS updates in
+all, those before a resume included. With KILL_AT > 0 the process kills itself after that many updates, once what it
+was saving is on the disk. An update is a window here, whatever number of optimizers step in it. Validation is cut to a
+few batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import runpy
+import signal
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+
+from amp_recipes.brain import Brain, Stage
+from amp_recipes.checkpoint import clean_names
+from amp_recipes.commands.verify_resume.compare import UNSEEDED_SUFFIX
+from amp_recipes.commands.verify_resume.digests import Digests, digest_of_tree
+from amp_recipes.commands.verify_resume.remembered import remembered_values
+from amp_recipes.ledger import Ledger
+
+VALID_BATCHES = 3
+
+_WINDOWS = "probed_windows"  # in the checkpoint
+_PACKAGES = {"site-packages", "dist-packages"}
+_NOT_THE_RECIPES = tuple(
+    {str(Path(folder).resolve()) + os.sep for folder in map(sysconfig.get_path, ("stdlib", "platstdlib"))}
+    | {str(Path(__file__).resolve().parents[2]) + os.sep}
+)
+
+
+class Probe:
+    """Writes one line per window before it, one with its losses after it, and one when `fit` returns.
+
+    steps: windows after which training ends; kill_at: windows after which the process kills itself; 0: never.
+    windows: how many the run has trained on, those before the resume included.
+    """
+
+    def __init__(self, trace: TextIO, steps: int, kill_at: int, script_folder: Path) -> None:
+        self._trace = trace
+        self._steps = steps
+        self._kill_at = kill_at
+        self._script_folder = script_folder
+        self.windows = 0
+        self.losses: Sequence[torch.Tensor] = ()
+
+    def before(self, brain: Brain, batches: Sequence[Any]) -> None:
+        """A window is about to be trained on."""
+        self._write("window", brain, batches)
+
+    def after(self, brain: Brain) -> None:
+        """It was trained on."""
+        self._line({"kind": "loss", "losses": [float(loss).hex() for loss in self.losses]})
+        self.windows += 1
+        if self.windows == self._kill_at:
+            brain._checkpoints.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training is to end."""
+        return self.windows >= self._steps
+
+    def end(self, brain: Brain) -> None:
+        """Training is over."""
+        self._write("end", brain, [])
+
+    def _write(self, kind: str, brain: Brain, batches: Sequence[Any]) -> None:
+        brain.optimizer_step  # noqa: B018  reading it lets the schedulers and the averages of the update before follow
+        sections = {**_data(batches), **_state(brain)}
+        self._line(
+            {
+                "kind": kind,
+                "update": self.windows + 1,
+                "epoch": brain._epoch,
+                "step": brain.step + 1,
+                "batches": len(batches),
+                "sections": sections,
+                "sizes": {name: [found.tensors, found.bytes] for name, found in sections.items()},
+                "unread": sorted(set().union(*(found.unread for found in sections.values()))),
+                "remembered": remembered_values(brain, self._script_folder),
+            }
+        )
+
+    def _line(self, record: dict[str, Any]) -> None:
+        self._trace.write(json.dumps(record) + "\n")
+        self._trace.flush()
+
+
+def _data(batches: Sequence[Any]) -> dict[str, Digests]:
+    data = Digests()
+    for index, batch in enumerate(batches):
+        data.add(batch, f"batch {index + 1}" if len(batches) > 1 else "batch")
+    return {"data": data}
+
+
+def _state(brain: Brain) -> dict[str, Digests]:
+    sections = {name: Digests() for name in ("random", "modules", "optimizers", "schedulers", "scaler", "ema")}
+    sections["random"].update(generators(brain.device))
+    state = brain.modules.state_dict()
+    names = clean_names(brain.modules)
+    for name, value in state.items():
+        sections["modules"].add(value, names.get(name, name))
+    for name, buffer in brain.modules.named_buffers():
+        if name not in state:
+            sections["modules"].add(buffer, f"{name} (a buffer with persistent=False)")
+    parameters = {id(parameter): names.get(name, name) for name, parameter in brain.modules.named_parameters()}
+    for name, optimizer in brain.optimizers_dict.items():
+        _add_optimizer(sections["optimizers"], name, optimizer, parameters)
+    for name, scheduler in brain._schedulers.by_optimizer.items():
+        sections["schedulers"].add(scheduler.state_dict(), name)
+    if brain.scaler.is_enabled():
+        sections["scaler"].add(brain.scaler.state_dict(), "scaler")
+    if brain._ema is not None:
+        sections["ema"].add(brain._ema.state_dict())
+    return sections
+
+
+def _add_optimizer(found: Digests, name: str, optimizer: Any, parameters: dict[int, str]) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        found.add({key: value for key, value in group.items() if key != "params"}, f"{name}.group {number}")
+        for index, parameter in enumerate(group["params"]):
+            of = parameters.get(id(parameter), f"group {number} parameter {index}")
+            if parameter in optimizer.state:
+                found.add(dict(optimizer.state[parameter]), f"{name}.{of}")
+
+
+def generators(device: torch.device) -> dict[str, str]:
+    """The digest of each global random generator's state."""
+    found = {
+        "python": digest_of_tree(random.getstate()),
+        "numpy": digest_of_tree(np.random.get_state(legacy=False)),
+        "torch": digest_of_tree(torch.get_rng_state()),
+    }
+    if device.type == "mps":
+        found["mps"] = digest_of_tree(torch.mps.get_rng_state())
+    elif device.type != "cpu":
+        devices = torch.get_device_module(device)
+        for index in range(devices.device_count()):
+            found[f"{device.type}:{index}"] = digest_of_tree(devices.get_rng_state(index))
+    return found
+
+
+@contextmanager
+def probing(probe: Probe) -> Iterator[None]:
+    """Within it, `Brain` tells the probe of each window, and the first `fit` that returns ends the program."""
+    fit_window, fit, limited, over = Brain._fit_window, Brain.fit, Brain._limited, Brain._step_limit_reached
+    numbers, take_numbers, end = Brain._numbers, Brain._take_numbers, Ledger.end
+
+    def probed_window(brain: Brain, batches: Sequence[Any]) -> None:
+        probe.before(brain, batches)
+        fit_window(brain, batches)
+        probe.after(brain)
+
+    def probed_fit(brain: Brain, *args: Any, **kwargs: Any) -> None:
+        fit(brain, *args, **kwargs)
+        probe.end(brain)
+        raise SystemExit(0)
+
+    def probed_over(brain: Brain) -> bool:
+        return probe.is_over or over(brain)
+
+    # The count goes with the checkpoint: neither the Brain's count of optimizer steps nor a batch's place tells it.
+
+    def probed_numbers(brain: Brain) -> dict[str, Any]:
+        return {**numbers(brain), _WINDOWS: probe.windows}
+
+    def probed_take_numbers(brain: Brain, state: Mapping[str, Any]) -> None:
+        take_numbers(brain, state)
+        probe.windows = state.get(_WINDOWS, 0)
+
+    def few(brain: Brain, batches: Iterable[Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+        given = limited(brain, batches, *args, **kwargs)
+        return given if brain._stage is Stage.TRAIN else islice(given, VALID_BATCHES)
+
+    def probed_end(ledger: Ledger, losses: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        probe.losses = [loss.detach().clone() for loss in losses]
+        end(ledger, losses, *args, **kwargs)
+
+    Brain._fit_window, Brain.fit, Brain._limited, Brain._step_limit_reached = (
+        probed_window,
+        probed_fit,
+        few,
+        probed_over,
+    )
+    Brain._numbers, Brain._take_numbers, Ledger.end = probed_numbers, probed_take_numbers, probed_end
+    try:
+        yield
+    finally:
+        Brain._fit_window, Brain.fit, Brain._limited, Brain._step_limit_reached = fit_window, fit, limited, over
+        Brain._numbers, Brain._take_numbers, Ledger.end = numbers, take_numbers, end
+
+
+@contextmanager
+def noting_unseeded(file: Path) -> Iterator[None]:
+    """Within it, each place in the recipe that seeds from the machine's entropy is written to `file`, also in workers.
+
+    What libraries do, when they are imported above all, is not the recipe's doing.
+    """
+    places = [(np.random, "default_rng"), (np.random, "seed"), (random, "seed"), (torch, "seed")]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in places]
+    told: set[str] = set()
+
+    def note(text: str) -> None:
+        if text not in told:
+            told.add(text)
+            with open(file, "a", encoding="utf-8") as stream:
+                stream.write(text + "\n")
+
+    for owner, name, original in originals:
+        setattr(owner, name, _noting(original, f"{owner.__name__}.{name}()", note))
+    try:
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def _noting(original: Callable[..., Any], what: str, note: Callable[[str], None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if all(value is None for value in [*args, *kwargs.values()]):
+            frame = sys._getframe(1)
+            if _is_the_recipes(frame.f_code.co_filename):
+                note(f"{what} without a seed at {frame.f_code.co_filename}:{frame.f_lineno}")
+        return original(*args, **kwargs)
+
+    return noted
+
+
+@functools.cache
+def _is_the_recipes(file: str) -> bool:
+    """Whether code of that file is of neither a package, the standard library, nor made by an import or at run time."""
+    path = Path(file).resolve()
+    if file.startswith("<") or _PACKAGES.intersection(path.parts):
+        return False
+    return not str(path).startswith(_NOT_THE_RECIPES)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the script that `argv` names under the probe."""
+    trace, steps, kill_at, script, *arguments = argv
+    folder = Path(script).resolve().parent
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(folder)
+    with open(trace, "w", encoding="utf-8") as stream:
+        probe = Probe(stream, int(steps), int(kill_at), folder)
+        with noting_unseeded(Path(trace + UNSEEDED_SUFFIX)), probing(probe):
+            runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -59,7 +59,7 @@ from amp_recipes.transient_buffers import TransientBuffers
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from amp_recipes.config.run_options import OptionFields
+    from amp_recipes.config.options.run_options import OptionFields
 
     class Modules(nn.ModuleDict):
         """The modules as attributes: to torch, each could be a tensor, which cannot be called."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from amp_recipes import __version__
 from amp_recipes.commands import compare, new
 from amp_recipes.commands.completion import SHELLS, Words, completion_script
-from amp_recipes.config.mistakes import printable, reader_may_leave
+from amp_recipes.config.yaml.mistakes import printable, reader_may_leave
 from amp_recipes.errors import AmpRecipesError
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from amp_recipes.config.run_options import OPTION_TYPES, RunOptions, option_choices
+from amp_recipes.config.options.run_options import OPTION_TYPES, RunOptions, option_choices
 
 SHELLS = ("bash", "zsh")
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
-from amp_recipes.config.module_files import spec_of
+from amp_recipes.config.trust.module_files import spec_of
 from amp_recipes.errors import ConfigError
 
 PLACEHOLDER = "my_task"

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from amp_recipes.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from amp_recipes.config.arguments import Overrides, parse_arguments
     from amp_recipes.config.experiment import create_experiment_directory, ensure_experiment_directory
     from amp_recipes.config.hparams import Hparams, check, load_hparams, seed_everything
-    from amp_recipes.config.other_names import unheeded, without_originals
-    from amp_recipes.config.run_options import Purpose, RunOptions, near_misses, options_table
+    from amp_recipes.config.options.arguments import Overrides, parse_arguments
+    from amp_recipes.config.options.other_names import unheeded, without_originals
+    from amp_recipes.config.options.run_options import Purpose, RunOptions, near_misses, options_table
 
 __all__ = [
     "Hparams",
@@ -31,10 +31,10 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "arguments": ("Overrides", "parse_arguments"),
+        "options.arguments": ("Overrides", "parse_arguments"),
         "experiment": ("create_experiment_directory", "ensure_experiment_directory"),
         "hparams": ("Hparams", "check", "load_hparams", "seed_everything"),
-        "other_names": ("unheeded", "without_originals"),
-        "run_options": ("Purpose", "RunOptions", "near_misses", "options_table"),
+        "options.other_names": ("unheeded", "without_originals"),
+        "options.run_options": ("Purpose", "RunOptions", "near_misses", "options_table"),
     },
 )

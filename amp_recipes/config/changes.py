@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from amp_recipes.config.limits import EXPANDED_NODES, Budget
-from amp_recipes.config.nodes import KeyPath, Mapping, Mistakes, Node, Scalar, Sequence, children, dotted
-from amp_recipes.config.reading import plain_value, read_file, read_text
-from amp_recipes.config.run_options import OPTION_NAMES, RunOptions, validate_options
-from amp_recipes.config.tags import ATTRIBUTE, REF, TUPLE
+from amp_recipes.config.options.run_options import OPTION_NAMES, RunOptions, validate_options
+from amp_recipes.config.yaml.limits import EXPANDED_NODES, Budget
+from amp_recipes.config.yaml.nodes import KeyPath, Mapping, Mistakes, Node, Scalar, Sequence, children, dotted
+from amp_recipes.config.yaml.reading import plain_value, read_file, read_text
+from amp_recipes.config.yaml.tags import ATTRIBUTE, REF, TUPLE
 from amp_recipes.errors import ConfigError
 from amp_recipes.run_files import read_json, refuse_irregular
 

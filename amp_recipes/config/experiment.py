@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from amp_recipes.config.arguments import Overrides
 from amp_recipes.config.changes import accepted_changes, environment_changes, holds_run
-from amp_recipes.config.checking import as_mapping, explicit_options
 from amp_recipes.config.hparams import (
     Hparams,
     Loaded,
@@ -27,7 +25,9 @@ from amp_recipes.config.hparams import (
     resolved_text,
     settings_again,
 )
-from amp_recipes.config.run_options import OPTION_NAMES, RunOptions
+from amp_recipes.config.options.arguments import Overrides
+from amp_recipes.config.options.run_options import OPTION_NAMES, RunOptions
+from amp_recipes.config.trust.checking import as_mapping, explicit_options
 from amp_recipes.errors import ConfigError
 from amp_recipes.file_system import reason
 from amp_recipes.folder_lock import lock_folder

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from amp_recipes.commands.sweep.requests import obey
-from amp_recipes.config.arguments import Overrides, loading
-from amp_recipes.config.checking import (
+from amp_recipes.config.options.arguments import Overrides, loading
+from amp_recipes.config.options.described import MAX_SEED
+from amp_recipes.config.options.run_options import OPTION_NAMES
+from amp_recipes.config.trust.checking import (
     Call,
     Settings,
     as_mapping,
@@ -27,15 +29,13 @@ from amp_recipes.config.checking import (
     read_settings,
     resolve_all,
 )
-from amp_recipes.config.instantiate import build
-from amp_recipes.config.limits import FILE_BYTES
-from amp_recipes.config.nodes import COMMAND_LINE, Mistakes, Source
-from amp_recipes.config.nodes import Mapping as MappingNode
-from amp_recipes.config.option_fields import MAX_SEED
-from amp_recipes.config.overriding import to_nodes
-from amp_recipes.config.run_options import OPTION_NAMES
-from amp_recipes.config.trust import Trust
-from amp_recipes.config.writing import to_yaml
+from amp_recipes.config.trust.instantiate import build
+from amp_recipes.config.trust.trust import Trust
+from amp_recipes.config.yaml.limits import FILE_BYTES
+from amp_recipes.config.yaml.nodes import COMMAND_LINE, Mistakes, Source
+from amp_recipes.config.yaml.nodes import Mapping as MappingNode
+from amp_recipes.config.yaml.overriding import to_nodes
+from amp_recipes.config.yaml.writing import to_yaml
 from amp_recipes.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -96,7 +96,7 @@ DIRECT = values(
         "class_that_inherits_such_an_init": f"!new:tools.Child [{WORDS}]",
         "name_of_a_class_whose_init_reads_words": f"!name:tools.Command [{WORDS}]",
         "parse_arguments": f"!apply:amp_recipes.parse_arguments [{WORDS}]",
-        "parse_arguments_of_its_module": f"!apply:amp_recipes.config.arguments.parse_arguments [{WORDS}]",
+        "parse_arguments_of_its_module": f"!apply:amp_recipes.config.options.arguments.parse_arguments [{WORDS}]",
         "parse_arguments_of_the_recipe": f"!apply:tools.parse_arguments [{WORDS}]",
         "parse_arguments_under_another_name": f"!apply:tools.read_words [{WORDS}]",
         "main_of_amp_recipes": f"!apply:{CLI} [[check, recipe/train.py, second.yaml, '--trust=os']]",

@@ -89,7 +89,7 @@ import train
 from train import main as go
 
 import amp_recipes
-import amp_recipes.config.arguments as words_of
+import amp_recipes.config.options.arguments as words_of
 from amp_recipes import load_hparams, parse_arguments
 from amp_recipes import parse_arguments as read_words
 

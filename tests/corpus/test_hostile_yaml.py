@@ -11,7 +11,7 @@ from hostile_corpus import CORPUS, PAYLOADS, SIDE_EFFECT, lay_out, lay_out_house
 from programs import run_python
 
 from amp_recipes.config import check, create_experiment_directory, parse_arguments
-from amp_recipes.config.checking import Settings
+from amp_recipes.config.trust.checking import Settings
 from amp_recipes.errors import ConfigError
 
 # Loads each file with plain HyperPyYAML in a fork, as SpeechBrain would call it.

@@ -19,7 +19,7 @@ from recipe_runs import recipe_modules
 from repository import REPOSITORY
 
 from amp_recipes.config import load_hparams, seed_everything
-from amp_recipes.config.late_building import LateClass
+from amp_recipes.config.trust.late_building import LateClass
 from amp_recipes.errors import ConfigError
 
 TRUST = (__name__,)  # the classes and functions below

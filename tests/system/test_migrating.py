@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from repository import REPOSITORY
 
-from amp_recipes.config.run_options import OPTION_NAMES
+from amp_recipes.config.options.run_options import OPTION_NAMES
 
 PAGE = (REPOSITORY / "docs" / "migrating.md").read_text()
 BLOCKS = {

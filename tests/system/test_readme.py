@@ -9,7 +9,7 @@ import pytest
 from programs import run_python
 from repository import REPOSITORY
 
-from amp_recipes.config.run_options import options_table
+from amp_recipes.config.options.run_options import options_table
 
 README = (REPOSITORY / "README.md").read_text()
 

@@ -20,7 +20,7 @@ from amp_recipes.commands.compare.significance import require_scipy
 from amp_recipes.commands.compare.verdict import compared, find_place
 from amp_recipes.commands.report.compare_page import draw_comparison
 from amp_recipes.commands.sweep.sweep import Signals
-from amp_recipes.config.mistakes import printable
+from amp_recipes.config.yaml.mistakes import printable
 from amp_recipes.errors import AmpRecipesError, ConfigError, PrecisionError
 from amp_recipes.folder_lock import lock_folder, unlock_folder
 from amp_recipes.loggers.strict_json import encode

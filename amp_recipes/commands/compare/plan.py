@@ -10,14 +10,14 @@ from typing import Any
 
 from amp_recipes.config import parse_arguments
 from amp_recipes.config.changes import differences
-from amp_recipes.config.checking import Settings, read_settings
-from amp_recipes.config.limits import Budget
-from amp_recipes.config.nodes import Mapping as MappingNode
-from amp_recipes.config.nodes import Mistakes
-from amp_recipes.config.option_fields import MAX_SEED
-from amp_recipes.config.reading import read_text
-from amp_recipes.config.run_options import display
-from amp_recipes.config.writing import to_yaml
+from amp_recipes.config.options.described import MAX_SEED
+from amp_recipes.config.options.run_options import display
+from amp_recipes.config.trust.checking import Settings, read_settings
+from amp_recipes.config.yaml.limits import Budget
+from amp_recipes.config.yaml.nodes import Mapping as MappingNode
+from amp_recipes.config.yaml.nodes import Mistakes
+from amp_recipes.config.yaml.reading import read_text
+from amp_recipes.config.yaml.writing import to_yaml
 from amp_recipes.errors import ConfigError
 from amp_recipes.precision import AMPConfig
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from amp_recipes.config.arguments import parse_value
-from amp_recipes.config.mistakes import did_you_mean, join_mistakes
+from amp_recipes.config.options.arguments import parse_value
+from amp_recipes.config.yaml.mistakes import did_you_mean, join_mistakes
 from amp_recipes.errors import ConfigError
 
 MOST_RUNS = 1_000  # of a grid: more is a slip of the pen, not a plan

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from amp_recipes.commands.sweep.sweep import RunSettings, SweepRequest, run_sweep
-from amp_recipes.config.arguments import Overrides
-from amp_recipes.config.checking import Settings
-from amp_recipes.config.mistakes import printable, reader_may_leave
-from amp_recipes.config.nodes import dotted
-from amp_recipes.config.run_options import RunOptions, display
-from amp_recipes.config.writing import to_yaml, with_sources
+from amp_recipes.config.options.arguments import Overrides
+from amp_recipes.config.options.run_options import RunOptions, display
+from amp_recipes.config.trust.checking import Settings
+from amp_recipes.config.yaml.mistakes import printable, reader_may_leave
+from amp_recipes.config.yaml.nodes import dotted
+from amp_recipes.config.yaml.writing import to_yaml, with_sources
 
 # Checks the YAML with further values beside the overrides.
 CheckWith = Callable[[Overrides], Settings]

@@ -33,7 +33,7 @@ from amp_recipes.commands.sweep.axes import (
     read_axes,
 )
 from amp_recipes.commands.sweep.trials import import_optuna, open_study, run_trials
-from amp_recipes.config.mistakes import join_mistakes
+from amp_recipes.config.yaml.mistakes import join_mistakes
 from amp_recipes.errors import ConfigError
 from amp_recipes.folder_lock import lock_folder, unlock_folder
 from amp_recipes.interrupts import SIGNALS, is_default

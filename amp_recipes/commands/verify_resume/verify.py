@@ -37,7 +37,7 @@ from amp_recipes.commands.verify_resume.compare import (
     unequal_generators,
 )
 from amp_recipes.config import parse_arguments
-from amp_recipes.config.checking import read_settings
+from amp_recipes.config.trust.checking import read_settings
 from amp_recipes.errors import ConfigError
 
 EQUAL, DIFFERENT, FAILED = 0, 1, 2

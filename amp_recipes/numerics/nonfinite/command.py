@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from amp_recipes.config.arguments import trust_in
+from amp_recipes.config.options.arguments import trust_in
 from amp_recipes.errors import CheckpointError
 
 MASK = "***"

@@ -10,10 +10,10 @@ from repository import REPOSITORY
 
 from amp_recipes.commands import cli
 from amp_recipes.commands.completion import SHELLS
-from amp_recipes.config.limits import Budget
-from amp_recipes.config.nodes import Mistakes, dotted, walk
-from amp_recipes.config.reading import read_file
-from amp_recipes.config.run_options import OPTION_NAMES
+from amp_recipes.config.options.run_options import OPTION_NAMES
+from amp_recipes.config.yaml.limits import Budget
+from amp_recipes.config.yaml.nodes import Mistakes, dotted, walk
+from amp_recipes.config.yaml.reading import read_file
 
 RECIPES = sorted((REPOSITORY / "configs").glob("*.yaml"))
 

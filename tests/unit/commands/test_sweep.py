@@ -15,7 +15,7 @@ from programs import DEADLINE_SECONDS, Program
 from amp_recipes.commands.sweep import trials as sweep_trials
 from amp_recipes.commands.sweep.axes import Choice, Choices, Range, covering, folder_name, grid, read_axes
 from amp_recipes.commands.sweep.sweep import RunSettings, SweepRequest, run_sweep
-from amp_recipes.config.arguments import parse_value
+from amp_recipes.config.options.arguments import parse_value
 from amp_recipes.errors import ConfigError, FolderInUseError
 
 # Stands for a recipe: notes each start, goes on where it was ended, and says what it reached.

@@ -12,10 +12,10 @@ from work import at_most
 
 from amp_recipes.config import RunOptions, create_experiment_directory, load_hparams, parse_arguments
 from amp_recipes.config.changes import BESIDE_TRAINING, differences, environment_changes, setting_changes
-from amp_recipes.config.limits import Budget
-from amp_recipes.config.nodes import Mistakes
-from amp_recipes.config.reading import read_text
-from amp_recipes.config.references import resolve
+from amp_recipes.config.yaml.limits import Budget
+from amp_recipes.config.yaml.nodes import Mistakes
+from amp_recipes.config.yaml.reading import read_text
+from amp_recipes.config.yaml.references import resolve
 from amp_recipes.errors import ConfigError
 
 RECIPE = """\

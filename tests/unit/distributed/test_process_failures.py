@@ -18,7 +18,7 @@ from repository import REPOSITORY
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from amp_recipes import distributed
-from amp_recipes.config import arguments
+from amp_recipes.config.options import arguments
 from amp_recipes.distributed import failures
 from amp_recipes.distributed.failures import Report, Watch
 from amp_recipes.errors import ConfigError, ProcessError

@@ -1,0 +1,1 @@
+"""Decides what a YAML may name, and builds it."""

@@ -1,0 +1,204 @@
+"""What is wrong with a YAML and with what was given beside it: all of it at once, before anything is built."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from amp_recipes.config.options.arguments import Overrides
+from amp_recipes.config.options.run_options import OPTION_NAMES, validate_options
+from amp_recipes.config.trust.targets import check_targets
+from amp_recipes.config.trust.trust import Trust
+from amp_recipes.config.trust.usage import find_unread_keys
+from amp_recipes.config.yaml.including import expand_includes
+from amp_recipes.config.yaml.limits import Budget
+from amp_recipes.config.yaml.nodes import (
+    COMMAND_LINE,
+    NOT_PLAIN,
+    KeyPath,
+    Mistakes,
+    Node,
+    Source,
+    Unknown,
+    children,
+    dotted,
+    plain_data,
+    walk,
+)
+from amp_recipes.config.yaml.nodes import Mapping as MappingNode
+from amp_recipes.config.yaml.overriding import apply_overrides, overrides_from_text, to_nodes
+from amp_recipes.config.yaml.reading import read_file
+from amp_recipes.config.yaml.references import resolve
+from amp_recipes.config.yaml.tags import ATTRIBUTE
+from amp_recipes.errors import ConfigError
+
+# Calls the function that an `!applyref:` names: (its name, positional arguments, keyword arguments) -> its result.
+Call = Callable[[str, "list[Any]", "dict[str, Any]"], Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A YAML with its includes and overrides, read as data: no object is built, no function called.
+
+    root: the tree with overrides; resolved: without references, values of `!applyref:` unknown; options: the run
+    options that the YAML and the overrides set, as their types; objects: how many objects the YAML describes; tree: as
+    it was read, without overrides, where it has been checked; unread: top-level keys that neither the YAML, the
+    framework nor the recipe's code reads, as far as that can be told.
+    """
+
+    file: str
+    root: MappingNode
+    resolved: MappingNode
+    options: dict[str, Any]
+    objects: int = 0
+    tree: MappingNode | None = None
+    unread: tuple[str, ...] = ()
+
+    @property
+    def has_unknown(self) -> bool:
+        """Whether a value is known only when a function is called (`!applyref:`)."""
+        return any(isinstance(node, Unknown) for _, node in walk(self.resolved))
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where each value was written, by its dotted key: for a reference, where what it refers to was written."""
+        found: dict[str, str] = {}
+        pending: list[tuple[KeyPath, Node]] = [((), self.resolved)]
+        while pending:  # aliases are followed each time: `limits.EXPANDED_NODES` bounds it
+            path, node = pending.pop()
+            if path:
+                found[dotted(path)] = _place(node)
+            if node.tag != ATTRIBUTE:
+                pending += [((*path, str(key)), child) for key, child in reversed(children(node))]
+        return found
+
+
+def read_tree(
+    path: str | os.PathLike[str], folders: Iterable[str], mistakes: Mistakes, budget: Budget
+) -> MappingNode | None:
+    """The YAML at `path` with the files that it includes; None, with a mistake, where it cannot be read.
+
+    folders: from where it may include files, beside its own.
+    """
+    root = read_file(os.fspath(path), mistakes, budget)
+    if root is not None:
+        expand_includes(root, tuple(folders), mistakes, budget)
+    return root
+
+
+def read_settings(
+    path: str | os.PathLike[str],
+    overrides: Mapping[str, Any] | str | None = None,
+    folders: Iterable[str] = (),
+    tree: MappingNode | None = None,
+) -> Settings:
+    """The YAML at `path` with its includes and overrides, without a look at the objects that it names.
+
+    tree: what `read_tree` gave, which is changed; None: read the file. Raises ConfigError that names every mistake.
+    """
+    mistakes, budget = Mistakes(), Budget()
+    root = tree or read_tree(path, folders, mistakes, budget)
+    settings = None if root is None else _settings(path, root, overrides, mistakes, budget)
+    mistakes.raise_if_any(os.fspath(path))
+    assert settings is not None  # a file that cannot be read is a mistake
+    return settings
+
+
+def check_settings(
+    path: str | os.PathLike[str],
+    overrides: Mapping[str, Any] | str | None,
+    trust: Trust,
+    recipe_folder: str | None = None,
+) -> Settings:
+    """As `read_settings`, and the objects that the YAML names are looked up and their arguments compared.
+
+    recipe_folder: with the recipe's Python files, which say what keys they read. Raises ConfigError that names every
+    mistake in the YAML, in what it includes, in the overrides and in the arguments of objects; builds nothing.
+    """
+    mistakes, budget = Mistakes(), Budget()
+    root = read_tree(path, trust.folders, mistakes, budget)
+    if root is None:
+        mistakes.raise_if_any(os.fspath(path))
+        raise AssertionError("a file that cannot be read is a mistake")
+    tree = copy.deepcopy(root)
+    settings = _settings(path, root, overrides, mistakes, budget)
+    objects = check_targets(settings.resolved, trust, mistakes)
+    unread = () if recipe_folder is None else find_unread_keys(settings.root, recipe_folder, mistakes)
+    mistakes.raise_if_any(settings.file)
+    return dataclasses.replace(settings, tree=tree, objects=objects, unread=unread)
+
+
+def resolve_all(settings: Settings, trust: Trust | None, call: Call) -> Settings:
+    """The settings with the values that `!applyref:` functions give. Raises ConfigError.
+
+    trust: look at the objects again, whose arguments are known only now; None: they are not to be built.
+    """
+    mistakes = Mistakes()
+    resolved = resolve(settings.root, mistakes, Budget(), call)
+    options = run_options_in(resolved, mistakes)
+    objects = check_targets(resolved, trust, mistakes) if trust is not None and not mistakes else settings.objects
+    mistakes.raise_if_any(settings.file)
+    return dataclasses.replace(settings, resolved=resolved, options=options | settings.options, objects=objects)
+
+
+def as_mapping(overrides: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    """Overrides in any of the forms that `load_hparams` takes, as a mapping. Raises ConfigError."""
+    mistakes = Mistakes()
+    found = _as_mapping(overrides, mistakes)
+    mistakes.raise_if_any("overrides")
+    return found
+
+
+def explicit_options(overrides: Any) -> dict[str, Any]:
+    """The run options that were set beside overrides of the command line."""
+    if not isinstance(overrides, Overrides):
+        return {}
+    options = overrides.run_options
+    return {name: value for name, value in options.items() if name in options.explicit}
+
+
+def run_options_in(resolved: MappingNode, mistakes: Mistakes) -> dict[str, Any]:
+    """The run options among the top-level keys, as their types."""
+    given = {name: plain_data(node) for name, node in resolved.items.items() if name in OPTION_NAMES}
+    found = {name: value for name, value in given.items() if value is not NOT_PLAIN}
+    options, wrong = validate_options(found)
+    for name, text in wrong.items():
+        node = resolved.items.get(name)
+        mistakes.add(node.source if node else resolved.source, text)
+    return {name: options[name] for name in found}
+
+
+def _settings(
+    path: str | os.PathLike[str],
+    root: MappingNode,
+    overrides: Mapping[str, Any] | str | None,
+    mistakes: Mistakes,
+    budget: Budget,
+) -> Settings:
+    of_command_line = isinstance(overrides, Overrides)
+    source = COMMAND_LINE if of_command_line else "overrides"
+    apply_overrides(root, _as_mapping(overrides, mistakes), mistakes, source, "--" if of_command_line else "")
+    explicit = explicit_options(overrides)
+    for name, value in explicit.items():
+        if name in root.items:
+            root.items[name] = to_nodes(value, Source(source), mistakes, name)
+    resolved = resolve(root, mistakes, budget)
+    return Settings(os.fspath(path), root, resolved, run_options_in(resolved, mistakes) | explicit)
+
+
+def _as_mapping(overrides: Mapping[str, Any] | str | None, mistakes: Mistakes) -> Mapping[str, Any]:
+    if isinstance(overrides, str):
+        return overrides_from_text(overrides, mistakes, Budget())
+    if overrides is None:
+        return {}
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f"overrides must be a mapping of keys to values, but are {overrides!r}.")
+    return overrides
+
+
+def _place(node: Node) -> str:
+    return str(Source(node.source.file, node.source.line))

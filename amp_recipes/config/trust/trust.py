@@ -1,0 +1,494 @@
+"""Which objects a YAML may name: what the recipe's own folders define, positive lists, and what the user trusts.
+
+What counts is the object that a name leads to, not the name: `data.os.system`, a recipe's `from os import system` and
+an inherited `Module.apply` are refused. No module is imported before it is known to be allowed.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import copy
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import unicodedata
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from amp_recipes.config.trust.entry_points import reads_command_line
+from amp_recipes.config.trust.late_building import LateClass
+from amp_recipes.config.trust.module_files import (
+    bare_folder,
+    files_of,
+    is_below,
+    module_exists,
+    spec_of,
+    submodule_exists,
+)
+from amp_recipes.config.trust.trusted_names import (
+    STANDARD,
+    VALUE_TYPES,
+    amp_recipes_objects,
+    key_of,
+    listed_keys,
+    listed_names,
+    nearest_listed,
+    parents,
+    standard_objects,
+    walkable_modules,
+)
+from amp_recipes.config.yaml.mistakes import did_you_mean
+from amp_recipes.errors import ConfigError
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+_CONTAINERS = (list, tuple, set, frozenset, collections.deque)
+_LISTED_PACKAGES = frozenset({"amp_recipes", "torch"})  # judged by their lists even where they lie in a recipe's folder
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_STANDARD_LIBRARY = tuple({os.path.realpath(sysconfig.get_paths()[key]) for key in ("stdlib", "platstdlib")})
+_NAME_CHARACTERS = 500
+_SUGGESTIONS = 20  # for one load: each takes milliseconds, and nobody reads more
+_MISSING = object()
+
+
+class NotTrusted(ConfigError):
+    """A YAML names something that it may not use."""
+
+
+class NotFound(ConfigError):
+    """A YAML names something that does not exist, or that cannot be imported."""
+
+
+class _NotImported(Exception):
+    """To know more, a module would have to be imported."""
+
+
+class Trust:
+    """What one load may name.
+
+    packages: names beside the defaults: a package with all below it (`sklearn`), a module, or one object
+        (`sklearn.svm.SVC`); an entry that has a `/` or begins with a `.` is a folder for `!include:`.
+    recipe_folders: folders whose Python files are the recipe's own, but for installed ones (in `site-packages`).
+    Raises ConfigError for an entry that is neither a dotted name nor a folder.
+    """
+
+    def __init__(self, packages: Iterable[str] = (), recipe_folders: Iterable[str | Path] = ()) -> None:
+        if isinstance(packages, str) or not isinstance(packages, Iterable):
+            raise ConfigError(f'trust is {packages!r}, but must be a list of names, such as trust=("sklearn",).')
+        names, folders = [], []
+        for entry in packages:
+            if not isinstance(entry, str) or not entry:
+                raise ConfigError(f"trust must hold names of packages, modules or folders, but has {entry!r}.")
+            if "/" in entry or entry.startswith("."):
+                folders.append(_existing_folder(entry))
+            else:
+                _parts_of(entry)
+                names += [entry, entry.removeprefix("builtins.")]
+        self.folders: tuple[str, ...] = tuple(folders)
+        self._names = frozenset(names)
+        self._recipe_folders = tuple(os.path.realpath(folder) for folder in recipe_folders)
+        self._recipe_modules: dict[str, bool] = {}
+        self._suggestions_left = _SUGGESTIONS
+        self._rehearses = False  # whether this only tries what one more trusted name would admit
+
+    def locate(self, name: str) -> Any:
+        """The object that a dotted name leads to. Raises NotTrusted or NotFound."""
+        parts = _parts_of(name)
+        top = parts[0]
+        if name in standard_objects() and not (len(parts) == 1 and module_exists(name)):
+            return standard_objects()[name]
+        if not module_exists(top) and hasattr(builtins, top):  # else Python would import the file `max.py`, say
+            value: Any = self._judged(getattr(builtins, top), top, "builtins", name)
+        else:
+            value = self._entered(top, name)
+        module = top
+        for depth in range(2, len(parts) + 1):
+            walked = ".".join(parts[:depth])
+            value = self._step(value, parts[depth - 1], walked, name)
+            if isinstance(value, ModuleType):
+                module = walked
+            else:
+                self._judged(value, walked, module, name)
+        return value
+
+    def module(self, name: str) -> ModuleType:
+        """The module of that name. Raises NotTrusted or NotFound, also where the name leads to something else."""
+        found = self.locate(name)
+        if not isinstance(found, ModuleType):
+            raise NotFound(f"{name} is no module, but {_description(found)}.")
+        return found
+
+    def attribute(self, owner: Any, name: str) -> Any:
+        """`owner.name`, if that is data or something that a YAML may name. Raises NotTrusted or NotFound."""
+        _parts_of(name)
+        what = f"{owner.__name__ if inspect.isclass(owner) or inspect.ismodule(owner) else type(owner).__name__}.{name}"
+        if "." in name or name == "__main__":
+            raise NotFound(f"{name!r} is no attribute: expected one name without dots.")
+        if isinstance(owner, ModuleType):
+            return self._attribute_of_module(owner, name, what)
+        self._check_value(owner, what)
+        try:
+            value = getattr(owner, name)
+        except AttributeError as error:
+            known = [known for known in dir(owner) if not known.startswith("_")]
+            hint = did_you_mean(name, known)
+            raise NotFound(f"{_description(owner)} has no attribute {name!r}.{hint}") from error
+        self._check_value(value, what)
+        return value
+
+    def _check_value(self, value: Any, what: str) -> None:
+        """Raise NotTrusted unless a YAML may read this attribute of an object, or read attributes of this object."""
+        if problem := self._problem(value, None, of_an_object=True):
+            reason, home = problem
+            raise self._refusal(what, reason, [_entry_for_home(home)], lambda trust: trust._check_value(value, what))
+
+    def _attribute_of_module(self, owner: ModuleType, name: str, what: str) -> Any:
+        if sys.modules.get(owner.__name__) is not owner:
+            raise NotTrusted(f"{what} is not trusted: {owner.__name__} is not a module that can be named.")
+        value = self.locate(f"{owner.__name__}.{name}")
+        if isinstance(value, ModuleType):
+            raise NotTrusted(f"{what} is a module, and a reference does not go from one module to another.")
+        return value
+
+    def _entered(self, top: str, wanted: str) -> ModuleType:
+        """The module that a name begins with, imported if a YAML may use it."""
+        if not module_exists(top) and not self._is_named(top):
+            hint = self._near_top(wanted) or f" If it is a package: install it, and trust it (--trust {top})."
+            raise NotFound(f"{wanted}: there is no module {top}.{hint}")
+        module, _, name = wanted.rpartition(".")
+        if module in STANDARD and module in sys.modules and not hasattr(sys.modules[module], name):
+            near = did_you_mean(name, STANDARD[module].split(), f"{module}.")
+            raise NotFound(f"{wanted}: {module} has no {name!r}.{near}")
+        return self._imported(top, wanted)
+
+    def _step(self, owner: Any, part: str, walked: str, wanted: str) -> Any:
+        """What `part` is in `owner`, one step of a walk; a module must be what its name says, and allowed."""
+        if not isinstance(owner, ModuleType):
+            # A rehearsal goes on where the walk has ended, so it must not run an object's own code.
+            get = inspect.getattr_static if self._rehearses and not inspect.isclass(owner) else getattr
+            value = get(owner, part, _MISSING)
+        elif walked not in sys.modules and submodule_exists(owner, walked):
+            self._imported(walked, wanted)
+            value = getattr(owner, part, _MISSING)
+        elif self._rehearses or (walked.partition(".")[0] in _LISTED_PACKAGES and not self._is_named(walked)):
+            value = vars(owner).get(part, _MISSING)  # torch imports what it is asked for and has not yet
+            if value is _MISSING and self._rehearses and "__getattr__" in vars(owner):
+                raise _NotImported
+        else:
+            value = getattr(owner, part, _MISSING)
+        if value is _MISSING:
+            place, _, _ = walked.rpartition(".")
+            raise NotFound(f"{wanted}: {place} has no {part!r}.{self._near_member(owner, part, walked)}")
+        if isinstance(value, ModuleType):
+            if value.__name__ != walked and sys.modules.get(walked) is not value:  # os.path is posixpath
+                own = f"{value.__name__}{wanted.removeprefix(walked)}"
+                reason = f"{walked} is the module {value.__name__}; its own name is {own}"
+                raise NotTrusted(f"{wanted} is not trusted: {reason}.")
+            self._check_module(walked, wanted)
+        return value
+
+    def _imported(self, module_name: str, wanted: str) -> ModuleType:
+        self._check_module(module_name, wanted)
+        if module_name not in sys.modules and self._rehearses:
+            raise _NotImported
+        try:
+            importlib.import_module(module_name)
+        except (Exception, SystemExit) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise NotFound(f"{wanted}: the module {module_name} cannot be imported: {reason}") from error
+        module = sys.modules[module_name]
+        if not isinstance(module, ModuleType):
+            raise NotTrusted(f"{wanted}: the module {module_name} puts something else in its place.")
+        self._recipe_modules.pop(module_name, None)
+        self._check_module(module_name, wanted)
+        return module
+
+    def _check_module(self, module_name: str, wanted: str) -> None:
+        """Raise NotTrusted unless a YAML may go through this module, or import it, to reach `wanted`."""
+        named = self._is_named(module_name) or (self._is_named(wanted) and module_name in parents(self._names))
+        if named or module_name in walkable_modules() or self._is_recipe(module_name):
+            return
+        folder = next((bare for file in files_of(module_name) for bare in self._bare_folders(file) if bare), "")
+        reason = f"{folder} has no __init__.py: add one, or trust it" if folder else ""
+        raise self._refusal(wanted, reason, [_entry_for(wanted), wanted], lambda trust: trust.locate(wanted))
+
+    def _judged(self, value: Any, walked: str, module: str, wanted: str) -> Any:
+        """`value`, which a walk to `wanted` found in `module`. Raises NotTrusted."""
+        exact = {walked, wanted, walked.removeprefix("builtins."), wanted.removeprefix("builtins.")}
+        if self._names.isdisjoint(exact) and (problem := self._problem(value, module)):
+            reason, home = problem
+            is_at_home = walked.partition(".")[0] in (walked, home.partition(".")[0])
+            entries = [_entry_for(wanted) if is_at_home else _entry_for_home(home), wanted]
+            reason = "" if reason == f"it is {walked}" else reason
+            raise self._refusal(walked, reason, entries, lambda trust: trust.locate(wanted))
+        return value
+
+    def _refusal(self, what: str, reason: str, entries: Iterable[str], attempt: Callable[[Trust], Any]) -> NotTrusted:
+        """The error with what, why, and the first of the entries for `trust` with which the attempt would succeed."""
+        why = reason or "of torch, amp_recipes and Python, a YAML may name only what can do no harm; of others, nothing"
+        entry = next((entry for entry in entries if self._is_enough(entry, attempt)), "")
+        allow = f' To allow it: trust=("{entry}",) in load_hparams, or --trust {entry}.' if entry else ""
+        return NotTrusted(f"{what} is not trusted: {why}.{allow}")
+
+    def _is_enough(self, entry: str, attempt: Callable[[Trust], Any]) -> bool:
+        """Whether an attempt would succeed with one more trusted name, as far as can be known without an import."""
+        if self._rehearses or entry in ("", "builtins", *_LISTED_PACKAGES):
+            return False
+        rehearsal = copy.copy(self)
+        rehearsal._names, rehearsal._rehearses = self._names | {entry, entry.removeprefix("builtins.")}, True
+        try:
+            attempt(rehearsal)
+        except _NotImported:
+            return True
+        except ConfigError:
+            return False
+        return True
+
+    def _problem(self, value: Any, module: str | None, of_an_object: bool = False) -> tuple[str, str] | None:
+        """Why a YAML may not use a value, and the full name of what it is; None if it may.
+
+        module: where a walk found it, which decides about a C function that does not know its home.
+        of_an_object: it is an attribute of an allowed object: then instances of any class will do, as long as they are
+            not callable and not of the interpreter's own kinds, such as frames, which lead to everything.
+        """
+        pending, seen = [value], set()
+        while pending:
+            item = pending.pop()
+            kind = type(item)
+            if kind in _PLAIN or id(item) in seen:
+                continue
+            seen.add(id(item))
+            pending += _held_by(item)
+            if kind in (dict, *_CONTAINERS) or issubclass(kind, VALUE_TYPES):  # not isinstance: `__class__` can lie
+                continue
+            subject = _subject(item)
+            home, qualified = _home(subject)
+            is_instance = subject is kind
+            if is_instance and of_an_object and _is_harmless(item, home):
+                continue
+            what = f"it is {'an instance of ' if is_instance else ''}{qualified}"
+            if not self._is_allowed(subject, home, qualified, module):
+                return what, qualified
+            if reader := self._command_line_reader(item if type(item) is MethodType else subject, home, qualified):
+                return f"{what}, which starts a script: it reads a command line ({reader})", qualified
+        return None
+
+    def _is_allowed(self, subject: Any, home: str | None, qualified: str, module: str | None) -> bool:
+        """Whether a class or function may be used: it is on a list, trusted by name, or the recipe's own."""
+        if key_of(subject) in listed_keys():
+            return True
+        is_shown = module is not None and self._is_named(module)
+        if home is None or subject is np.ufunc:
+            return is_shown
+        # Python's own modules show functions of its C modules: `os.system` lives in `posix`.
+        if is_shown and {module.partition(".")[0], home.partition(".")[0]} <= sys.stdlib_module_names:
+            return True
+        if home.startswith("amp_recipes.") and key_of(subject) in map(key_of, amp_recipes_objects().values()):
+            return True
+        return self._is_named(qualified) or self._is_recipe(home)
+
+    def _command_line_reader(self, subject: Any, home: str | None, qualified: str) -> str:
+        """What of the recipe's own code would read a command line, in the words of the YAML; empty if nothing."""
+        if home is None or self._is_named(qualified) or not self._is_recipe(home):
+            return ""
+        return reads_command_line(subject, self._is_recipe)
+
+    def _is_named(self, name: str) -> bool:
+        """Whether the user trusts this name, or a package or module above it."""
+        return not self._names.isdisjoint({name, name.removeprefix("builtins."), *parents([name])})
+
+    def _is_recipe(self, module_name: str) -> bool:
+        """Whether a module's file lies in one of the recipe's folders."""
+        if module_name not in self._recipe_modules:
+            self._recipe_modules[module_name] = self._lies_in_recipe(module_name)
+        return self._recipe_modules[module_name]
+
+    def _lies_in_recipe(self, module_name: str) -> bool:
+        is_name = all(map(_IDENTIFIER.fullmatch, module_name.split(".")))
+        if not is_name or module_name.partition(".")[0] in _LISTED_PACKAGES:
+            return False
+        module = sys.modules.get(module_name)
+        if module_name == "__main__":
+            spec = getattr(module, "__spec__", None)
+            if spec is not None and spec.name.partition(".")[0] in _LISTED_PACKAGES:
+                return False
+            file = getattr(module, "__file__", None)
+            return file is None or self._is_recipe_file(file)  # without a file, a person types it
+        spec = spec_of(module_name)
+        if spec is not None and spec.origin is not None and not spec.has_location:
+            return False  # of the interpreter itself: its origin is `built-in` or `frozen`, which is no file
+        files = files_of(module_name)
+        return bool(files) and all(map(self._is_recipe_file, files))
+
+    def _is_recipe_file(self, file: str) -> bool:
+        real = os.path.realpath(file)
+        is_installed = not _INSTALLED.isdisjoint(Path(real).parts)
+        if is_installed or not os.path.isabs(file) or any(is_below(real, folder) for folder in _STANDARD_LIBRARY):
+            return False
+        return "" in self._bare_folders(real)
+
+    def _bare_folders(self, file: str) -> list[str]:
+        """For each recipe folder above a file: the first folder between the two that is no regular package, or ""."""
+        real = os.path.realpath(file)
+        return [bare_folder(real, folder) for folder in self._recipe_folders if is_below(real, folder)]
+
+    def _may_suggest(self) -> bool:
+        """Whether a name may be looked for that is near to a wrong one."""
+        self._suggestions_left -= 1
+        return not self._rehearses and self._suggestions_left >= 0
+
+    def _near_top(self, wanted: str) -> str:
+        """The nearest of the names that a YAML may use to one whose first part does not exist."""
+        if not self._may_suggest():
+            return ""
+        top, _, rest = wanted.partition(".")
+        folders = [Path(folder) for folder in self._recipe_folders if os.path.isdir(folder)]
+        files = [path for folder in folders for path in folder.iterdir()]
+        own = {path.stem for path in files if path.suffix == ".py" or (path / "__init__.py").is_file()}
+        own |= {name.partition(".")[0] for name in self._names}
+        listed = {name.partition(".")[0] for name in listed_names() if "." in name}
+        (nearest,) = difflib.get_close_matches(top, sorted(own | listed), 1) or [""]
+        corrected = f"{nearest}.{rest}"
+        if nearest in own and rest and _is_findable(corrected):
+            return f" Did you mean {corrected}?"
+        near = nearest_listed(corrected) if nearest in listed else ""
+        # `nn.Linear` and `Linear` lack their module; `speechbrain.nnet.linear.Linear` is another one.
+        anywhere = nearest_listed(wanted, anywhere=True) if nearest or "." not in rest else ""
+        if near := near or anywhere or nearest:
+            return f" Did you mean {near}?"
+        return ""
+
+    def _near_member(self, owner: Any, part: str, walked: str) -> str:
+        """The nearest name that a YAML may use in `owner`, or the same name in another of torch's modules."""
+        if not self._may_suggest():
+            return ""
+        place = walked.rpartition(".")[0]
+        below = [name.removeprefix(f"{place}.") for name in listed_names() if name.startswith(f"{place}.")]
+        known = {name.partition(".")[0] for name in below}
+        if not isinstance(owner, ModuleType):
+            known |= {name for name in dir(owner) if not name.startswith("_")}
+        elif place.partition(".")[0] not in _LISTED_PACKAGES or self._is_named(place):
+            public = {name: value for name, value in vars(owner).items() if not name.startswith("_")}
+            known |= {name for name, value in public.items() if not self._problem(value, place)}
+        if same := [name for name in known if name.lower() == part.lower()]:
+            return f" Did you mean {place}.{same[0]}?"
+        if near := did_you_mean(part, known, f"{place}."):
+            return near
+        elsewhere = nearest_listed(walked, anywhere=True)
+        return f" Did you mean {elsewhere}?" if elsewhere else ""
+
+
+def _parts_of(name: str) -> list[str]:
+    """The parts of a dotted name. Raises NotFound for one that no YAML may write."""
+    if len(name) > _NAME_CHARACTERS:
+        raise NotFound(f"{name[:40]!r}... is longer than {_NAME_CHARACTERS} characters: no dotted name.")
+    for character in name:
+        if not character.isascii():
+            words = unicodedata.name(character, f"U+{ord(character):04X}")
+            raise NotFound(f"{name!r} has the character {character!r} ({words}), which is not ASCII.")
+    parts = name.split(".")
+    for part in parts:
+        if not _IDENTIFIER.fullmatch(part):
+            raise NotFound(f"{name!r} is no dotted name of letters, digits and underscores.")
+    for depth, part in enumerate(parts):
+        if part.startswith("_") and (depth or part != "__main__"):
+            raise NotTrusted(f"{name!r}: {part!r} begins with an underscore, which makes it private to Python code.")
+    return parts
+
+
+def _existing_folder(entry: str) -> str:
+    real = os.path.realpath(os.path.expanduser(entry))
+    if not os.path.isdir(real):
+        raise ConfigError(f"trust names the folder {entry!r}, which does not exist.")
+    return real
+
+
+def _entry_for(name: str) -> str:
+    """What to trust for a name: of Python and torch the one object, of anything else the package."""
+    top, dot, _ = name.partition(".")
+    return name if _is_of_lists(name) or (not dot and hasattr(builtins, name)) else top
+
+
+def _entry_for_home(name: str) -> str:
+    """The same for the full name of a class or function; empty if it cannot be found or given by that name."""
+    entry = _entry_for(name)
+    is_private = any(part.startswith("_") for part in entry.split("."))
+    return entry if not is_private and _is_findable(entry) else ""
+
+
+def _is_findable(name: str) -> bool:
+    """Whether a dotted name leads to something, by the modules that are imported."""
+    parts = name.split(".")
+    value = None
+    for depth, part in enumerate(parts, start=1):
+        value = sys.modules.get(".".join(parts[:depth])) or inspect.getattr_static(value, part, None)
+    return value is not None
+
+
+def _is_of_lists(name: str) -> bool:
+    """Whether a name is of Python, torch or amp_recipes, of which only single objects are trusted."""
+    top = name.partition(".")[0]
+    return top in _LISTED_PACKAGES or top in sys.stdlib_module_names
+
+
+def _subject(value: Any) -> Any:
+    """What decides about a value: itself if it is a class or function, what it binds, or else its class."""
+    while True:
+        if type(value) is MethodType:
+            value = value.__func__
+        elif type(value) in (functools.partial, LateClass):
+            value = value.func
+        else:
+            return value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
+
+
+def _held_by(value: Any) -> list[Any]:
+    """What a container holds: a function in it can be had with `random.choice`, and called with `max(key=...)`."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        return [*dict.keys(value), *dict.values(value)]
+    if issubclass(kind, np.ndarray):
+        return value.ravel().tolist() if value.dtype.hasobject else []
+    base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+    return list(base.__iter__(value)) if base else []
+
+
+def _is_harmless(value: Any, home: str | None) -> bool:
+    """Whether an attribute's value, an instance of a class that nobody listed, is data: nothing to call or go through.
+
+    Frames, generators and other kinds of the interpreter lead to `__builtins__`.
+    """
+    if issubclass(type(value), torch.nn.Module):
+        return True
+    return home not in (None, "builtins") and not callable(value) and not issubclass(type(value), ModuleType)
+
+
+def _home(subject: Any) -> tuple[str | None, str]:
+    """The module that defines a class or function (None where it does not say), and its full name."""
+    name = getattr(subject, "__qualname__", None) or getattr(subject, "__name__", repr(subject))
+    home = getattr(subject, "__module__", None)
+    if not isinstance(home, str):  # a method of C: the class that defines it tells, not the one that inherits it
+        owner = getattr(subject, "__objclass__", getattr(subject, "__self__", None))
+        if owner is None or isinstance(owner, ModuleType):
+            return None, str(name)
+        classes = [*owner.__mro__, *type(owner).__mro__] if inspect.isclass(owner) else type(owner).__mro__
+        home = next((known.__module__ for known in classes if subject.__name__ in vars(known)), None)
+    return home, f"{home}.{name}"
+
+
+def _description(value: Any) -> str:
+    """What a value is, in a few words."""
+    if inspect.isclass(value):
+        return f"the class {value.__name__}"
+    return f"the function {value.__name__}" if inspect.isroutine(value) else f"a {type(value).__name__}"

@@ -1,0 +1,1 @@
+"""Reads, includes, overrides, resolves and writes YAML."""

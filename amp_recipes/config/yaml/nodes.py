@@ -1,0 +1,156 @@
+"""What a YAML is before anything is built: nodes that know their tag and where each came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from amp_recipes.config.yaml.mistakes import join_mistakes
+from amp_recipes.config.yaml.tags import TUPLE
+from amp_recipes.errors import ConfigError
+
+COMMAND_LINE = "command line"
+NOT_PLAIN = object()  # what `plain_data` returns for a node that describes an object
+
+# What may stand as a key: YAML's plain scalars.
+Key: TypeAlias = "str | int | float | bool | None"
+KeyPath: TypeAlias = "tuple[str, ...]"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Source:
+    """Where a value was written. file: a path, or in words (`command line`); line, column: from 1, or 0 for none."""
+
+    file: str
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return ":".join([self.file, *(str(number) for number in (self.line, self.column) if number)])
+
+
+@dataclass(eq=False, slots=True)
+class Scalar:
+    """A single value. Two keys share a node where an alias or a `!ref` says so: they then get the same object.
+
+    tag: empty for plain data, else as written (`!ref`, `!new:torch.nn.ReLU`).
+    value: plain data (None, bool, int, float, str, date or datetime); with a tag: the text behind it.
+    text: as it was written, for messages.
+    scope: for a reference, the root of the file that it stands in, where its `<key>` is looked up.
+    """
+
+    tag: str
+    value: Any
+    source: Source
+    text: str = ""
+    scope: Mapping | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A list, a tuple (tag `!tuple`), or a call with positional arguments (tag `!new:...`)."""
+
+    tag: str
+    items: list[Node]
+    source: Source
+
+
+@dataclass(eq=False, slots=True)
+class Mapping:
+    """A mapping of keys to nodes, or a call with keyword arguments (tag `!new:...`).
+
+    key_sources: where each key stands; comments: what the line of a key says behind `#`.
+    """
+
+    tag: str
+    items: dict[Key, Node]
+    source: Source
+    key_sources: dict[Key, Source] = field(default_factory=dict)
+    comments: dict[Key, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Unknown:
+    """A value that is known only once a function is called (`!applyref:`), in a check that calls none."""
+
+    tag: str
+    source: Source
+
+
+Node: TypeAlias = "Scalar | Sequence | Mapping | Unknown"
+
+
+def is_plain_mapping(node: Any) -> bool:
+    """Whether a node is a mapping of keys, not the description of an object."""
+    return isinstance(node, Mapping) and not node.tag
+
+
+def children(node: Node) -> list[tuple[Key, Node]]:
+    """The nodes directly below one, each with its key, or its index as an int."""
+    if isinstance(node, Mapping):
+        return list(node.items.items())
+    if isinstance(node, Sequence):
+        return list(enumerate(node.items))
+    return []
+
+
+def walk(root: Node) -> Iterator[tuple[KeyPath, Node]]:
+    """Every node below `root` with its path, in the order of the file; a node that several keys share comes once."""
+    seen: set[int] = {id(root)}
+    pending: list[tuple[KeyPath, Node]] = [((), root)]
+    while pending:
+        path, node = pending.pop()
+        if path:
+            yield path, node
+        below = [((*path, str(key)), child) for key, child in children(node) if id(child) not in seen]
+        fresh = []
+        for child_path, child in below:
+            if id(child) not in seen:
+                seen.add(id(child))
+                fresh.append((child_path, child))
+        pending += reversed(fresh)
+
+
+def plain_data(node: Node) -> Any:
+    """The data that a resolved node stands for, as fresh lists and dicts; NOT_PLAIN if there is a call in it."""
+    if isinstance(node, Scalar):
+        return NOT_PLAIN if node.tag else node.value
+    if isinstance(node, Unknown) or node.tag not in ("", TUPLE):
+        return NOT_PLAIN
+    values = [plain_data(child) for _, child in children(node)]
+    if any(value is NOT_PLAIN for value in values):
+        return NOT_PLAIN
+    if isinstance(node, Mapping):
+        return dict(zip(node.items, values, strict=True))
+    return tuple(values) if node.tag == TUPLE else values
+
+
+def dotted(path: KeyPath) -> str:
+    """A path as it is typed on the command line."""
+    return ".".join(path)
+
+
+class Mistakes:
+    """What is wrong with a YAML and its overrides, gathered so that all of it is told at once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Source, str], None] = {}
+
+    def add(self, source: Source, text: str) -> None:
+        """Note one mistake; the same one twice is told once."""
+        self._found[source, text] = None
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __iter__(self) -> Iterator[str]:
+        """Each as `file:line:column: text`, in the order of the lines of each file; files as they were met."""
+        files = list(dict.fromkeys(source.file for source, _ in self._found))
+        ordered = sorted(self._found, key=lambda found: (files.index(found[0].file), found[0].line, found[0].column))
+        return iter([f"{source}: {text}" for source, text in ordered])
+
+    def raise_if_any(self, where: str) -> None:
+        """Raise ConfigError with all of them; `where` is named above more than one."""
+        if self._found:
+            raise ConfigError(join_mistakes(list(self), where))

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from amp_recipes.lazy_names import lazy_names
+from amp_recipes.files.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from amp_recipes.brain import Brain, Stage

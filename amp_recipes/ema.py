@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from amp_recipes.sharded_tensors import local
+from amp_recipes.modules.sharded import local
 
 
 class WeightAverage:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from amp_recipes.host_copy import HostCopy, Ticket
 from amp_recipes.precision import PendingUpdate, Update
+from amp_recipes.precision.host_copy import HostCopy, Ticket
 
 
 class Window:

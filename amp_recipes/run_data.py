@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from amp_recipes import distributed
 from amp_recipes.data import as_batches, batch_length, length, make_loader, reads_all, to_device
+from amp_recipes.distributed.rounds import Round
 from amp_recipes.errors import ConfigError, DataError
 from amp_recipes.hooks import Stage
-from amp_recipes.rounds import Round
 from amp_recipes.run_report import RunReport
 from amp_recipes.stage_metrics import StageMetrics
 

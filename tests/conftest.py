@@ -26,7 +26,7 @@ with suppress(ImportError):
     # Inductor imports it, which fails once another package has imported the standard library's distutils.
     import setuptools  # noqa: F401
 
-from amp_recipes.host_copy import HostCopy
+from amp_recipes.precision.host_copy import HostCopy
 
 pytest_plugins = ["processor_time"]
 

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 from amp_recipes.checkpoint.hashed_file import HashedFile, file_sha256
 from amp_recipes.checkpoint.state_format import PackedState, file_header, write_state
 from amp_recipes.errors import CheckpointError, ConfigError
-from amp_recipes.file_system import FULL, fsync_folder, out_of_inodes, reason, size_text
-from amp_recipes.run_files import regular_only
+from amp_recipes.files.file_system import FULL, fsync_folder, out_of_inodes, reason, size_text
+from amp_recipes.files.run_files import regular_only
 
 META_FILE = "meta.json"
 MANIFEST_FILE = "MANIFEST.sha256"

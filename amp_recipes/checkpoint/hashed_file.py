@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from amp_recipes.run_files import regular_only
+from amp_recipes.files.run_files import regular_only
 
 _CHUNK_BYTES = 4 << 20  # long enough that hashing and writing go on without the interpreter's lock
 _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)

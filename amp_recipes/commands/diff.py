@@ -9,10 +9,10 @@ from typing import Any
 from amp_recipes.config.changes import differences, one_line, read_settings
 from amp_recipes.config.experiment import ENVIRONMENT_FILE, OVERRIDES_FILE, RESOLVED_FILE
 from amp_recipes.errors import ConfigError
-from amp_recipes.loggers.strict_json import encode
+from amp_recipes.files.run_files import read_json, refuse_irregular, refuse_link
+from amp_recipes.files.strict_json import encode
 from amp_recipes.loggers.summary import FILE_NAME as SUMMARY_FILE
 from amp_recipes.loggers.text import format_value
-from amp_recipes.run_files import read_json, refuse_irregular, refuse_link
 
 # Parts of environment.json that tell one start from another of the same run, or have a section of their own.
 _NOT_VERSIONS = frozenset({"time", "argv", "cwd", "git", "trust"})

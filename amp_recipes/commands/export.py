@@ -23,7 +23,7 @@ from amp_recipes.checkpoint.folder import Damaged, best_by, numbered_folders, re
 from amp_recipes.config.changes import one_line
 from amp_recipes.config.experiment import RESOLVED_FILE
 from amp_recipes.errors import CheckpointError
-from amp_recipes.run_files import refuse_irregular, refuse_link
+from amp_recipes.files.run_files import refuse_irregular, refuse_link
 
 WEIGHTS_FILE = "model.safetensors"
 ABOUT_FILE = "export.json"

@@ -16,7 +16,7 @@ from amp_recipes.config.yaml.nodes import KeyPath, Mapping, Mistakes, Node, Scal
 from amp_recipes.config.yaml.reading import plain_value, read_file, read_text
 from amp_recipes.config.yaml.tags import ATTRIBUTE, REF, TUPLE
 from amp_recipes.errors import ConfigError
-from amp_recipes.run_files import read_json, refuse_irregular
+from amp_recipes.files.run_files import read_json, refuse_irregular
 
 # What a resumed run may always change. Run options that say how a run is watched, where it goes, or how it is taken up
 # again; beside them keys of the YAML's top level, with all below them: how long to train, and what is told meanwhile.

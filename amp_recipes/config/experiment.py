@@ -29,9 +29,9 @@ from amp_recipes.config.options.arguments import Overrides
 from amp_recipes.config.options.run_options import OPTION_NAMES, RunOptions
 from amp_recipes.config.trust.checking import as_mapping, explicit_options
 from amp_recipes.errors import ConfigError
-from amp_recipes.file_system import reason
-from amp_recipes.folder_lock import lock_folder
-from amp_recipes.run_files import regular_only, write_atomically
+from amp_recipes.files.file_system import reason
+from amp_recipes.files.folder_lock import lock_folder
+from amp_recipes.files.run_files import regular_only, write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from amp_recipes.distributed import ddp, fsdp
-from amp_recipes.distributed.blocks import chosen_blocks
 from amp_recipes.distributed.meshes import layout
 from amp_recipes.distributed.processes import initialized, world_size
 from amp_recipes.distributed.recomputing import chosen
 from amp_recipes.distributed.tensor_parallel import OPTION, styles_of
 from amp_recipes.errors import ConfigError
+from amp_recipes.modules.blocks import chosen_blocks
 
 logger = logging.getLogger(__name__)
 

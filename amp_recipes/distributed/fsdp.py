@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from amp_recipes.distributed.blocks import chosen_blocks, has_parameters, repeated_blocks, with_forward
 from amp_recipes.distributed.gathered_dtype import GatheredDtype
 from amp_recipes.distributed.meshes import REPLICATE, data_mesh, make_mesh
 from amp_recipes.distributed.tensor_parallel import divide, styles_of
 from amp_recipes.errors import ConfigError
-from amp_recipes.sharded_tensors import is_sharded as is_sharded_tensor
+from amp_recipes.modules.blocks import chosen_blocks, has_parameters, repeated_blocks, with_forward
+from amp_recipes.modules.sharded import is_sharded as is_sharded_tensor
 
 # torch.distributed.fsdp is imported where it is used: that takes 0.6 s, which only those who shard should pay.
 logger = logging.getLogger(__name__)

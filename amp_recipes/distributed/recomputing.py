@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed._composable import checkpoint
 
-from amp_recipes.distributed.blocks import chosen_blocks, repeated_blocks
 from amp_recipes.errors import ConfigError
-from amp_recipes.module_names import check_patterns
+from amp_recipes.modules.blocks import chosen_blocks, repeated_blocks
+from amp_recipes.modules.names import check_patterns
 
 BLOCKS = "blocks"
 # Statistics are small; tables (masks, rotary angles) are large, and nobody changes them.

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from amp_recipes.distributed.meshes import TENSOR
 from amp_recipes.errors import ConfigError
-from amp_recipes.module_names import matching
+from amp_recipes.modules.names import matching
 
 OPTION = "tensor_parallel_plan"
 COLWISE, ROWWISE, GATHERED = "colwise", "rowwise", "colwise_gathered"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from amp_recipes.errors import ConfigError
-from amp_recipes.loggers.strict_json import encode
+from amp_recipes.files.run_files import regular_only
+from amp_recipes.files.strict_json import encode
 from amp_recipes.records import SCHEMA_VERSION, Logger, RunSummary, StageRecord, StepRecord
-from amp_recipes.run_files import regular_only
 
 log = logging.getLogger(__name__)
 

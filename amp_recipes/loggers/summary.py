@@ -8,7 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TextIO
 
-from amp_recipes.loggers.strict_json import encode
+from amp_recipes.files.run_files import write_atomically
+from amp_recipes.files.strict_json import encode
 from amp_recipes.loggers.text import (
     QuietStream,
     format_bytes,
@@ -18,7 +19,6 @@ from amp_recipes.loggers.text import (
     format_values,
 )
 from amp_recipes.records import Logger, RunSummary
-from amp_recipes.run_files import write_atomically
 
 log = logging.getLogger(__name__)
 

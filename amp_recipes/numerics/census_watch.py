@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import is_grad_enabled, nn
 
+from amp_recipes.files.user_code import Line
 from amp_recipes.numerics.observe import ACCUMULATE_GRAD, OpWatch, Place, running_node, tensors_in
 from amp_recipes.numerics.op_kinds import KINDS, OpKind, op_kind
 from amp_recipes.precision import autocast
-from amp_recipes.user_code import Line
 
 Asker = Literal["autocast", "user", "pin", "script", "backward"]
 

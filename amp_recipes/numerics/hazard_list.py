@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from amp_recipes.user_code import Line, user_line
+from amp_recipes.files.user_code import Line, user_line
 
 # wrong: raises, or spoils this step; risk: can do so; note: nothing is wrong here, but something differs elsewhere.
 Grade = Literal["wrong", "risk", "note"]

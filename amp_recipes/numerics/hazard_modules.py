@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_recipes.files.user_code import Line, lies_with_the_user
+from amp_recipes.modules.torch_script import class_before_script
 from amp_recipes.numerics.hazard_list import Found
-from amp_recipes.numerics.torch_script import class_before_script
 from amp_recipes.precision.autocast import has_default_precision
-from amp_recipes.user_code import Line, lies_with_the_user
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _SPELLINGS = {torch.float16: {"float16", "half"}, torch.bfloat16: {"bfloat16"}}

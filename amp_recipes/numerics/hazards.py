@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from amp_recipes.files.user_code import Line, user_line
 from amp_recipes.numerics.hazard_list import Found, Hazard
 from amp_recipes.numerics.hazard_modules import note_modules
 from amp_recipes.numerics.hazard_ops import OpHazards
 from amp_recipes.numerics.trial import Trial, Window
-from amp_recipes.user_code import Line, user_line
 
 __all__ = ["Hazard", "find_hazards"]
 

@@ -26,8 +26,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from amp_recipes.files.user_code import Line, user_line
 from amp_recipes.numerics.op_kinds import op_kind
-from amp_recipes.user_code import Line, user_line
 
 Phase = Literal["forward", "backward", "recompute"]
 

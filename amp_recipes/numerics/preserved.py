@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from amp_recipes.files.user_code import lies_with_the_user
 from amp_recipes.randomness import (
     GENERATORS,
     generator_state,
@@ -24,7 +25,6 @@ from amp_recipes.randomness import (
     set_generator_state,
     set_random_state,
 )
-from amp_recipes.user_code import lies_with_the_user
 
 # Attributes of the recipe's own objects: (where they stand, names that are not its own).
 Holder = tuple[dict[str, Any], Collection[str]]

@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amp_recipes.files.user_code import Line, user_line
 from amp_recipes.numerics.preserved import preserved, values_kept
 from amp_recipes.precision import LossScaler, PendingUpdate, Pins, TorchAutocast, UpdateOwner, pinned_only
-from amp_recipes.user_code import Line, user_line
 
 # Batches whose gradients make one update.
 Window = Sequence[Any]

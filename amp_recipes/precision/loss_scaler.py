@@ -9,8 +9,8 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from amp_recipes.modules.sharded import is_sharded, local
 from amp_recipes.precision.sharded_gradients import by_format
-from amp_recipes.sharded_tensors import is_sharded, local
 
 
 class LossScaler(torch.amp.GradScaler):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from amp_recipes.errors import ConfigError, PrecisionError
-from amp_recipes.module_names import check_patterns, matches, no_match
+from amp_recipes.modules.names import check_patterns, matches, no_match
 from amp_recipes.precision.autocast import call_without_autocast, has_default_precision
 
 

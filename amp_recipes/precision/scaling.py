@@ -19,12 +19,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_recipes.errors import PrecisionError, RecipeError
-from amp_recipes.host_copy import HostCopy, Ticket
+from amp_recipes.modules.sharded import is_sharded, local
 from amp_recipes.precision.amp_config import fp16_parameters
+from amp_recipes.precision.host_copy import HostCopy, Ticket
 from amp_recipes.precision.loss_scaler import LossScaler
 from amp_recipes.precision.rollback import BufferRollback
 from amp_recipes.precision.sharded_gradients import Ranks, mark_of, marks_differ, sum_of_squares
-from amp_recipes.sharded_tensors import is_sharded, local
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from amp_recipes.errors import PrecisionError
-from amp_recipes.sharded_tensors import is_sharded, local
+from amp_recipes.modules.sharded import is_sharded, local
 
 
 class Ranks(Protocol):

@@ -383,7 +383,7 @@ OWN = [
     ),
     *evil(
         {
-            "own_os": f"!apply:amp_recipes.folder_lock.os.system ['{TOUCH}']",
+            "own_os": f"!apply:amp_recipes.files.folder_lock.os.system ['{TOUCH}']",
             "own_torch": f"!apply:amp_recipes.brain.torch.os.system ['{TOUCH}']",
             "experiment_directory": "!apply:amp_recipes.create_experiment_directory {folder: '@CANARY@'}",
             "experiment_directory_home": "!apply:amp_recipes.config.experiment.create_experiment_directory "
@@ -398,7 +398,7 @@ OWN = [
             "own_resume_check": "!module:amp_recipes.commands.verify_resume",
             "own_trust": "!new:amp_recipes.config.trust.trust.Trust [[os]]",
             "own_build": "!name:amp_recipes.config.trust.instantiate.build",
-            "own_lock": "!name:amp_recipes.folder_lock.lock_folder",
+            "own_lock": "!name:amp_recipes.files.folder_lock.lock_folder",
             "own_wrapper_of_a_function": "!apply:amp_recipes.fwd_default_precision [!name:os.system]",
         },
         live=False,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from amp_recipes.host_copy import HostCopy
 from amp_recipes.ledger import Ledger
 from amp_recipes.precision import Update
+from amp_recipes.precision.host_copy import HostCopy
 
 CPU = torch.device("cpu")
 

@@ -22,10 +22,10 @@ from amp_recipes.commands.report.compare_page import draw_comparison
 from amp_recipes.commands.sweep.sweep import Signals
 from amp_recipes.config.yaml.mistakes import printable
 from amp_recipes.errors import AmpRecipesError, ConfigError, PrecisionError
-from amp_recipes.folder_lock import lock_folder, unlock_folder
-from amp_recipes.loggers.strict_json import encode
+from amp_recipes.files.folder_lock import lock_folder, unlock_folder
+from amp_recipes.files.run_files import write_atomically
+from amp_recipes.files.strict_json import encode
 from amp_recipes.precision import resolve_precision
-from amp_recipes.run_files import write_atomically
 
 NONE_WORSE, ONE_WORSE, FAILED = 0, 1, 2
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from amp_recipes.config.experiment import ENVIRONMENT_FILE
 from amp_recipes.errors import ConfigError
+from amp_recipes.files.run_files import read_json, regular_only
 from amp_recipes.loggers.jsonl import FILE_NAME as RECORDS_FILE
 from amp_recipes.loggers.jsonl import parsed
 from amp_recipes.loggers.summary import FILE_NAME as SUMMARY_FILE
 from amp_recipes.records import SCHEMA_VERSION
-from amp_recipes.run_files import read_json, regular_only
 
 # Where a final metric is looked up, the best place first: what was tested is what would be published.
 PLACES = ("test", "best", "valid", "train")

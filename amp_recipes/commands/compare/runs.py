@@ -18,9 +18,9 @@ from amp_recipes.commands.compare.plan import Plan, PlannedRun, setting_differen
 from amp_recipes.commands.sweep.sweep import OUTPUT_FILE, Signals
 from amp_recipes.config.changes import one_line
 from amp_recipes.errors import ConfigError
+from amp_recipes.files.run_files import read_json, regular_only, write_atomically
 from amp_recipes.interrupts import SIGNALS
 from amp_recipes.loggers.text import format_seconds
-from amp_recipes.run_files import read_json, regular_only, write_atomically
 
 RECORD_FILE = "compare_run.json"
 SCHEMA_VERSION = 1

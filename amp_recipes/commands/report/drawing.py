@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_recipes.errors import ConfigError
-from amp_recipes.run_files import regular_only, write_atomically
+from amp_recipes.files.run_files import regular_only, write_atomically
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#767676"

@@ -44,7 +44,7 @@ from amp_recipes.config.yaml.nodes import COMMAND_LINE, Mistakes
 from amp_recipes.config.yaml.reading import read_file
 from amp_recipes.distributed import show_ranks_in_errors
 from amp_recipes.errors import CheckpointError, ConfigError, DataError
-from amp_recipes.user_code import lies_with_the_user
+from amp_recipes.files.user_code import lies_with_the_user
 
 # Words of the command line that are no run options: a YAML cannot say them. Those with a dash are also known with `_`.
 FLAGS = {

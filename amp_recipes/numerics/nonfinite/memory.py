@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from amp_recipes.files.user_code import Line
 from amp_recipes.numerics.nonfinite.values import FINITE, Birth, TensorRange, kind_of
 from amp_recipes.numerics.observe import Place, op_name
-from amp_recipes.user_code import Line
 
 # Ops that write all of what they change, and read none of it.
 _OVERWRITING = frozenset(

@@ -30,14 +30,14 @@ from amp_recipes.checkpoint.folder import (
 from amp_recipes.checkpoint.state_format import pack_state, read_state
 from amp_recipes.data import to_device
 from amp_recipes.errors import CheckpointError
+from amp_recipes.files.plain_json import json_bytes, plain
+from amp_recipes.files.run_files import refuse_link, write_atomically
 from amp_recipes.numerics.nonfinite import command as commands
 from amp_recipes.numerics.nonfinite.plain_batches import PlainBatches
 from amp_recipes.numerics.nonfinite.values import TensorRange
 from amp_recipes.numerics.observe import dtype_name
-from amp_recipes.numerics.plain_json import json_bytes, plain
 from amp_recipes.numerics.trial import Trial
 from amp_recipes.precision import pinned_modules
-from amp_recipes.run_files import refuse_link, write_atomically
 
 _VERSION = 1
 _STATES = ("window", "random", "parameters", "buffers")

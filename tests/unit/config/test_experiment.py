@@ -22,7 +22,7 @@ from amp_recipes.config import (
 )
 from amp_recipes.config.experiment import describe_environment, log_to
 from amp_recipes.errors import ConfigError
-from amp_recipes.folder_lock import unlock_folder
+from amp_recipes.files.folder_lock import unlock_folder
 
 YAML_TEXT = """\
 # the recipe's own comment

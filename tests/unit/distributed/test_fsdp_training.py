@@ -8,7 +8,7 @@ from torch import nn
 
 from amp_recipes import Brain
 from amp_recipes.errors import RecipeError
-from amp_recipes.host_copy import HostCopy
+from amp_recipes.precision.host_copy import HostCopy
 
 BATCHES = 4
 

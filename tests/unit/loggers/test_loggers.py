@@ -655,7 +655,7 @@ def test_a_crash_while_writing_leaves_the_earlier_summary(tmp_path, monkeypatch,
     def fail(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("amp_recipes.run_files.os.replace", fail)
+    monkeypatch.setattr("amp_recipes.files.run_files.os.replace", fail)
     logger.log_summary(replace(SUMMARY, epochs=2))
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
     assert json.loads((tmp_path / "summary.json").read_text())["epochs"] == 1

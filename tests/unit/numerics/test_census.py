@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_recipes.errors import PrecisionError
+from amp_recipes.files.user_code import Line
 from amp_recipes.numerics.census import pins_hold, take_census
 from amp_recipes.numerics.census_watch import CensusWatch
 from amp_recipes.numerics.fake_census import fake_census
 from amp_recipes.numerics.observe import OUTSIDE
 from amp_recipes.numerics.trial import Trial, plain_trial
 from amp_recipes.precision import TorchAutocast, fwd_default_precision, pin_fp32
-from amp_recipes.user_code import Line
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

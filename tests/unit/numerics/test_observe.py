@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from amp_recipes.files.user_code import Line, lies_with_the_user, user_line
 from amp_recipes.numerics.observe import OUTSIDE, Attribution, OpWatch, Place, dtype_name, op_name, tensors_in
-from amp_recipes.user_code import Line, lies_with_the_user, user_line
 
 
 class Places(OpWatch):
@@ -515,7 +515,7 @@ def test_lines_of_the_forward_also_in_the_backward():
 
 def test_users_lines(tmp_path):
     assert user_line() == Line(__file__, sys._getframe().f_lineno)
-    code = "from amp_recipes.user_code import user_line\nresult = user_line()"
+    code = "from amp_recipes.files.user_code import user_line\nresult = user_line()"
     for filename, found in (
         (str(tmp_path / "train.py"), True),
         ("<ipython-input-3-abc>", True),

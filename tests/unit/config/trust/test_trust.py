@@ -454,7 +454,7 @@ def test_what_of_amp_recipes_loads_writes_or_runs_is_refused(trust):
         amp_recipes.config.trust.trust.Trust amp_recipes.config.trust.trust amp_recipes.Brain.fit
         amp_recipes.Checkpointer.save_checkpoint amp_recipes.Checkpointer.delete_all
         amp_recipes.checkpoint.load_weights amp_recipes.brain.os amp_recipes.brain.torch amp_recipes.config.experiment
-        amp_recipes.data.workers amp_recipes.folder_lock amp_recipes.AMPConfig.mro
+        amp_recipes.data.workers amp_recipes.files.folder_lock amp_recipes.AMPConfig.mro
         amp_recipes.checkpoint.checkpointer.os amp_recipes.checkpoint.checkpointer.partial
         """
     )

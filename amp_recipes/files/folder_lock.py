@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from amp_recipes.errors import ConfigError, FolderInUseError
-from amp_recipes.file_system import reason
-from amp_recipes.run_files import regular_only
+from amp_recipes.files.file_system import reason
+from amp_recipes.files.run_files import regular_only
 
 try:
     import fcntl

@@ -11,7 +11,7 @@ import pytest
 from work import at_most
 
 from amp_recipes.errors import ConfigError
-from amp_recipes.run_files import (
+from amp_recipes.files.run_files import (
     JSON_BYTES,
     JSON_DEPTH,
     read_json,

@@ -7,8 +7,8 @@ from itertools import product
 
 import torch
 
-from amp_recipes import host_copy
-from amp_recipes.host_copy import HostCopy
+from amp_recipes.precision import host_copy
+from amp_recipes.precision.host_copy import HostCopy
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from amp_recipes.errors import ConfigError
-from amp_recipes.module_names import matching
+from amp_recipes.modules.names import matching
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 

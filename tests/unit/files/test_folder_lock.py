@@ -14,14 +14,14 @@ import pytest
 from processes import in_a_child
 from programs import DEADLINE_SECONDS, Program
 
-from amp_recipes import folder_lock
 from amp_recipes.errors import ConfigError, FolderInUseError
-from amp_recipes.folder_lock import lock_folder, unlock_folder
+from amp_recipes.files import folder_lock
+from amp_recipes.files.folder_lock import lock_folder, unlock_folder
 
 IMPORTS = """\
 import os, signal, sys
-from amp_recipes import folder_lock
-from amp_recipes.folder_lock import lock_folder, unlock_folder
+from amp_recipes.files import folder_lock
+from amp_recipes.files.folder_lock import lock_folder, unlock_folder
 def say(*words):
     print(*words, flush=True)
 """

@@ -16,7 +16,7 @@ import torch
 _LIBRARIES = tuple(
     str(Path(folder).resolve()) + os.sep
     for folder in (
-        Path(__file__).parent,
+        Path(__file__).parent.parent,
         Path(torch.__file__).parent,
         *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
     )

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from amp_recipes import Brain, EpochCounter, folder_lock
+from amp_recipes import Brain, EpochCounter
 from amp_recipes.checkpoint import Checkpointer
 from amp_recipes.config import create_experiment_directory
 from amp_recipes.errors import CheckpointError, ConfigError
-from amp_recipes.folder_lock import lock_folder, unlock_folder
+from amp_recipes.files import folder_lock
+from amp_recipes.files.folder_lock import lock_folder, unlock_folder
 
 
 class Regression(Brain):

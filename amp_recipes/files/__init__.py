@@ -1,0 +1,1 @@
+"""Answers questions about files and folders."""

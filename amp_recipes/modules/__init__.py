@@ -1,0 +1,1 @@
+"""Answers questions about nn.Modules: names, blocks, sharded tensors."""

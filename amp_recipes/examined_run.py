@@ -25,18 +25,18 @@ from amp_recipes.hooks import Stage
 from amp_recipes.ledger import Ledger, Window
 from amp_recipes.numerics.diagnosis import WINDOWS, Diagnosis, Questions, diagnose
 from amp_recipes.numerics.nonfinite import locate, read_replay, write_report
-from amp_recipes.numerics.preserved import preserved
 from amp_recipes.numerics.trial import Trial
 from amp_recipes.numerics.unrunnable import Unrunnable, find_unrunnable, first_line
 from amp_recipes.precision import Patience, Precision, Update, UpdateOwner, device_capabilities
-from amp_recipes.randomness import (
+from amp_recipes.resumable_run import ResumableRun
+from amp_recipes.stage_metrics import StageMetrics
+from amp_recipes.state.preserved import preserved
+from amp_recipes.state.randomness import (
     generator_state,
     set_generator_state,
     set_torch_random_state,
     torch_random_state,
 )
-from amp_recipes.resumable_run import ResumableRun
-from amp_recipes.stage_metrics import StageMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -47,14 +47,14 @@ from amp_recipes.interrupts import Interrupts
 from amp_recipes.ledger import Ledger
 from amp_recipes.loggers import RunLog, make_loggers, show_notices
 from amp_recipes.loss_average import LossAverage
-from amp_recipes.outstanding_gradients import OutstandingGradients
-from amp_recipes.position import Position
 from amp_recipes.precision import PrecisionPlan, check_optimizers
 from amp_recipes.precision.host_copy import HostCopy
-from amp_recipes.recipe_state import RecipeState
 from amp_recipes.records import Logger, RunSummary, WatchedSummary
 from amp_recipes.schedulers import Schedulers
-from amp_recipes.transient_buffers import TransientBuffers
+from amp_recipes.state.outstanding_gradients import OutstandingGradients
+from amp_recipes.state.position import Position
+from amp_recipes.state.recipe import RecipeState
+from amp_recipes.state.transient_buffers import TransientBuffers
 
 logger = logging.getLogger(__name__)
 

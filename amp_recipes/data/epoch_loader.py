@@ -20,7 +20,7 @@ from amp_recipes.data.samplers import EpochShuffle, epoch_seed, shares_itself
 from amp_recipes.data.waiting import LoadingStopped, next_batch, poll_seconds
 from amp_recipes.data.workers import TIMEOUT_SECONDS, Workers, deaths_unreported, start_worker
 from amp_recipes.errors import DataError
-from amp_recipes.randomness import generator_state, set_generator_state
+from amp_recipes.state.randomness import generator_state, set_generator_state
 
 
 class EpochLoader(DataLoader):

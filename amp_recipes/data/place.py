@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from amp_recipes.data.dynamic_items import forget_skipping, is_plain_loader
 from amp_recipes.data.sample_draws import draws_nothing, held_generators
 from amp_recipes.data.streams import StreamLoader, is_stateful
-from amp_recipes.randomness import GENERATORS, generator_state, set_generator_state
+from amp_recipes.state.randomness import GENERATORS, generator_state, set_generator_state
 
 # Of loaders with generators of their own: the states with which the present epoch began.
 _BEGAN: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
-from amp_recipes.randomness import GENERATORS
+from amp_recipes.state.randomness import GENERATORS
 
 # Read from every augmentation library: `random`, `numpy.random` and torch's CPU generator. 9 us for all three.
 _TORCH = torch.default_generator

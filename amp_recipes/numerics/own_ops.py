@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp_recipes.numerics.preserved import module_state_kept
 from amp_recipes.precision import TorchAutocast, map_tensors
-from amp_recipes.randomness import random_state, set_random_state
+from amp_recipes.state.preserved import module_state_kept
+from amp_recipes.state.randomness import random_state, set_random_state
 
 LOW = (torch.float16, torch.bfloat16)
 _Dtypes = tuple[torch.dtype, ...]

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_recipes.files.user_code import Line, user_line
-from amp_recipes.numerics.preserved import preserved, values_kept
 from amp_recipes.precision import LossScaler, PendingUpdate, Pins, TorchAutocast, UpdateOwner, pinned_only
+from amp_recipes.state.preserved import preserved, values_kept
 
 # Batches whose gradients make one update.
 Window = Sequence[Any]

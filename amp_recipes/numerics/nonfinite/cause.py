@@ -25,7 +25,7 @@ from amp_recipes.numerics.nonfinite.walk import Origin, find_origin
 from amp_recipes.numerics.nonfinite.words import message_of, norm_overflows, not_replayable
 from amp_recipes.numerics.observe import dtype_name
 from amp_recipes.numerics.trial import Outcome, Trial, Window
-from amp_recipes.randomness import GENERATORS
+from amp_recipes.state.randomness import GENERATORS
 
 _PARTS = 16  # runs of parts of a batch that a search for samples may take
 

@@ -48,7 +48,7 @@ from amp_recipes.numerics.nonfinite.values import (
     witness,
 )
 from amp_recipes.numerics.observe import OpWatch, graph_task
-from amp_recipes.randomness import generator_state
+from amp_recipes.state.randomness import generator_state
 
 _SEED = torch.ops.aten.ones_like.default  # a backward begins with the gradient of the loss by itself
 _FEW = 4096  # storages that are remembered before those that are gone are forgotten

@@ -27,7 +27,7 @@ from amp_recipes.checkpoint.state_format import PackedState
 from amp_recipes.commands.export import export_run
 from amp_recipes.ema import WeightAverage
 from amp_recipes.errors import CheckpointError
-from amp_recipes.outstanding_gradients import OutstandingGradients
+from amp_recipes.state.outstanding_gradients import OutstandingGradients
 
 
 class Block(nn.Module):

@@ -15,7 +15,7 @@ from amp_recipes.data.sample_draws import (
     draws_put_back,
     held_generators,
 )
-from amp_recipes.randomness import generator_state, set_generator_state
+from amp_recipes.state.randomness import generator_state, set_generator_state
 
 
 class Draws(Dataset):

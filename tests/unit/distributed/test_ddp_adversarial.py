@@ -6,7 +6,7 @@ from processes import in_processes
 from recipe_runs import recipe_modules
 from torch import nn
 
-from amp_recipes.randomness import set_apart
+from amp_recipes.state.randomness import set_apart
 
 SIZE, NOISE, CRITIC_STEPS, PENALTY = 8, 4, 2, 10.0
 LENGTHS = ((3, 3, 3, 3), (3, 3, 3, 3))

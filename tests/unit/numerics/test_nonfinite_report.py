@@ -23,7 +23,7 @@ from amp_recipes.numerics.nonfinite.plain_batches import PlainBatches
 from amp_recipes.numerics.nonfinite.report import NonfiniteReport, read_command, read_replay, write_report
 from amp_recipes.numerics.trial import plain_trial
 from amp_recipes.precision import pin_fp32
-from amp_recipes.randomness import set_torch_random_state, torch_random_state
+from amp_recipes.state.randomness import set_torch_random_state, torch_random_state
 
 COMMAND = {"script": "train.py", "words": ["config.yaml", "--precision=fp16"], "cwd": "/tmp"}
 Pair = namedtuple("Pair", "left right")

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from amp_recipes import Checkpointer
-from amp_recipes.randomness import GENERATORS, generator_state, random_state, set_generator_state, set_random_state
+from amp_recipes.state.randomness import (
+    GENERATORS,
+    generator_state,
+    random_state,
+    set_generator_state,
+    set_random_state,
+)
 
 CPU = torch.device("cpu")
 

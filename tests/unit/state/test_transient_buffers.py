@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from amp_recipes.transient_buffers import TransientBuffers
+from amp_recipes.state.transient_buffers import TransientBuffers
 
 
 class Net(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from amp_recipes.randomness import GENERATORS, generator_state, set_generator_state
+from amp_recipes.state.randomness import GENERATORS, generator_state, set_generator_state
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from amp_recipes import Checkpointer
 from amp_recipes.checkpoint import plain_problem
-from amp_recipes.recipe_state import RecipeState
+from amp_recipes.state.recipe import RecipeState
 
 
 class Pair(NamedTuple):

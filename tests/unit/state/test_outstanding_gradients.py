@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from amp_recipes.outstanding_gradients import OutstandingGradients
+from amp_recipes.state.outstanding_gradients import OutstandingGradients
 
 
 def made():

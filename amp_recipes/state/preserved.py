@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from amp_recipes.files.user_code import lies_with_the_user
-from amp_recipes.randomness import (
+from amp_recipes.state.randomness import (
     GENERATORS,
     generator_state,
     random_state,

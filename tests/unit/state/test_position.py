@@ -2,7 +2,7 @@
 
 import json
 
-from amp_recipes.position import Position
+from amp_recipes.state.position import Position
 
 
 class Loop:

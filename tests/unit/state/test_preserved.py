@@ -5,7 +5,7 @@ from collections import deque
 import torch
 from torch import nn
 
-from amp_recipes.numerics.preserved import module_state_kept, preserved
+from amp_recipes.state.preserved import module_state_kept, preserved
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,1 @@
+"""Saves and restores what a resume or a rehearsal must put back."""

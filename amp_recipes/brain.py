@@ -19,13 +19,13 @@ import torch
 from amp_recipes import distributed
 from amp_recipes.data import LoadingStopped, as_epochs, batch_length, length, loader_faults, set_epoch, windows
 from amp_recipes.errors import CheckpointError, DataError, RecipeError
-from amp_recipes.hooks import Stage
-from amp_recipes.ledger import Window
-from amp_recipes.loss_average import LossAverage
+from amp_recipes.loop.hooks import Stage
+from amp_recipes.loop.ledger import Window
+from amp_recipes.loop.loss_average import LossAverage
+from amp_recipes.loop.metrics import StageMetrics
+from amp_recipes.loop.recovery.recovery import GoingBack, SpikeRecovery
 from amp_recipes.precision import Update, as_scalar, clear_gradients
 from amp_recipes.precision.host_copy import Ticket
-from amp_recipes.spike_recovery import GoingBack, SpikeRecovery
-from amp_recipes.stage_metrics import StageMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from amp_recipes import Brain, EpochCounter, Stage
+from amp_recipes.distributed.interrupts import RunInterrupted
 from amp_recipes.errors import CheckpointError, NonfiniteError
-from amp_recipes.interrupts import RunInterrupted
 
 SAMPLES, BATCH, EPOCHS = 22, 4, 3
 

@@ -8,7 +8,7 @@ from pairwise import each_once
 from spiking_runs import Died, batches, die, fit, make, records, terminate
 
 from amp_recipes.checkpoint import Checkpointer, going_back
-from amp_recipes.interrupts import RunInterrupted
+from amp_recipes.distributed.interrupts import RunInterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -126,9 +126,9 @@ def test_killed_while_it_goes_back_it_does_so_again(tmp_path, monkeypatch, whole
 
     find_newest = going_back.find_newest
     with monkeypatch.context() as patch:
-        patch.setattr("amp_recipes.spike_recovery.find_newest", arm)
+        patch.setattr("amp_recipes.loop.recovery.recovery.find_newest", arm)
         if moment == "make_newest":
-            patch.setattr("amp_recipes.spike_recovery.make_newest", dying(going_back.make_newest))
+            patch.setattr("amp_recipes.loop.recovery.recovery.make_newest", dying(going_back.make_newest))
         else:
             patch.setattr(Checkpointer, moment, dying(getattr(Checkpointer, moment)))
         with pytest.raises(Died):

@@ -32,7 +32,7 @@ from amp_recipes.checkpoint import clean_names
 from amp_recipes.commands.verify_resume.compare import UNSEEDED_SUFFIX
 from amp_recipes.commands.verify_resume.digests import Digests, digest_of_tree
 from amp_recipes.commands.verify_resume.remembered import remembered_values
-from amp_recipes.ledger import Ledger
+from amp_recipes.loop.ledger import Ledger
 
 VALID_BATCHES = 3
 

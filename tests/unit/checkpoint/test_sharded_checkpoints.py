@@ -25,8 +25,8 @@ from amp_recipes.checkpoint.folder import meta_as_json, write_folder
 from amp_recipes.checkpoint.shards import OpenFiles
 from amp_recipes.checkpoint.state_format import PackedState
 from amp_recipes.commands.export import export_run
-from amp_recipes.ema import WeightAverage
 from amp_recipes.errors import CheckpointError
+from amp_recipes.loop.ema import WeightAverage
 from amp_recipes.state.outstanding_gradients import OutstandingGradients
 
 

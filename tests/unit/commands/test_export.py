@@ -15,8 +15,8 @@ from amp_recipes import Brain, Checkpointer, __version__, create_experiment_dire
 from amp_recipes.checkpoint import Checkpoint, CheckpointKeeper, fit_of
 from amp_recipes.commands import cli
 from amp_recipes.commands.export import export_run
-from amp_recipes.ema import WeightAverage
 from amp_recipes.errors import CheckpointError, ConfigError
+from amp_recipes.loop.ema import WeightAverage
 
 
 class Tied(nn.Module):

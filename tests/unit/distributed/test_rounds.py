@@ -15,8 +15,8 @@ from processes import in_processes
 from torch import nn
 
 from amp_recipes import Brain, EpochCounter, Stage, distributed
+from amp_recipes.distributed.interrupts import RunInterrupted
 from amp_recipes.errors import RecipeError
-from amp_recipes.interrupts import RunInterrupted
 
 RATE = 0.1
 

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from amp_recipes import Brain, EpochCounter
 from amp_recipes.errors import ConfigError
-from amp_recipes.schedulers import Schedulers
+from amp_recipes.loop.schedulers import Schedulers
 
 # The optimizers here never step, of which torch warns.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from amp_recipes.lowered_rates import LoweredRates
+from amp_recipes.loop.recovery.lowered_rates import LoweredRates
+from amp_recipes.loop.recovery.spikes import LEAST_SPREAD_OF_LOSS, LEAST_SPREAD_OF_NORM, Band, SpikeWatch
 from amp_recipes.precision import LossScaler
-from amp_recipes.spikes import LEAST_SPREAD_OF_LOSS, LEAST_SPREAD_OF_NORM, Band, SpikeWatch
 
 
 def band_of(values, window=None, factor=8.0, least_spread=0.05):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from amp_recipes.early_stopping import MetricWatch
 from amp_recipes.errors import ConfigError
+from amp_recipes.loop.stopping import MetricWatch
 
 
 def watch(values, mode="max", patience=2):

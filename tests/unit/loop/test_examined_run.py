@@ -13,9 +13,10 @@ from programs import run_python
 from torch import nn
 from torch.nn import functional as F
 
-from amp_recipes import Brain, RunOptions, examined_run
+from amp_recipes import Brain, RunOptions
 from amp_recipes.config import Purpose
 from amp_recipes.errors import DataError, NonfiniteError, PrecisionError, RecipeError
+from amp_recipes.loop import rehearsal as examined_run
 
 OPT = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)  # noqa: E731
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from amp_recipes.loss_average import LossAverage
+from amp_recipes.loop.loss_average import LossAverage
 
 
 def weighted(average):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from amp_recipes import Brain
-from amp_recipes.hooks import Hooks, Stage
+from amp_recipes.loop.hooks import Hooks, Stage
 
 BATCH = (torch.ones(4, 3), torch.ones(4, 1))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from amp_recipes.ledger import Ledger
+from amp_recipes.loop.ledger import Ledger
 from amp_recipes.precision import Update
 from amp_recipes.precision.host_copy import HostCopy
 

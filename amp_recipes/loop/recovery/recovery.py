@@ -14,11 +14,11 @@ from amp_recipes import distributed
 from amp_recipes.checkpoint import Checkpoint, Checkpointer, find_newest, fit_of, make_newest
 from amp_recipes.data import begin_again, beginning, can_begin_again, close_loader
 from amp_recipes.errors import CheckpointError, ConfigError, DataError, NonfiniteError
-from amp_recipes.examined_run import ExaminedRun
-from amp_recipes.ledger import Ledger, Window
-from amp_recipes.lowered_rates import LoweredRates
+from amp_recipes.loop.ledger import Ledger, Window
+from amp_recipes.loop.recovery.lowered_rates import LoweredRates
+from amp_recipes.loop.recovery.spikes import SpikeWatch
+from amp_recipes.loop.rehearsal import ExaminedRun
 from amp_recipes.precision import Update
-from amp_recipes.spikes import SpikeWatch
 
 logger = logging.getLogger(__name__)
 

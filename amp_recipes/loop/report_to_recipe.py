@@ -19,8 +19,8 @@ from amp_recipes.config.experiment import (
     RESOLVED_FILE,
 )
 from amp_recipes.errors import ConfigError, RecipeError
-from amp_recipes.run_setup import RunSetup
-from amp_recipes.stage_metrics import StageMetrics, ratios
+from amp_recipes.loop.metrics import StageMetrics, ratios
+from amp_recipes.loop.run import RunSetup
 
 logger = logging.getLogger(__name__)
 

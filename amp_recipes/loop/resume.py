@@ -23,12 +23,12 @@ from amp_recipes.data import (
     replay_reason,
     set_generator_states,
 )
+from amp_recipes.distributed.interrupts import RunInterrupted
 from amp_recipes.errors import CheckpointError, RecipeError
-from amp_recipes.hooks import Stage
-from amp_recipes.interrupts import RunInterrupted
-from amp_recipes.loss_average import joined_averages
-from amp_recipes.run_data import RunData
-from amp_recipes.stage_metrics import joined_metrics
+from amp_recipes.loop.feed import RunData
+from amp_recipes.loop.hooks import Stage
+from amp_recipes.loop.loss_average import joined_averages
+from amp_recipes.loop.metrics import joined_metrics
 from amp_recipes.state.position import Moment
 from amp_recipes.state.randomness import random_state, set_apart, set_random_state
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from amp_recipes.stage_metrics import StageMetrics, ratios
+from amp_recipes.loop.metrics import StageMetrics, ratios
 
 
 def metric_of(*contributions):

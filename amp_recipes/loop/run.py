@@ -34,23 +34,23 @@ from amp_recipes.config import (
     unheeded,
     without_originals,
 )
+from amp_recipes.distributed.interrupts import Interrupts
 from amp_recipes.distributed.rounds import Round
-from amp_recipes.early_stopping import MetricWatch
-from amp_recipes.ema import WeightAverage
 from amp_recipes.errors import ConfigError, RecipeError
 from amp_recipes.files.file_system import check_file_system
 from amp_recipes.files.folder_lock import lock_folder
 from amp_recipes.files.run_files import refuse_link
-from amp_recipes.gradient_reach import GradientReach
-from amp_recipes.hooks import Hooks, Stage
-from amp_recipes.interrupts import Interrupts
-from amp_recipes.ledger import Ledger
 from amp_recipes.loggers import RunLog, make_loggers, show_notices
-from amp_recipes.loss_average import LossAverage
+from amp_recipes.loop.ema import WeightAverage
+from amp_recipes.loop.gradient_reach import GradientReach
+from amp_recipes.loop.hooks import Hooks, Stage
+from amp_recipes.loop.ledger import Ledger
+from amp_recipes.loop.loss_average import LossAverage
+from amp_recipes.loop.schedulers import Schedulers
+from amp_recipes.loop.stopping import MetricWatch
 from amp_recipes.precision import PrecisionPlan, check_optimizers
 from amp_recipes.precision.host_copy import HostCopy
 from amp_recipes.records import Logger, RunSummary, WatchedSummary
-from amp_recipes.schedulers import Schedulers
 from amp_recipes.state.outstanding_gradients import OutstandingGradients
 from amp_recipes.state.position import Position
 from amp_recipes.state.recipe import RecipeState

@@ -20,16 +20,16 @@ from amp_recipes import data, distributed
 from amp_recipes.commands.report import draw_diagnosis
 from amp_recipes.data import close_loader, generator_states, set_epoch, set_generator_states
 from amp_recipes.errors import AmpRecipesError, CheckpointError, ConfigError, DataError, PrecisionError, RecipeError
-from amp_recipes.gradient_reach import GradientReach
-from amp_recipes.hooks import Stage
-from amp_recipes.ledger import Ledger, Window
+from amp_recipes.loop.gradient_reach import GradientReach
+from amp_recipes.loop.hooks import Stage
+from amp_recipes.loop.ledger import Ledger, Window
+from amp_recipes.loop.metrics import StageMetrics
+from amp_recipes.loop.resume import ResumableRun
 from amp_recipes.numerics.diagnosis import WINDOWS, Diagnosis, Questions, diagnose
 from amp_recipes.numerics.nonfinite import locate, read_replay, write_report
 from amp_recipes.numerics.trial import Trial
 from amp_recipes.numerics.unrunnable import Unrunnable, find_unrunnable, first_line
 from amp_recipes.precision import Patience, Precision, Update, UpdateOwner, device_capabilities
-from amp_recipes.resumable_run import ResumableRun
-from amp_recipes.stage_metrics import StageMetrics
 from amp_recipes.state.preserved import preserved
 from amp_recipes.state.randomness import (
     generator_state,

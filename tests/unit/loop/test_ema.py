@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_recipes.ema import WeightAverage
+from amp_recipes.loop.ema import WeightAverage
 
 
 def test_moves_by_the_documented_rule():

@@ -18,9 +18,9 @@ from amp_recipes import distributed
 from amp_recipes.data import as_batches, batch_length, length, make_loader, reads_all, to_device
 from amp_recipes.distributed.rounds import Round
 from amp_recipes.errors import ConfigError, DataError
-from amp_recipes.hooks import Stage
-from amp_recipes.run_report import RunReport
-from amp_recipes.stage_metrics import StageMetrics
+from amp_recipes.loop.hooks import Stage
+from amp_recipes.loop.metrics import StageMetrics
+from amp_recipes.loop.report_to_recipe import RunReport
 
 logger = logging.getLogger(__name__)
 

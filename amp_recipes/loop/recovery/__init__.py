@@ -1,0 +1,1 @@
+"""Goes back to a good checkpoint after a loss spike."""

@@ -34,8 +34,8 @@ from overhead import count, machine, positive
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_recipes.numerics.census_watch import CensusWatch
-from amp_recipes.numerics.observe import OpWatch
+from amp_recipes.numerics.census.watch import CensusWatch
+from amp_recipes.numerics.watch.observe import OpWatch
 from amp_recipes.precision import TorchAutocast
 
 RESULT = Path(__file__).parent / "results" / "census.md"

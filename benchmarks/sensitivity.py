@@ -42,7 +42,7 @@ from overhead import count, machine, positive
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_recipes.numerics.drift import ModuleDrift, drift
+from amp_recipes.numerics.drift.drift import ModuleDrift, drift
 from amp_recipes.numerics.trial import Outcome, Trial, Window, gradient_error, plain_trial
 from amp_recipes.precision import AMPConfig, TorchAutocast, pinned_only
 

@@ -19,7 +19,7 @@ from amp_recipes.config.changes import one_line
 from amp_recipes.config.yaml.mistakes import printable
 from amp_recipes.errors import AmpRecipesError, ConfigError
 from amp_recipes.numerics.nonfinite import read_command
-from amp_recipes.precision.op_reference import report_ops
+from amp_recipes.numerics.ops.reference import report_ops
 
 
 def export(arguments: argparse.Namespace) -> int:

@@ -27,8 +27,8 @@ from amp_recipes.loop.metrics import StageMetrics
 from amp_recipes.loop.resume import ResumableRun
 from amp_recipes.numerics.diagnosis import WINDOWS, Diagnosis, Questions, diagnose
 from amp_recipes.numerics.nonfinite import locate, read_replay, write_report
+from amp_recipes.numerics.pins.unrunnable import Unrunnable, find_unrunnable, first_line
 from amp_recipes.numerics.trial import Trial
-from amp_recipes.numerics.unrunnable import Unrunnable, find_unrunnable, first_line
 from amp_recipes.precision import Patience, Precision, Update, UpdateOwner, device_capabilities
 from amp_recipes.state.preserved import preserved
 from amp_recipes.state.randomness import (

@@ -16,15 +16,15 @@ import torch
 from amp_recipes.errors import PrecisionError
 from amp_recipes.files.plain_json import json_bytes
 from amp_recipes.files.run_files import write_atomically
-from amp_recipes.numerics.census import Census, take_census
-from amp_recipes.numerics.drift import ModuleDrift, drift
-from amp_recipes.numerics.gradient_noise import ErrorSums, GradientError, GradientNoise
-from amp_recipes.numerics.hazards import Hazard, find_hazards
-from amp_recipes.numerics.lost_pins import lost_pins
+from amp_recipes.numerics.census.census import Census, take_census
+from amp_recipes.numerics.drift.drift import ModuleDrift, drift
+from amp_recipes.numerics.hazards.hazards import Hazard, find_hazards
 from amp_recipes.numerics.nonfinite import locate
-from amp_recipes.numerics.pin_search import TENSOR_TOLERANCE, PinSearch, default_tolerance, search_pins
+from amp_recipes.numerics.pins.gradient_noise import ErrorSums, GradientError, GradientNoise
+from amp_recipes.numerics.pins.lost import lost_pins
+from amp_recipes.numerics.pins.search import TENSOR_TOLERANCE, PinSearch, default_tolerance, search_pins
 from amp_recipes.numerics.trial import Outcome, Trial, Window
-from amp_recipes.numerics.underflow import Underflow, underflow
+from amp_recipes.numerics.watch.underflow import Underflow, underflow
 from amp_recipes.precision import AMPConfig
 
 # Windows that a diagnosis looks at: about three in five to search pins on, the others held out.

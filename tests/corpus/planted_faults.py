@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from amp_recipes.numerics.observe import OUTSIDE
 from amp_recipes.numerics.trial import Trial, plain_trial
+from amp_recipes.numerics.watch.observe import OUTSIDE
 
 Batch = tuple[torch.Tensor, ...]
 CONVOLUTION = ("convolution", "mkldnn_convolution", "_convolution")

@@ -5,7 +5,7 @@ import math
 import pytest
 from planted_faults import OUTSIDE, Planted, zoo
 
-from amp_recipes.numerics.drift import ModuleDrift, drift
+from amp_recipes.numerics.drift.drift import ModuleDrift, drift
 
 PINNABLE = [it for it in zoo(cause="precision") if it.culprit != OUTSIDE]
 AT_LEAST = 0.85  # of the networks

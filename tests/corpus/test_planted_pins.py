@@ -8,8 +8,8 @@ import pytest
 from planted_faults import OUTSIDE, ZOO, Planted, cases, zoo
 from torch import nn
 
-from amp_recipes.numerics.drift import drift
-from amp_recipes.numerics.pin_search import PinSearch, search_pins
+from amp_recipes.numerics.drift.drift import drift
+from amp_recipes.numerics.pins.search import PinSearch, search_pins
 from amp_recipes.numerics.trial import Trial, gradient_error
 
 PINNABLE = [it for it in zoo(cause="precision") if it.culprit != OUTSIDE]

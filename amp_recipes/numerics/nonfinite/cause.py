@@ -23,8 +23,8 @@ from amp_recipes.numerics.nonfinite.trace import NonfiniteTrace
 from amp_recipes.numerics.nonfinite.values import External, plain_tensors, range_of
 from amp_recipes.numerics.nonfinite.walk import Origin, find_origin
 from amp_recipes.numerics.nonfinite.words import message_of, norm_overflows, not_replayable
-from amp_recipes.numerics.observe import dtype_name
 from amp_recipes.numerics.trial import Outcome, Trial, Window
+from amp_recipes.numerics.watch.observe import dtype_name
 from amp_recipes.state.randomness import GENERATORS
 
 _PARTS = 16  # runs of parts of a batch that a search for samples may take

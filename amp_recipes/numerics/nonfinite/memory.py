@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from amp_recipes.files.user_code import Line
 from amp_recipes.numerics.nonfinite.values import FINITE, Birth, TensorRange, kind_of
-from amp_recipes.numerics.observe import Place, op_name
+from amp_recipes.numerics.watch.observe import Place, op_name
 
 # Ops that write all of what they change, and read none of it.
 _OVERWRITING = frozenset(

@@ -35,8 +35,8 @@ from amp_recipes.files.run_files import refuse_link, write_atomically
 from amp_recipes.numerics.nonfinite import command as commands
 from amp_recipes.numerics.nonfinite.plain_batches import PlainBatches
 from amp_recipes.numerics.nonfinite.values import TensorRange
-from amp_recipes.numerics.observe import dtype_name
 from amp_recipes.numerics.trial import Trial
+from amp_recipes.numerics.watch.observe import dtype_name
 from amp_recipes.precision import pinned_modules
 
 _VERSION = 1

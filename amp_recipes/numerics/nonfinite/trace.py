@@ -47,7 +47,7 @@ from amp_recipes.numerics.nonfinite.values import (
     rows_at_least,
     witness,
 )
-from amp_recipes.numerics.observe import OpWatch, graph_task
+from amp_recipes.numerics.watch.observe import OpWatch, graph_task
 from amp_recipes.state.randomness import generator_state
 
 _SEED = torch.ops.aten.ones_like.default  # a backward begins with the gradient of the loss by itself

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from amp_recipes.numerics.observe import dtype_name, op_name
+from amp_recipes.numerics.watch.observe import dtype_name, op_name
 
 # How bad a tensor is. What holds a NaN is NAN, whatever else it holds.
 FINITE, INFINITE, NAN = range(3)

@@ -12,8 +12,8 @@ from amp_recipes.files.user_code import Line
 from amp_recipes.numerics.nonfinite.memory import Cause, Written
 from amp_recipes.numerics.nonfinite.trace import NonfiniteTrace
 from amp_recipes.numerics.nonfinite.values import INFINITE, NAN, Birth, External, kind_of
-from amp_recipes.numerics.observe import OUTSIDE, Place, dtype_name, op_name
 from amp_recipes.numerics.trial import Outcome
+from amp_recipes.numerics.watch.observe import OUTSIDE, Place, dtype_name, op_name
 
 _MOST_ANCESTORS = 400  # that are asked for their shape
 # Ops whose output may have its rows in another order than what they read.

@@ -9,7 +9,7 @@ import torch
 
 from amp_recipes.numerics.nonfinite.values import Birth, TensorRange
 from amp_recipes.numerics.nonfinite.walk import Origin
-from amp_recipes.numerics.observe import OUTSIDE
+from amp_recipes.numerics.watch.observe import OUTSIDE
 
 _MOST_NAMED = 8  # samples, modules
 

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_recipes.errors import PrecisionError
 from amp_recipes.files.user_code import Line
-from amp_recipes.numerics.census import pins_hold, take_census
-from amp_recipes.numerics.census_watch import CensusWatch
-from amp_recipes.numerics.fake_census import fake_census
-from amp_recipes.numerics.observe import OUTSIDE
+from amp_recipes.numerics.census.census import pins_hold, take_census
+from amp_recipes.numerics.census.fake_census import fake_census
+from amp_recipes.numerics.census.watch import CensusWatch
 from amp_recipes.numerics.trial import Trial, plain_trial
+from amp_recipes.numerics.watch.observe import OUTSIDE
 from amp_recipes.precision import TorchAutocast, fwd_default_precision, pin_fp32
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -805,7 +805,7 @@ def test_a_step_that_fails_leaves_no_mode_behind():
 
 
 def test_records_are_counted_on_the_way(monkeypatch):
-    from amp_recipes.numerics import census_watch
+    from amp_recipes.numerics.census import watch as census_watch
 
     net, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), torch.randn(3, 4)
     whole = census_of(net, x)

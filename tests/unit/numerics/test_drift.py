@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from amp_recipes.numerics.drift import ModuleDrift, drift
-from amp_recipes.numerics.drift_watch import Inside, Measure
-from amp_recipes.numerics.own_ops import CallDtypes, OwnOps
+from amp_recipes.numerics.drift.drift import ModuleDrift, drift
+from amp_recipes.numerics.drift.own_ops import CallDtypes, OwnOps
+from amp_recipes.numerics.drift.watch import Inside, Measure
 from amp_recipes.numerics.trial import Trial, gradient_error, plain_trial
 
 BF16, FP16 = torch.bfloat16, torch.float16

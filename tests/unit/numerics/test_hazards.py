@@ -13,13 +13,13 @@ from cpu import recurrent_in_bf16
 from torch import nn
 from torch.nn import functional as F
 
-from amp_recipes.numerics import hazard_modules
-from amp_recipes.numerics.hazard_calls import _CAST_ON_CUDA_ALONE, _MOVES, _differs_on_cuda
-from amp_recipes.numerics.hazard_list import KINDS
-from amp_recipes.numerics.hazards import find_hazards
+from amp_recipes.numerics.hazards import modules as hazard_modules
+from amp_recipes.numerics.hazards.calls import _CAST_ON_CUDA_ALONE, _MOVES, _differs_on_cuda
+from amp_recipes.numerics.hazards.hazards import find_hazards
+from amp_recipes.numerics.hazards.list import KINDS
+from amp_recipes.numerics.ops.reference import documented
 from amp_recipes.numerics.trial import Trial, plain_trial
 from amp_recipes.precision import pin_fp32
-from amp_recipes.precision.op_reference import documented
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 NET = """

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_recipes.numerics.lost_pins import lost_pins
+from amp_recipes.numerics.pins.lost import lost_pins
 from amp_recipes.numerics.trial import plain_trial
 from amp_recipes.precision import fwd_default_precision, pin_fp32
 

@@ -22,8 +22,8 @@ from amp_recipes.numerics.nonfinite.memory import Written
 from amp_recipes.numerics.nonfinite.samples import samples_by_parts
 from amp_recipes.numerics.nonfinite.trace import NonfiniteTrace
 from amp_recipes.numerics.nonfinite.values import INFINITE, NAN, kind_of, range_of
-from amp_recipes.numerics.observe import OUTSIDE
 from amp_recipes.numerics.trial import plain_trial
+from amp_recipes.numerics.watch.observe import OUTSIDE
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 INF = math.inf

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from amp_recipes.config import load_hparams
-from amp_recipes.numerics.drift import drift
-from amp_recipes.numerics.gradient_noise import ErrorSums, GradientNoise
-from amp_recipes.numerics.pin_proof import SavedBytes, steps_that_fit, train_with_pins
-from amp_recipes.numerics.pin_search import default_tolerance, search_pins
+from amp_recipes.numerics.drift.drift import drift
+from amp_recipes.numerics.pins.gradient_noise import ErrorSums, GradientNoise
+from amp_recipes.numerics.pins.proof import SavedBytes, steps_that_fit, train_with_pins
+from amp_recipes.numerics.pins.search import default_tolerance, search_pins
 from amp_recipes.numerics.trial import Course, Outcome, Trial, gradient_error, plain_trial
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -137,7 +137,7 @@ def test_no_set_is_run_twice(monkeypatch):
     ranked = drift(trial, windows(2), BF16)
     search, held_out = windows(3), windows(3, seed=1)
     monkeypatch.setattr(Trial, "run", counted)
-    monkeypatch.setattr("amp_recipes.numerics.pin_search.cost", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr("amp_recipes.numerics.pins.search.cost", lambda *_: (1.0, 1.0))
     found = search_pins(trial, search, held_out, BF16, 1.0, ranked=ranked, steps=0)
     # The census looks again at the set that was found, and at how it runs without being looked at.
     assert found.verified and len(seen) - len(set(seen)) <= 2

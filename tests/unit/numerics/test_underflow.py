@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from amp_recipes.numerics.observe import OpWatch, tensors_in
-from amp_recipes.numerics.op_kinds import op_kind
 from amp_recipes.numerics.trial import plain_trial
-from amp_recipes.numerics.underflow import underflow
+from amp_recipes.numerics.watch.observe import OpWatch, tensors_in
+from amp_recipes.numerics.watch.op_kinds import op_kind
+from amp_recipes.numerics.watch.underflow import underflow
 
 FP16 = torch.float16
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from amp_recipes import Brain, Stage
 from amp_recipes.errors import PrecisionError
+from amp_recipes.numerics.pins.unrunnable import find_unrunnable
 from amp_recipes.numerics.trial import plain_trial
-from amp_recipes.numerics.unrunnable import find_unrunnable
 
 BF16 = torch.bfloat16
 BATCHES = [torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]

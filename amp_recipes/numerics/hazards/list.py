@@ -26,7 +26,7 @@ _LINES_NAMED = 3
 # Frames that never are where a value was chosen: torch's, ours, the standard library's.
 _CARRIERS = tuple(
     str(Path(folder).resolve())
-    for folder in (Path(__file__).parent.parent, Path(torch.__file__).parent, sysconfig.get_path("stdlib"))
+    for folder in (Path(__file__).parents[2], Path(torch.__file__).parent, sysconfig.get_path("stdlib"))
 )
 _INSTALLED = ("site-packages", "dist-packages")
 

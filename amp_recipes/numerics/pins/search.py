@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from amp_recipes.numerics.census import pins_hold, take_census
-from amp_recipes.numerics.drift import ModuleDrift
-from amp_recipes.numerics.gradient_noise import ErrorSums, GradientError, GradientNoise
-from amp_recipes.numerics.pin_proof import Training, cost, steps_that_fit, train_with_pins
+from amp_recipes.numerics.census.census import pins_hold, take_census
+from amp_recipes.numerics.drift.drift import ModuleDrift
+from amp_recipes.numerics.pins.gradient_noise import ErrorSums, GradientError, GradientNoise
+from amp_recipes.numerics.pins.proof import Training, cost, steps_that_fit, train_with_pins
 from amp_recipes.numerics.trial import Outcome, Trial, Window
 
 # The search asks for less than the bounds: on held-out batches errors were seen to be up to 21 % larger.

@@ -14,10 +14,13 @@ import torch
 from cpu import runs_lstm
 
 from amp_recipes.errors import ConfigError, PrecisionError
-from amp_recipes.precision import op_findings, op_lists, op_probes, op_reference
-from amp_recipes.precision.op_findings import AS_GIVEN, CANNOT_RUN, EXEMPT, NOT_SEEN, OTHER_DTYPE, PARTLY
-from amp_recipes.precision.op_lists import DOCUMENTED, FLOAT32, KERNEL_OF, LOWER_PRECISION, RAISES, STANDS_FOR, WIDEST
-from amp_recipes.precision.op_reference import documented, policy, probe, registry, report_ops
+from amp_recipes.numerics.ops import findings as op_findings
+from amp_recipes.numerics.ops import lists as op_lists
+from amp_recipes.numerics.ops import probes as op_probes
+from amp_recipes.numerics.ops import reference as op_reference
+from amp_recipes.numerics.ops.findings import AS_GIVEN, CANNOT_RUN, EXEMPT, NOT_SEEN, OTHER_DTYPE, PARTLY
+from amp_recipes.numerics.ops.lists import DOCUMENTED, FLOAT32, KERNEL_OF, LOWER_PRECISION, RAISES, STANDS_FOR, WIDEST
+from amp_recipes.numerics.ops.reference import documented, policy, probe, registry, report_ops
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DEVICE_TYPES = ("cpu", "cuda", "xpu")

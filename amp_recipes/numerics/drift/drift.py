@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_recipes.numerics.drift_watch import Inside, Measure, Measured
-from amp_recipes.numerics.observe import OUTSIDE, OpWatch, tensors_in
-from amp_recipes.numerics.op_kinds import op_kind
-from amp_recipes.numerics.own_ops import LOW, CallDtypes, OwnOps, hookable
+from amp_recipes.numerics.drift.own_ops import LOW, CallDtypes, OwnOps, hookable
+from amp_recipes.numerics.drift.watch import Inside, Measure, Measured
 from amp_recipes.numerics.trial import Outcome, Trial, Window, gradient_error
+from amp_recipes.numerics.watch.observe import OUTSIDE, OpWatch, tensors_in
+from amp_recipes.numerics.watch.op_kinds import op_kind
 
 
 @dataclass

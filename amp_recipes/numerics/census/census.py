@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_recipes.numerics.census_rows import (
+from amp_recipes.numerics.census.neutrality import differing_modules, same_bits
+from amp_recipes.numerics.census.rows import (
     LOW,
     PINNED,
     CacheEffect,
@@ -20,11 +21,10 @@ from amp_recipes.numerics.census_rows import (
     OpCount,
     RoundTripCount,
 )
-from amp_recipes.numerics.census_watch import CensusWatch, Tally
-from amp_recipes.numerics.neutrality import differing_modules, same_bits
-from amp_recipes.numerics.observe import dtype_name
-from amp_recipes.numerics.op_kinds import OpKind
+from amp_recipes.numerics.census.watch import CensusWatch, Tally
 from amp_recipes.numerics.trial import Outcome, Trial, Window
+from amp_recipes.numerics.watch.observe import dtype_name
+from amp_recipes.numerics.watch.op_kinds import OpKind
 from amp_recipes.precision import decorated_modules, pinned_modules
 
 _WIDE = {"float32", "float64"}

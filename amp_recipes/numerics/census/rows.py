@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from amp_recipes.files.user_code import Line
-from amp_recipes.numerics.census_watch import Asker
-from amp_recipes.numerics.observe import OUTSIDE, Phase, dtype_name
-from amp_recipes.numerics.op_kinds import Doing
+from amp_recipes.numerics.census.watch import Asker
+from amp_recipes.numerics.watch.observe import OUTSIDE, Phase, dtype_name
+from amp_recipes.numerics.watch.op_kinds import Doing
 
 # Below float32, by name.
 LOW = frozenset(

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from amp_recipes.files.user_code import Line, user_line
-from amp_recipes.numerics.op_kinds import op_kind
+from amp_recipes.numerics.watch.op_kinds import op_kind
 
 Phase = Literal["forward", "backward", "recompute"]
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_recipes.numerics.hazard_calls import CallHazards
-from amp_recipes.numerics.hazard_list import Found, Grade, library_line, names
-from amp_recipes.numerics.hazard_modules import NAMES
-from amp_recipes.numerics.observe import OpWatch, dtype_name, tensors_in
-from amp_recipes.numerics.op_kinds import OpKind, op_kind
-from amp_recipes.precision.op_lists import FLOAT32, KERNEL_OF, LOWER_PRECISION, policy
+from amp_recipes.numerics.hazards.calls import CallHazards
+from amp_recipes.numerics.hazards.list import Found, Grade, library_line, names
+from amp_recipes.numerics.hazards.modules import NAMES
+from amp_recipes.numerics.ops.lists import FLOAT32, KERNEL_OF, LOWER_PRECISION, policy
+from amp_recipes.numerics.watch.observe import OpWatch, dtype_name, tensors_in
+from amp_recipes.numerics.watch.op_kinds import OpKind, op_kind
 
 _LARGEST = torch.finfo(torch.float16).max  # 65504
 _LARGEST_BF16 = torch.finfo(torch.bfloat16).max

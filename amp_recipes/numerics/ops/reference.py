@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from amp_recipes.errors import PrecisionError
-from amp_recipes.precision.amp_config import AMPConfig, device_capabilities
-from amp_recipes.precision.op_findings import (
+from amp_recipes.numerics.ops.findings import (
     AS_GIVEN,
     BY_PARTS,
     CANNOT_RUN,
@@ -28,7 +27,7 @@ from amp_recipes.precision.op_findings import (
     is_here,
     probe,
 )
-from amp_recipes.precision.op_lists import (
+from amp_recipes.numerics.ops.lists import (
     DOCUMENTED_TORCH,
     FLOAT32,
     KERNEL_OF,
@@ -39,7 +38,8 @@ from amp_recipes.precision.op_lists import (
     policy,
     undocumented,
 )
-from amp_recipes.precision.op_probes import CPU_ONLY
+from amp_recipes.numerics.ops.probes import CPU_ONLY
+from amp_recipes.precision.amp_config import AMPConfig, device_capabilities
 
 __all__ = ["OpFinding", "OpReference", "documented", "op_reference", "policy", "probe", "registry", "report_ops"]
 

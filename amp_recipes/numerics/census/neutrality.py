@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp_recipes.numerics.observe import OpWatch, dtype_name, tensors_in
 from amp_recipes.numerics.trial import Outcome, Trial, Window
+from amp_recipes.numerics.watch.observe import OpWatch, dtype_name, tensors_in
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

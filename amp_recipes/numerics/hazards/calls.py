@@ -13,11 +13,11 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from amp_recipes.files.user_code import Line, user_line
-from amp_recipes.numerics.hazard_list import Found, Grade, library_line, names
-from amp_recipes.numerics.hazard_modules import NAMES
-from amp_recipes.numerics.observe import Attribution, tensors_in
+from amp_recipes.numerics.hazards.list import Found, Grade, library_line, names
+from amp_recipes.numerics.hazards.modules import NAMES
+from amp_recipes.numerics.ops.lists import DOCUMENTED, FLOAT32, LOWER_PRECISION, RAISES, policy
+from amp_recipes.numerics.watch.observe import Attribution, tensors_in
 from amp_recipes.precision.autocast import AUTOCAST_DEVICE_TYPES
-from amp_recipes.precision.op_lists import DOCUMENTED, FLOAT32, LOWER_PRECISION, RAISES, policy
 
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 # A CPU runs these as they are given, where CUDA casts them.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.nn.functional as F
 
-from amp_recipes.precision.op_lists import KERNEL_OF
+from amp_recipes.numerics.ops.lists import KERNEL_OF
 
 aten = torch.ops.aten
 

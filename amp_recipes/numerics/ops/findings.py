@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_recipes.errors import PrecisionError
+from amp_recipes.numerics.ops.lists import FLOAT32, LOWER_PRECISION, RAISES, STANDS_FOR, WIDEST, documented
+from amp_recipes.numerics.ops.probes import CALLS, CPU_ONLY, GPU_ONLY, NOT_ELIGIBLE, Call, Inputs, kernels_of
 from amp_recipes.precision.amp_config import resolve_precision
 from amp_recipes.precision.autocast import TorchAutocast
-from amp_recipes.precision.op_lists import FLOAT32, LOWER_PRECISION, RAISES, STANDS_FOR, WIDEST, documented
-from amp_recipes.precision.op_probes import CALLS, CPU_ONLY, GPU_ONLY, NOT_ELIGIBLE, Call, Inputs, kernels_of
 
 AS_GIVEN = "as given"  # run in the dtype of its inputs: autocast changes nothing
 EXEMPT = "not eligible"  # documented so: in place, out=, dtype=, float64, integers

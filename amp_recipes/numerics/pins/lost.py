@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from amp_recipes.modules.torch_script import class_before_script
-from amp_recipes.numerics.census_rows import LOW
-from amp_recipes.numerics.census_watch import CensusWatch
-from amp_recipes.numerics.observe import OUTSIDE, OpWatch, dtype_name, tensors_in
+from amp_recipes.numerics.census.rows import LOW
+from amp_recipes.numerics.census.watch import CensusWatch
 from amp_recipes.numerics.trial import Trial, Window
+from amp_recipes.numerics.watch.observe import OUTSIDE, OpWatch, dtype_name, tensors_in
 from amp_recipes.precision import pinned_modules
 from amp_recipes.precision.autocast import has_default_precision
 

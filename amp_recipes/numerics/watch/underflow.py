@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_recipes.numerics.observe import OpWatch, op_name, tensors_in
 from amp_recipes.numerics.trial import Trial, Window
+from amp_recipes.numerics.watch.observe import OpWatch, op_name, tensors_in
 
 _LARGEST = torch.finfo(torch.float16).max
 _SCALES = range(0, 33)  # log2

@@ -6,9 +6,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_recipes.files.user_code import Line, user_line
-from amp_recipes.numerics.hazard_list import Found, Hazard
-from amp_recipes.numerics.hazard_modules import note_modules
-from amp_recipes.numerics.hazard_ops import OpHazards
+from amp_recipes.numerics.hazards.list import Found, Hazard
+from amp_recipes.numerics.hazards.modules import note_modules
+from amp_recipes.numerics.hazards.ops import OpHazards
 from amp_recipes.numerics.trial import Trial, Window
 
 __all__ = ["Hazard", "find_hazards"]

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp_recipes.numerics.observe import OpWatch, graph_task, tensors_in
-from amp_recipes.numerics.op_kinds import op_kind
-from amp_recipes.numerics.own_ops import OwnOps, floating
+from amp_recipes.numerics.drift.own_ops import OwnOps, floating
+from amp_recipes.numerics.watch.observe import OpWatch, graph_task, tensors_in
+from amp_recipes.numerics.watch.op_kinds import op_kind
 from amp_recipes.precision import map_tensors
 
 FP16_MAX = torch.finfo(torch.float16).max  # 65504

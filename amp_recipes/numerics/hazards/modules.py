@@ -16,7 +16,7 @@ from torch import nn
 
 from amp_recipes.files.user_code import Line, lies_with_the_user
 from amp_recipes.modules.torch_script import class_before_script
-from amp_recipes.numerics.hazard_list import Found
+from amp_recipes.numerics.hazards.list import Found
 from amp_recipes.precision.autocast import has_default_precision
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import (
 )
 
 from amp_recipes.errors import PrecisionError
-from amp_recipes.numerics.census import census_of
-from amp_recipes.numerics.census_rows import Census
-from amp_recipes.numerics.census_watch import CensusWatch
+from amp_recipes.numerics.census.census import census_of
+from amp_recipes.numerics.census.rows import Census
+from amp_recipes.numerics.census.watch import CensusWatch
+from amp_recipes.numerics.ops.findings import autocast_without_device
 from amp_recipes.numerics.trial import plain_trial
 from amp_recipes.precision import TorchAutocast, map_tensors
-from amp_recipes.precision.op_findings import autocast_without_device
 
 
 def fake_census(

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import is_grad_enabled, nn
 
 from amp_recipes.files.user_code import Line
-from amp_recipes.numerics.observe import ACCUMULATE_GRAD, OpWatch, Place, running_node, tensors_in
-from amp_recipes.numerics.op_kinds import KINDS, OpKind, op_kind
+from amp_recipes.numerics.watch.observe import ACCUMULATE_GRAD, OpWatch, Place, running_node, tensors_in
+from amp_recipes.numerics.watch.op_kinds import KINDS, OpKind, op_kind
 from amp_recipes.precision import autocast
 
 Asker = Literal["autocast", "user", "pin", "script", "backward"]

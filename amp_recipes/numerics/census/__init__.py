@@ -1,0 +1,1 @@
+"""Counts the dtypes in which a step computes."""

@@ -1,0 +1,1 @@
+"""Measures where low precision departs from fp32."""

@@ -1,0 +1,1 @@
+"""Lists what is known to be dangerous in low precision, and finds it in a model."""

@@ -1,0 +1,1 @@
+"""Tells what autocast does to each op."""

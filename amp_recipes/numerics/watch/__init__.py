@@ -1,0 +1,1 @@
+"""Watches the ops of a step."""

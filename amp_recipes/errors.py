@@ -13,6 +13,11 @@
 Each message says where, what was given, what is accepted and what to do.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class AmpRecipesError(Exception):
     """Every error that the framework raises on purpose."""
@@ -48,3 +53,9 @@ class FolderInUseError(AmpRecipesError, RuntimeError):
 
 class ProcessError(AmpRecipesError, RuntimeError):
     """The processes of a run could not meet, lost each other, or waited for each other in vain."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the nearest of the known names; empty if none is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return f" Did you mean '{near[0]}'?" if near else ""

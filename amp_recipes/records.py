@@ -32,21 +32,14 @@ class StepRecord:
     seconds: float  # since the stage began
     memory_bytes: int | None  # peak allocated on the device so far; None where the device does not tell
     wall_time: float  # seconds since 1970 (UTC)
+    recovery: str | None = None  # in the recovery from a spike: what it does with more care, as `on_spike` has it
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as one flat `metrics.jsonl` object."""
-        return {"kind": "step", **{name: getattr(self, name) for name in StepRecord.__slots__}}
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveryStepRecord(StepRecord):
-    """An update in the recovery from a spike."""
-
-    recovery: str  # what it does with more care: `lower_lr` or `wider_precision`, as `on_spike` has it
-
-    def as_dict(self) -> dict[str, Any]:
-        """As that of other steps, with the field `recovery`."""
-        return {**StepRecord.as_dict(self), "recovery": self.recovery}
+        """The record as one flat `metrics.jsonl` object; `recovery` is in it during one."""
+        record = {"kind": "step", **{name: getattr(self, name) for name in self.__slots__}}
+        if self.recovery is None:
+            del record["recovery"]
+        return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +62,9 @@ class StageRecord:
         return {"kind": "stage", **asdict(self)}
 
 
+_TOTALS = ("seconds", "training_seconds", "epochs", "samples", "samples_per_second", "last", "best")
+
+
 @dataclass(slots=True)
 class RunSummary:
     """What a finished `fit` or `evaluate` amounts to; written to `summary.json`."""
@@ -89,18 +85,25 @@ class RunSummary:
     peak_memory_of: str = "process"  # what the peak counts: the device's allocator, or the process
     last: dict[str, dict[str, float]] = field(default_factory=dict)  # stage -> loss and metrics
     best: dict[str, float | int] | None = None  # {"metric": value, "epoch": n} where a metric is watched
+    # With the option `on_spike`; None without it.
+    spikes: int | None = None  # how often loss or gradient norm left its band, or nonfinite_patience ran out
+    went_back: int | None = None  # how often the run went back to a checkpoint for it
 
     def as_dict(self) -> dict[str, Any]:
-        """The summary as one JSON object, with the schema version."""
-        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        """The summary as one JSON object, with the schema version; the counts of spikes where they are counted."""
+        summary = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        if self.spikes is None:
+            del summary["spikes"], summary["went_back"]
+        return summary
 
+    def totals(self) -> dict[str, Any]:
+        """What a resumed run goes on counting."""
+        return {name: getattr(self, name) for name in _TOTALS}
 
-@dataclass(slots=True)
-class WatchedSummary(RunSummary):
-    """The summary of a run with `on_spike`."""
-
-    spikes: int = 0  # how often loss or gradient norm left its band, or nonfinite_patience ran out
-    went_back: int = 0  # how often the run went back to a checkpoint for it
+    def take_totals(self, totals: Mapping[str, Any]) -> None:
+        """Go on counting from what `totals` returned."""
+        for name, value in totals.items():
+            setattr(self, name, value)
 
 
 class Logger(Protocol):

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from torch.utils.data import get_worker_info
 
-from amp_recipes.distributed.interrupts import SIGNALS, is_default
+from amp_recipes.interrupts import SIGNALS, is_default
 
 TIMEOUT_SECONDS = 300.0  # for a batch, where the user sets no limit: a hung file system must not hang the run
 _END_CHECK_SECONDS = 0.5  # how often a worker looks whether it is to end

@@ -123,3 +123,24 @@ def _is_deep(value: Any) -> bool:
 
 def _items(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def path_below(folder: Path, name: str | os.PathLike[str], taken: Iterable[str]) -> Path | None:
+    """`folder / name`, with the folders on the way made; None in a folder that may only be read.
+
+    taken: names in the folder that are not to be given away. Raises ConfigError for them, for a name that leads out of
+    the folder, and where a folder cannot be made.
+    """
+    path = folder / name
+    below = Path(os.path.relpath(path.resolve(), folder.resolve())).parts
+    if not below or below[0] == "..":
+        raise ConfigError(f"output_path('{name}') is not below {folder}: give the name of a file in it.")
+    if below[0] in taken:
+        raise ConfigError(f"output_path('{name}') is where the run keeps its own {below[0]}: give another name.")
+    if folder.is_dir() and not os.access(folder, os.W_OK):
+        return None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_path('{name}'): {error.strerror}: {error.filename}.") from error
+    return path

@@ -9,13 +9,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from amp_recipes.loggers.text import format_stage, stage_name
-from amp_recipes.records import Logger, RecoveryStepRecord, RunSummary, StageRecord, StepRecord
+from amp_recipes.records import Logger, RunSummary, StageRecord, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -117,8 +116,7 @@ class RunLog:
         if self._records % self._interval == 0:
             self._memory = device_peak_memory(self._device)
         self._records += 1
-        kind = StepRecord if self.recovery is None else partial(RecoveryStepRecord, recovery=self.recovery)
-        record = kind(
+        record = StepRecord(
             stage=self._stage,
             epoch=self._epoch,
             step=step,
@@ -134,6 +132,7 @@ class RunLog:
             seconds=seconds,
             memory_bytes=self._memory,
             wall_time=time.time(),
+            recovery=self.recovery,
         )
         for logger in self.loggers:
             logger.log_step(record)

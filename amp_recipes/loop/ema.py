@@ -1,9 +1,9 @@
-"""An exponential moving average of trainable parameters, and the swap that lets evaluation use it."""
+"""Averages trainable parameters over the updates, and swaps the averages in for evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -92,3 +92,31 @@ class WeightAverage:
         with torch.no_grad():
             for name, average in zip(self._names, self._averages, strict=True):
                 average.copy_(state[name])
+
+
+class NoAverage:
+    """Stands where `ema_decay` is not set: evaluation uses the weights that train."""
+
+    def take_over(self, modules: nn.Module) -> None:
+        """Nothing is averaged."""
+
+    def restart(self) -> None:
+        """Nothing is averaged."""
+
+    def update(self) -> None:
+        """Nothing is averaged."""
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Within it, the modules hold the parameters that train."""
+        return nullcontext()
+
+    def set_aside(self) -> AbstractContextManager[None]:
+        """Within it, the modules hold the parameters that train."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """No averages."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take no averages."""

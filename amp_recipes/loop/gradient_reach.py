@@ -16,21 +16,15 @@ _NAMED = 8  # a line, not a page
 
 
 class GradientReach:
-    """The parameters that the losses of the first window depend on, and the optimizers that they were for.
+    """The parameters that the losses of the first window depend on, and the optimizers that they were for."""
 
-    is_open: whether there will be a report; otherwise nothing is noted.
-    """
-
-    def __init__(self, is_open: bool = True) -> None:
-        self._is_open = is_open
+    def __init__(self) -> None:
         self._is_whole = True  # a function with a backward in Python may hide what it depends on, as checkpointing does
         self._reached: dict[int, torch.Tensor] = {}
         self._optimizers: set[str] = set()
 
     def follow(self, loss: torch.Tensor, optimizers: Iterable[str]) -> None:
         """Note the parameters behind a loss that is about to be differentiated for these optimizers."""
-        if not self._is_open:
-            return
         self._optimizers.update(optimizers)
         pending, seen = [getattr(loss, "grad_fn", None)], set()
         while pending:
@@ -45,11 +39,8 @@ class GradientReach:
             pending += [before for before, _ in node.next_functions]
 
     def report(self, holder: object, modules: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
-        """Warn, once, of what does not fit; holder: the object on which a recipe may keep modules of its own."""
-        if not self._is_open or not self._reached:
-            return
-        self._is_open = False
-        reached, self._reached = self._reached, {}
+        """Warn of what does not fit; holder: the object on which a recipe may keep modules of its own."""
+        reached = self._reached
         own = [value for value in vars(holder).values() if isinstance(value, Optimizer)]
         held = {id(each): each for optimizer in [*optimizers.values(), *own] for each in _parameters(optimizer)}
         # Of sharded ones the graph holds others, which are whole. None in common: copies in another precision, perhaps.

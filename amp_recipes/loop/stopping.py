@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
-from amp_recipes.errors import ConfigError
+from amp_recipes.errors import ConfigError, did_you_mean
 
 
 class MetricWatch:
@@ -28,12 +27,10 @@ class MetricWatch:
     def observe(self, metrics: Mapping[str, float], epoch: int | None) -> None:
         """Take in one epoch's metrics; raises ConfigError if the metric is not among them."""
         if self.metric not in metrics:
-            near = get_close_matches(self.metric, metrics, n=1)
             raise ConfigError(
                 f"early_stop_metric '{self.metric}' is not among the metrics of epoch {epoch}: "
-                f"{', '.join(metrics) or 'none'}. "
-                + (f"Did you mean '{near[0]}'? " if near else "")
-                + f"Add it with self.add_metric('{self.metric}', total, count), or return it from on_stage_end."
+                f"{', '.join(metrics) or 'none'}.{did_you_mean(self.metric, metrics)} "
+                f"Add it with self.add_metric('{self.metric}', total, count), or return it from on_stage_end."
             )
         value = self._sign * metrics[self.metric]
         best = -math.inf if self.best is None else self._sign * self.best

@@ -1,1 +1,34 @@
-"""What a precision does to a model: instruments that watch a step, and what they find."""
+"""Tells what a precision does to a model: instruments that watch a step, and what they find."""
+
+from typing import TYPE_CHECKING
+
+from amp_recipes.files.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from amp_recipes.numerics.diagnosis import Diagnosis, Questions, diagnose
+    from amp_recipes.numerics.nonfinite import locate, read_replay, write_report
+    from amp_recipes.numerics.pins.unrunnable import Unrunnable, find_unrunnable, first_line
+    from amp_recipes.numerics.trial import Trial
+
+__all__ = [
+    "Diagnosis",
+    "Questions",
+    "Trial",
+    "Unrunnable",
+    "diagnose",
+    "find_unrunnable",
+    "first_line",
+    "locate",
+    "read_replay",
+    "write_report",
+]
+# Imported when they are first asked for: a run that stays finite, in fp32, needs none of them.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "diagnosis": ("Diagnosis", "Questions", "diagnose"),
+        "nonfinite": ("locate", "read_replay", "write_report"),
+        "pins.unrunnable": ("Unrunnable", "find_unrunnable", "first_line"),
+        "trial": ("Trial",),
+    },
+)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 class PrecisionPlan:
     """The contexts, the scaler, the updates and the pins of a run.
 
+    training_ctx, evaluation_ctx: the contexts of a forward in training, and in evaluation.
     options: has the run options on precision, loss scale and nonfinite values as attributes; modules: pinned in
     place; agree, ranks: see `UpdateOwner`. Warnings about slow or emulated formats are logged here, before training.
     Raises PrecisionError for what the device cannot do, ConfigError for pins that match nothing.
@@ -39,15 +42,14 @@ class PrecisionPlan:
         self.evaluation = resolve_precision(options.eval_precision, device)
         for found in dict.fromkeys((self.training, self.evaluation)):
             _announce(found)
-        self.training_ctx = TorchAutocast(device_type=device.type, dtype=self.training.dtype)
+        self._low_ctx = TorchAutocast(device_type=device.type, dtype=self.training.dtype)
+        self.training_ctx = self._low_ctx
         self.evaluation_ctx = TorchAutocast(device_type=device.type, dtype=self.evaluation.dtype)
 
         self._fp32_ctx = TorchAutocast(device_type=device.type, dtype=torch.float32)
         self.widened = False
-        self._context_reported = False
         self._pins = pin_fp32(modules, options.fp32_modules)
         self.pinned = self._pins.names
-        self._dead_pins_reported = not self.pinned
         if self.pinned:
             logger.info("pinned to fp32: %s", ", ".join(self.pinned))
         # Also those that a class pins itself, by decorating its forward.
@@ -67,18 +69,30 @@ class PrecisionPlan:
         self.updates = UpdateOwner(modules, self.scaler, device, agree, ranks)
         self.patience = Patience(options.nonfinite_patience, self.training.name, self.scaler.min_scale)
 
-    def widen(self, on: bool) -> TorchAutocast:
-        """The context to train in from now on: fp32 where `on`, when losses are not scaled and the scale stays."""
+    def widen(self, on: bool) -> None:
+        """Train in fp32 from now on (`on`), when losses are not scaled and the scale stays; or as before."""
         self.widened = on
         self.scaler.pause(on)
-        return self._fp32_ctx if on else self.training_ctx
+        self.training_ctx = self._fp32_ctx if on else self._low_ctx
+
+    def for_trial(self, updates: UpdateOwner, context: Any) -> PrecisionPlan:
+        """A plan to try a step with: these updates, and this context around its forward."""
+        plan = copy.copy(self)
+        plan.updates, plan.scaler, plan.training_ctx = updates, updates.scaler, context
+        plan.patience = Patience(sys.maxsize, self.training.name, self.scaler.min_scale)
+        return plan
+
+    def evaluating_in(self, context: Any) -> PrecisionPlan:
+        """A plan to try an evaluation with: this context around its forward."""
+        plan = copy.copy(self)
+        plan.evaluation_ctx = context
+        return plan
 
     def report_missing_context(self) -> None:
-        """Warn, once, if training does not run at its precision: nobody has entered `training_ctx`."""
+        """Warn if training does not run at its precision: nobody has entered `training_ctx`."""
         if self.widened:
             return
-        if self.training.dtype != torch.float32 and not self.training_ctx.was_entered and not self._context_reported:
-            self._context_reported = True
+        if self.training.dtype != torch.float32 and not self._low_ctx.was_entered:
             logger.warning(
                 "precision is %s, but fit_batch computed in fp32: compute the forward and the loss under "
                 "`with self.training_ctx:`.",
@@ -86,10 +100,7 @@ class PrecisionPlan:
             )
 
     def report_dead_pins(self) -> None:
-        """Warn, once, of pinned modules whose forward has not been called by now."""
-        if self._dead_pins_reported:
-            return
-        self._dead_pins_reported = True
+        """Warn of pinned modules whose forward has not been called by now."""
         dead = self._pins.never_called()
         if dead:
             logger.warning(

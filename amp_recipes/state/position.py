@@ -1,77 +1,56 @@
-"""Where the loop stands, as a checkpoint keeps it, and what is left to do after a resume."""
+"""Keeps the place of a fit: which epoch, which part of it, and what is left of it after a resume."""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Moment = dict[str, Any]
+Snapshot = dict[str, Any]
 """Where the global generators (`random`) and those of loaders (`loaders`) are, and what the recipe remembers."""
-
-_EACH_ITS_OWN = ("step", "data", "stage_start", "now", "average", "metrics")  # of each process, in a checkpoint
 
 
 @dataclass(frozen=True)
 class Place:
     """The place inside an epoch's training that a resumed run goes on from.
 
-    step: batches that are done; data: the loader's own state, if it has one; stage_start: the moment just before the
-    loader was first asked, for loaders whose order comes from the global generators; now: the moment of the save.
+    step: batches that are done; data: the loader's own state, if it has one; stage_start: the snapshot taken just
+    before the loader was first asked, for loaders whose order comes from the global generators; now: that of the save.
     """
 
     step: int
     data: Any
-    stage_start: Moment
-    now: Moment
+    stage_start: Snapshot
+    now: Snapshot
 
 
 class Position:
-    """The place in the run: as a recoverable of the checkpoint, and what a resumed `fit` asks.
+    """The place of one fit, from its first epoch or from the checkpoint that it goes on from.
 
-    read: returns the loop's own numbers as they are now (a dict of plain values, with `step` and `data`); write: takes
-    them back; moment: returns the present `Moment`, of what is drawn alone if its argument is false; choose: of the
-    states of all processes that saved, by rank, the one to go on from here.
-    parts: what `part_of_process` returned in each process, for the next `state_dict`.
-    fit: which of the process's calls of `fit` this is, from 1.
+    snapshot: takes the present `Snapshot`, of the generators alone if its argument is false.
     epoch_loss_due: loss of an epoch whose end has not followed yet (its schedulers have not moved); None otherwise.
+    done: the last epoch that was trained whole.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], dict[str, Any]],
-        write: Callable[[Mapping[str, Any]], None],
-        moment: Callable[[bool], Moment],
-        choose: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda states: states[0],
-    ) -> None:
-        self._read = read
-        self._write = write
-        self._moment = moment
-        self.parts: list[dict[str, Any]] | None = None
-        self._choose = choose
-        self._token = uuid.uuid4().hex
-        self.start_afresh()
-
-    def start_afresh(self) -> None:
-        """A new `fit` begins: its epochs have nothing to do with those of the last."""
+    def __init__(self, snapshot: Callable[[bool], Snapshot]) -> None:
+        self._snapshot = snapshot
         self.epoch_loss_due: float | None = None
-        self.done: int | None = None  # the last epoch that was trained whole
+        self.done: int | None = None
         self._done_before: int | None = None  # the last one that was over before the resume
         self._one_before_done: int | None = None
         self._training = False  # an epoch's batches are asked for, also where none has come yet
         self._validating = False  # `done` is trained, but its validation is under way
         self._only_validation = False  # of the epoch that comes first after the resume
-        self._stage_start: Moment | None = None
+        self._stage_start: Snapshot | None = None
         self._place: Place | None = None
-        self._resumed_moment: Moment | None = None
+        self._at_save: Snapshot | None = None
 
     # ------------------------------------------------------------------ while the loop runs
 
     def training_begins(self, resumed: Place | None = None) -> None:
         """The epoch's batches are about to be asked for, for the first time or, resumed, after those that are done."""
         self._training = True
-        self._stage_start = self._moment(False) if resumed is None else resumed.stage_start
+        self._stage_start = self._snapshot(False) if resumed is None else resumed.stage_start
 
     def epoch_done(self, epoch: int) -> None:
         """An epoch was trained whole."""
@@ -81,7 +60,7 @@ class Position:
     def validation_begins(self) -> None:
         """The epoch's validation begins; a save inside it goes back to here."""
         self._validating = True
-        self._stage_start = self._moment(True)
+        self._stage_start = self._snapshot(True)
 
     def validation_ends(self) -> None:
         """The last batch of the epoch's validation is done."""
@@ -103,10 +82,10 @@ class Position:
         """Batches of the epoch that begins that were done before the resume."""
         return 0 if self._place is None else self._place.step
 
-    def take_moment(self) -> Moment | None:
-        """The moment of the save, once; None without a resume."""
-        moment, self._resumed_moment = self._resumed_moment, None
-        return moment
+    def take_snapshot(self) -> Snapshot | None:
+        """The snapshot of the save, once; None without a resume."""
+        snapshot, self._at_save = self._at_save, None
+        return snapshot
 
     def take_place(self) -> Place | None:
         """Where the epoch that begins goes on, once; None if at its first batch."""
@@ -123,46 +102,26 @@ class Position:
         only, self._only_validation = self._only_validation, False
         return only
 
-    # ------------------------------------------------------------------ as a recoverable
-
-    def part_of_process(self) -> dict[str, Any]:
-        """What of the state differs between processes."""
-        state = self._state()
-        return {name: state[name] for name in _EACH_ITS_OWN if name in state}
+    # ------------------------------------------------------------------ in a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """The loop's numbers and the place in the run.
-
-        others: what differs in the processes after the first; taken_by: nobody has set `parts`, and only the process
-        that this names finds itself in it.
-        """
-        parts, self.parts = self.parts, None
-        if parts is None:
-            return {**self._state(), "taken_by": self._token}
-        return {**self._state(), **parts[0], "others": parts[1:]}
-
-    def _state(self) -> dict[str, Any]:
-        now = self._stage_start if self._validating else self._moment(True)
+        """The place, with the snapshot to put back."""
         return {
-            **self._read(),
             "done": self._one_before_done if self._validating else self.done,
             "training": self._training,
             "validating": self._validating,
             "epoch_loss_due": self.epoch_loss_due,
             "stage_start": self._stage_start,
-            "now": now,
+            "now": self._stage_start if self._validating else self._snapshot(True),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state that `state_dict` returned, also with another number of processes."""
-        if state.get("taken_by") != self._token:
-            state = self._choose([dict(state), *({**state, **own} for own in state.get("others", []))])
-        self._write(state)
+        """Take what `state_dict` returned; `state` also has the `epoch`, `step` and `data` of the save."""
         self.done = self._done_before = state["done"]
         self.epoch_loss_due = state["epoch_loss_due"]
         self._only_validation = state["validating"]
         if self._only_validation:
             self._one_before_done, self.done = state["done"], state["epoch"]
-        self._resumed_moment = state["now"]
+        self._at_save = state["now"]
         if state["training"]:
             self._place = Place(state["step"], state["data"], state["stage_start"], state["now"])

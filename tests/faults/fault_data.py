@@ -171,7 +171,7 @@ def _train_and_look(run: Run) -> tuple[int, int, str]:
         fit(brain)
     except Exception as raised:
         error = type(raised).__name__
-    state = [*brain.modules.parameters(), *brain.modules.buffers(), *brain._ema.state_dict().values()]
+    state = [*brain.modules.parameters(), *brain.modules.buffers(), *brain._Brain__run.ema.state_dict().values()]
     return sum(int((~value.isfinite()).sum()) for value in state), brain.skipped_steps, error
 
 

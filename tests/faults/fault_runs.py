@@ -136,7 +136,7 @@ class Recipe(Brain):
 
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         """Report what was trained on; a batch that only keeps up with another process does not count."""
-        if not self._counts:
+        if not self._Brain__run.window.counts:
             return
         scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
         report("train", self.epoch, self.step, batch[0].tolist(), loss.item().hex(), scale)
@@ -230,7 +230,7 @@ def fingerprint(brain: Recipe) -> dict[str, str]:
     parts = {
         "weights": brain.modules.state_dict(),
         "optimizer": brain.optimizer.state_dict(),
-        "averaged weights": brain._ema.state_dict() if brain._ema is not None else None,
+        "averaged weights": brain._Brain__run.ema.state_dict(),
         "scaler": brain.scaler.state_dict(),
         "steps": (brain.optimizer_step, brain.skipped_steps),
         "torch generator": torch.get_rng_state(),

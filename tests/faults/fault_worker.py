@@ -286,7 +286,7 @@ class Recipe(Brain):
 
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         """Report what was trained on, unless it is there only to keep up with other ranks."""
-        if self._counts:
+        if self._Brain__run.window.counts:
             self.faults.report("train", self.epoch, self.step, batch[0].tolist(), loss.item().hex())
         self.faults.at("between steps")
 

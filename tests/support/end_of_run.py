@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import torch
+from inside import run_of
 
 
 def everything(brain):
@@ -17,7 +18,7 @@ def everything(brain):
         ],
         "rates": [group["lr"] for optimizer in brain.optimizers_dict.values() for group in optimizer.param_groups],
         "scaler": brain.scaler.state_dict(),
-        "average": None if brain._ema is None else [a.tolist() for a in brain._ema.state_dict().values()],
+        "average": [a.tolist() for a in run_of(brain).ema.state_dict().values()],
         "steps": (brain.optimizer_step, brain.skipped_steps),
         "torch": torch.rand(2).tolist(),
         "python": random.random(),
@@ -25,5 +26,5 @@ def everything(brain):
         "metrics": brain.summary.last,
         "best": brain.summary.best,
         "samples": (brain.summary.samples, brain.summary.epochs),
-        "spikes": (getattr(brain.summary, "spikes", 0), getattr(brain.summary, "went_back", 0)),
+        "spikes": (brain.summary.spikes or 0, brain.summary.went_back or 0),
     }

@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import torch
 from end_of_run import everything
+from inside import run_of
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -145,6 +146,20 @@ def batches(count=24, bad=(18,), size=1e3):
 class Watched(Recipe):
     """Notes where it goes back."""
 
-    def _go_back(self):
-        super()._go_back()
+    def on_fit_start(self):
+        recovery = run_of(self).recovery
+        go_back = type(recovery).go_back
+
+        def noted():
+            self.before_going_back()
+            go_back(recovery)
+            self.after_going_back()
+
+        recovery.go_back = noted
+        super().on_fit_start()
+
+    def before_going_back(self):
+        """Nothing has been put back yet."""
+
+    def after_going_back(self):
         self.journal.returned = state_of(self), len(self.journal.lines)

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 import torch
 from end_of_run import everything
+from inside import run_of
 from pairwise import each_once
 from programs import DEADLINE_SECONDS, Program
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from amp_recipes import Brain, EpochCounter, Stage
-from amp_recipes.distributed.interrupts import RunInterrupted
 from amp_recipes.errors import CheckpointError, NonfiniteError
+from amp_recipes.interrupts import RunInterrupted
 
 SAMPLES, BATCH, EPOCHS = 22, 4, 3
 
@@ -238,7 +239,7 @@ def test_a_signal_that_means_save_and_go_on_does_so(tmp_path, stage, caplog):
     at = 3 if stage is Stage.TRAIN else 1
     brain = make(str(tmp_path), (stage, at), save_on_request, save_signals=["SIGUSR1"], ckpt_background=False)
     saved = []
-    brain._checkpoints.save_inside_epoch = watched(brain._checkpoints.save_inside_epoch, saved)
+    run_of(brain).checkpoints.save_inside_epoch = watched(run_of(brain).checkpoints.save_inside_epoch, saved)
     fit(brain)
     assert brain.end == whole_run().end and brain.journal.lines == whole_run().journal.lines
     # In a validation it waits for the next window.
@@ -271,10 +272,11 @@ for stream in (0, 1, 2):
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 sys.path[:0] = {sys.path!r}
 import test_resume
+from inside import run_of
 from amp_recipes import Stage
 def wait():
     open({str(tmp_path / "ready")!r}, "w").close()
-    while brain._interrupts.requested is None:
+    while run_of(brain).interrupts.requested is None:
         signal.pause()
 brain = test_resume.make({str(tmp_path / "run")!r}, (Stage.TRAIN, 3), wait, noprogressbar=False)
 test_resume.fit(brain)
@@ -346,7 +348,7 @@ def test_init_from_begins_with_the_weights_that_another_run_evaluates(tmp_path, 
     other = fit(make(str(tmp_path / "one"), **options))
     expected = dict(other.modules.state_dict())
     if options:
-        expected.update(other._ema.state_dict())
+        expected.update(run_of(other).ema.state_dict())
     newest = max((tmp_path / "one" / "save").glob("CKPT*"))
     begins = make(str(tmp_path / "two"), (Stage.TRAIN, 1), die, init_from=str(newest), **options)
     with pytest.raises(Died):
@@ -387,7 +389,7 @@ def test_a_parameter_that_is_nan_does_not_replace_a_good_checkpoint(tmp_path, ba
         fit(brain)
     assert background or "model.0.weight" in str(raised.value)
     newest = make(str(tmp_path))
-    newest._resume()
+    run_of(newest).resume.from_newest()
     assert all(p.isfinite().all() for p in newest.modules.parameters())
 
 

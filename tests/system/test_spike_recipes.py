@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from inside import run_of
 from pairwise import each_once
 from spiking_runs import (
     BATCH,
@@ -243,18 +244,19 @@ class Remembers(Recipe):
 
 
 def test_what_the_checkpoint_did_not_need_to_hold_is_put_back_too(tmp_path):
-    class Looks(Remembers):
-        def _go_back(self):
+    class Looks(Remembers, Watched):
+        def before_going_back(self):
             self.journal.teacher = self.teacher.weight.abs().sum().item()
-            super()._go_back()
+
+        def after_going_back(self):
             self.journal.back = (list(self.limits), self.level, self.total.item(), hasattr(self, "created"))
             self.journal.sums = self.teacher.weight.abs().sum().item(), self.modules.model[0].cache.sum().item()
 
     brain = make(tmp_path, Looks)
     torch.manual_seed(11)
     brain.modules["model"][0].register_buffer("cache", torch.zeros(200, 200), persistent=False)
-    brain._transient_buffers.__init__(brain.modules)
-    brain._transient_buffers.keep()
+    run_of(brain).transient_buffers.__init__(brain.modules)
+    run_of(brain).transient_buffers.keep()
     fit(brain, epochs=1)
     assert brain.summary.went_back == 1
     assert brain.journal.back == ([1.0], 5, 0.0, False)
@@ -262,13 +264,12 @@ def test_what_the_checkpoint_did_not_need_to_hold_is_put_back_too(tmp_path):
 
 
 def test_what_was_unfrozen_since_is_frozen_again(tmp_path):
-    class Unfreezes(Recipe):
+    class Unfreezes(Watched):
         def on_fit_batch_end(self, batch, outputs, loss, should_step):
             if self.step == 17:
                 self.modules.model[0].requires_grad_(True)
 
-        def _go_back(self):
-            super()._go_back()
+        def after_going_back(self):
             self.journal.trains = [p.requires_grad for p in self.modules.parameters()]
 
     brain = make(tmp_path, Unfreezes)

@@ -8,7 +8,7 @@ from pairwise import each_once
 from spiking_runs import Died, batches, die, fit, make, records, terminate
 
 from amp_recipes.checkpoint import Checkpointer, going_back
-from amp_recipes.distributed.interrupts import RunInterrupted
+from amp_recipes.interrupts import RunInterrupted
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from inside import run_of
 from pairwise import each_once
 from programs import run_python
 from torch import nn
@@ -13,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from amp_recipes import Brain, Checkpointer, EpochCounter, Stage
 from amp_recipes.errors import CheckpointError, ConfigError, DataError, PrecisionError, RecipeError
+from amp_recipes.loggers import RunLog
 
 SIZE = 12
 
@@ -273,7 +275,7 @@ def test_a_list_of_samples_with_loader_kwargs_trains_as_a_dataset_does():
 
 
 def test_noprogressbar_leaves_a_line_per_epoch_and_asks_for_no_records_of_updates(capsys, monkeypatch):
-    monkeypatch.setattr(Brain, "_log_window", None)
+    monkeypatch.setattr(RunLog, "log_update", None)
     brain = make()
     brain.fit(range(1, 3), batches(), batches())
     brain.evaluate(batches())
@@ -384,19 +386,19 @@ def test_a_test_inside_the_hook_of_a_test_has_the_same_weights(fails):
 
     brain = make(Twice, ema_decay=0.9)
     brain.fit(range(1), batches())
-    trained, averages = weights(brain), [it.clone() for it in brain._ema.state_dict().values()]
+    trained, averages = weights(brain), [it.clone() for it in run_of(brain).ema.state_dict().values()]
     with pytest.raises(KeyError) if fails else nullcontext():
         brain.evaluate(batches())
     assert len(set(brain.losses)) == 1 and len(brain.losses) == 2
     assert torch.equal(weights(brain), trained)
-    assert all(map(torch.equal, brain._ema.state_dict().values(), averages))
+    assert all(map(torch.equal, run_of(brain).ema.state_dict().values(), averages))
 
 
 @pytest.mark.parametrize("hook", ["on_fit_batch_end", "on_stage_end"])
 def test_an_evaluation_inside_fit_changes_nothing_of_the_training(hook, tmp_path):
     class Evaluating(Regression):
         def evaluate_once(self):
-            if self._stage is Stage.TRAIN and self.step in (2, 6):
+            if run_of(self).current.stage is Stage.TRAIN and self.step in (2, 6):
                 self.evaluate(batches(2), min_key="loss" if self.checkpointer.list_checkpoints() else None)
 
         def on_fit_batch_end(self, *_):
@@ -416,7 +418,7 @@ def test_an_evaluation_inside_fit_changes_nothing_of_the_training(hook, tmp_path
         entry for entry in plain.seen if entry[0] is Stage.TRAIN
     ]
     assert plain.summary.last["train"] == brain.summary.last["train"]
-    assert all(map(torch.equal, plain._ema.state_dict().values(), brain._ema.state_dict().values()))
+    assert all(map(torch.equal, run_of(plain).ema.state_dict().values(), run_of(brain).ema.state_dict().values()))
 
 
 def test_evaluation_loads_the_best_and_leaves_counters_alone(tmp_path):
@@ -426,7 +428,7 @@ def test_evaluation_loads_the_best_and_leaves_counters_alone(tmp_path):
 
     brain = make(Worsening, output_folder=str(tmp_path), early_stop_metric="accuracy", early_stop_mode="max")
     kept = {}
-    brain.on_fit_batch_start = lambda *_: kept.setdefault(brain._epoch, weights(brain).clone())
+    brain.on_fit_batch_start = lambda *_: kept.setdefault(run_of(brain).current.epoch, weights(brain).clone())
     brain.fit(EpochCounter(3), batches(), batches())
     brain.evaluate(batches(), max_key="accuracy")
     assert torch.equal(weights(brain), kept[3])  # as epoch 3 began: the end of epoch 2
@@ -793,7 +795,7 @@ def test_an_evaluation_inside_a_window_keeps_the_state_to_go_back_to(tmp_path):
     bad = [(x * math.nan, y) if index == 6 else (x, y) for index, (x, y) in enumerate([first, *rest])]
     evaluating, plain = norm(Evaluating, output_folder=str(tmp_path)), norm(Regression)
     evaluating.checkpointer.save_checkpoint(meta={"loss": 1.0})
-    evaluating._checkpoints._resumed = True
+    run_of(evaluating).checkpoints._resumed = True
     for brain in (evaluating, plain):
         brain.fit(range(1), bad)
         assert brain.skipped_steps == 1

@@ -17,9 +17,9 @@ from amp_recipes.commands.compare.outcome import as_number
 from amp_recipes.commands.compare.plan import Plan, PlannedRun, setting_differences
 from amp_recipes.commands.sweep.sweep import OUTPUT_FILE, Signals
 from amp_recipes.config.changes import one_line
-from amp_recipes.distributed.interrupts import SIGNALS
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.run_files import read_json, regular_only, write_atomically
+from amp_recipes.interrupts import SIGNALS
 from amp_recipes.loggers.text import format_seconds
 
 RECORD_FILE = "compare_run.json"

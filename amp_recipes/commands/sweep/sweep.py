@@ -34,10 +34,10 @@ from amp_recipes.commands.sweep.axes import (
 )
 from amp_recipes.commands.sweep.trials import import_optuna, open_study, run_trials
 from amp_recipes.config.yaml.mistakes import join_mistakes
-from amp_recipes.distributed.interrupts import SIGNALS, is_default
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.folder_lock import lock_folder, unlock_folder
 from amp_recipes.files.run_files import read_json, regular_only, write_atomically
+from amp_recipes.interrupts import SIGNALS, is_default
 
 SCHEMA_VERSION = 1
 """Version of the layout of `sweep.json` and `sweep_run.json`."""

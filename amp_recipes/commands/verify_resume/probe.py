@@ -18,7 +18,7 @@ import runpy
 import signal
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -27,12 +27,13 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from amp_recipes.brain import Brain, Stage
 from amp_recipes.checkpoint import clean_names
 from amp_recipes.commands.verify_resume.compare import UNSEEDED_SUFFIX
 from amp_recipes.commands.verify_resume.digests import Digests, digest_of_tree
 from amp_recipes.commands.verify_resume.remembered import remembered_values
-from amp_recipes.loop.ledger import Ledger
+from amp_recipes.loop import tasks
+from amp_recipes.loop.tasks import Train
+from amp_recipes.stage import Stage
 
 VALID_BATCHES = 3
 
@@ -45,55 +46,78 @@ _NOT_THE_RECIPES = tuple(
 
 
 class Probe:
-    """Writes one line per window before it, one with its losses after it, and one when `fit` returns.
+    """The task of a script under the probe: trains, and writes one line per window before it, and one after it.
 
-    steps: windows after which training ends; kill_at: windows after which the process kills itself; 0: never.
-    windows: how many the run has trained on, those before the resume included.
+    One more comes when `fit` returns, which ends the program. steps: windows after which training ends; kill_at:
+    windows after which the process kills itself; 0: never. windows: how many the run has trained on, those before the
+    resume included.
     """
 
+    trains = True
+
     def __init__(self, trace: TextIO, steps: int, kill_at: int, script_folder: Path) -> None:
+        self._training = Train()
         self._trace = trace
         self._steps = steps
         self._kill_at = kill_at
         self._script_folder = script_folder
         self.windows = 0
-        self.losses: Sequence[torch.Tensor] = ()
 
-    def before(self, brain: Brain, batches: Sequence[Any]) -> None:
-        """A window is about to be trained on."""
-        self._write("window", brain, batches)
+    def fit(self, run: Any, call: Any) -> None:
+        """Train; the program ends when the fit does."""
+        self._training.fit(run, call)
+        self._write("end", run, [])
+        raise SystemExit(0)
 
-    def after(self, brain: Brain) -> None:
-        """It was trained on."""
-        self._line({"kind": "loss", "losses": [float(loss).hex() for loss in self.losses]})
-        self.windows += 1
-        if self.windows == self._kill_at:
-            brain._checkpoints.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
+    def evaluate(self, run: Any, *asked: Any) -> float:
+        """Evaluate."""
+        return self._training.evaluate(run, *asked)
 
     @property
     def is_over(self) -> bool:
         """Whether training is to end."""
         return self.windows >= self._steps
 
-    def end(self, brain: Brain) -> None:
-        """Training is over."""
-        self._write("end", brain, [])
+    def limited(self, batches: Iterator[Any], stage: Stage) -> Iterator[Any]:
+        """All batches of the training, a few of a validation."""
+        return batches if stage is Stage.TRAIN else islice(batches, VALID_BATCHES)
 
-    def _write(self, kind: str, brain: Brain, batches: Sequence[Any]) -> None:
-        brain.optimizer_step  # noqa: B018  reading it lets the schedulers and the averages of the update before follow
-        sections = {**_data(batches), **_state(brain)}
+    def before_window(self, run: Any, batches: Sequence[Any]) -> None:
+        """Write down everything that decides about the window."""
+        self._write("window", run, batches)
+
+    def after_window(self, run: Any, losses: Sequence[torch.Tensor]) -> None:
+        """Write down its losses; kill the process if it is time."""
+        self._line({"kind": "loss", "losses": [float(loss).hex() for loss in losses]})
+        self.windows += 1
+        if self.windows == self._kill_at:
+            run.checkpoints.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    # The count goes with the checkpoint: neither the Brain's count of optimizer steps nor a batch's place tells it.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count of windows."""
+        return {_WINDOWS: self.windows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self.windows = state.get(_WINDOWS, 0)
+
+    def _write(self, kind: str, run: Any, batches: Sequence[Any]) -> None:
+        run.pending.settle()  # so that the schedulers and the averages of the update before have followed
+        sections = {**_data(batches), **_state(run)}
         self._line(
             {
                 "kind": kind,
                 "update": self.windows + 1,
-                "epoch": brain._epoch,
-                "step": brain.step + 1,
+                "epoch": run.current.epoch,
+                "step": run.current.step + 1,
                 "batches": len(batches),
                 "sections": sections,
                 "sizes": {name: [found.tensors, found.bytes] for name, found in sections.items()},
                 "unread": sorted(set().union(*(found.unread for found in sections.values()))),
-                "remembered": remembered_values(brain, self._script_folder),
+                "remembered": remembered_values(run, self._script_folder),
             }
         )
 
@@ -109,25 +133,24 @@ def _data(batches: Sequence[Any]) -> dict[str, Digests]:
     return {"data": data}
 
 
-def _state(brain: Brain) -> dict[str, Digests]:
+def _state(run: Any) -> dict[str, Digests]:
     sections = {name: Digests() for name in ("random", "modules", "optimizers", "schedulers", "scaler", "ema")}
-    sections["random"].update(generators(brain.device))
-    state = brain.modules.state_dict()
-    names = clean_names(brain.modules)
+    sections["random"].update(generators(run.device))
+    state = run.modules.state_dict()
+    names = clean_names(run.modules)
     for name, value in state.items():
         sections["modules"].add(value, names.get(name, name))
-    for name, buffer in brain.modules.named_buffers():
+    for name, buffer in run.modules.named_buffers():
         if name not in state:
             sections["modules"].add(buffer, f"{name} (a buffer with persistent=False)")
-    parameters = {id(parameter): names.get(name, name) for name, parameter in brain.modules.named_parameters()}
-    for name, optimizer in brain.optimizers_dict.items():
+    parameters = {id(parameter): names.get(name, name) for name, parameter in run.modules.named_parameters()}
+    for name, optimizer in run.recipe.optimizers_dict.items():
         _add_optimizer(sections["optimizers"], name, optimizer, parameters)
-    for name, scheduler in brain._schedulers.by_optimizer.items():
+    for name, scheduler in run.schedulers.by_optimizer.items():
         sections["schedulers"].add(scheduler.state_dict(), name)
-    if brain.scaler.is_enabled():
-        sections["scaler"].add(brain.scaler.state_dict(), "scaler")
-    if brain._ema is not None:
-        sections["ema"].add(brain._ema.state_dict())
+    if run.plan.scaler.is_enabled():
+        sections["scaler"].add(run.plan.scaler.state_dict(), "scaler")
+    sections["ema"].add(run.ema.state_dict())
     return sections
 
 
@@ -154,56 +177,6 @@ def generators(device: torch.device) -> dict[str, str]:
         for index in range(devices.device_count()):
             found[f"{device.type}:{index}"] = digest_of_tree(devices.get_rng_state(index))
     return found
-
-
-@contextmanager
-def probing(probe: Probe) -> Iterator[None]:
-    """Within it, `Brain` tells the probe of each window, and the first `fit` that returns ends the program."""
-    fit_window, fit, limited, over = Brain._fit_window, Brain.fit, Brain._limited, Brain._step_limit_reached
-    numbers, take_numbers, end = Brain._numbers, Brain._take_numbers, Ledger.end
-
-    def probed_window(brain: Brain, batches: Sequence[Any]) -> None:
-        probe.before(brain, batches)
-        fit_window(brain, batches)
-        probe.after(brain)
-
-    def probed_fit(brain: Brain, *args: Any, **kwargs: Any) -> None:
-        fit(brain, *args, **kwargs)
-        probe.end(brain)
-        raise SystemExit(0)
-
-    def probed_over(brain: Brain) -> bool:
-        return probe.is_over or over(brain)
-
-    # The count goes with the checkpoint: neither the Brain's count of optimizer steps nor a batch's place tells it.
-
-    def probed_numbers(brain: Brain) -> dict[str, Any]:
-        return {**numbers(brain), _WINDOWS: probe.windows}
-
-    def probed_take_numbers(brain: Brain, state: Mapping[str, Any]) -> None:
-        take_numbers(brain, state)
-        probe.windows = state.get(_WINDOWS, 0)
-
-    def few(brain: Brain, batches: Iterable[Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
-        given = limited(brain, batches, *args, **kwargs)
-        return given if brain._stage is Stage.TRAIN else islice(given, VALID_BATCHES)
-
-    def probed_end(ledger: Ledger, losses: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        probe.losses = [loss.detach().clone() for loss in losses]
-        end(ledger, losses, *args, **kwargs)
-
-    Brain._fit_window, Brain.fit, Brain._limited, Brain._step_limit_reached = (
-        probed_window,
-        probed_fit,
-        few,
-        probed_over,
-    )
-    Brain._numbers, Brain._take_numbers, Ledger.end = probed_numbers, probed_take_numbers, probed_end
-    try:
-        yield
-    finally:
-        Brain._fit_window, Brain.fit, Brain._limited, Brain._step_limit_reached = fit_window, fit, limited, over
-        Brain._numbers, Brain._take_numbers, Ledger.end = numbers, take_numbers, end
 
 
 @contextmanager
@@ -260,7 +233,7 @@ def main(argv: Sequence[str]) -> None:
     sys.path[0] = str(folder)
     with open(trace, "w", encoding="utf-8") as stream:
         probe = Probe(stream, int(steps), int(kill_at), folder)
-        with noting_unseeded(Path(trace + UNSEEDED_SUFFIX)), probing(probe):
+        with noting_unseeded(Path(trace + UNSEEDED_SUFFIX)), tasks.given(probe):
             runpy.run_path(script, run_name="__main__")
 
 

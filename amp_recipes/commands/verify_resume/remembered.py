@@ -39,13 +39,13 @@ _MAX_BYTES = 1 << 20  # of one tensor
 _MAX_TEXT = 60
 
 
-def remembered_values(brain: Any, script_folder: Path) -> dict[str, str]:
+def remembered_values(run: Any, script_folder: Path) -> dict[str, str]:
     """Where each value stands (`train.py: calls`, `train_set.rng`) -> its text, or a digest of it.
 
     script_folder: functions, classes and objects of the modules below it are looked into, of no others.
     """
     walk = _Walk(script_folder)
-    framework = brain._recipe_state.not_the_recipes
+    brain, framework = run.recipe, run.recipe_state.not_the_recipes
     for name, value in vars(brain).items():
         if name not in framework:
             walk.visit(value, f"brain.{name}")
@@ -57,7 +57,7 @@ def remembered_values(brain: Any, script_folder: Path) -> dict[str, str]:
     for name, module in brain.modules.named_modules():
         if walk.is_the_recipes(type(module)):
             walk.visit_attributes(module, f"modules.{name}")
-    dataset = getattr(brain._loaders.get("train"), "dataset", None)
+    dataset = getattr(run.fit.loaders.get("train"), "dataset", None)
     while dataset is not None:  # a Subset holds the one that reads the samples
         walk.visit(dataset, TRAIN_SET)
         dataset = getattr(dataset, "dataset", None)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from amp_recipes.distributed.interrupts import SAVE_SIGNALS
+from amp_recipes.interrupts import SAVE_SIGNALS
 
 MAX_SEED = 2**32 - 1  # what numpy.random.seed takes; torch and random take more
 

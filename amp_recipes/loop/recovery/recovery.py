@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import tee
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from amp_recipes import distributed
-from amp_recipes.checkpoint import Checkpoint, Checkpointer, find_newest, fit_of, make_newest
+from amp_recipes.checkpoint import Checkpoint, find_newest, fit_of, make_newest
 from amp_recipes.data import begin_again, beginning, can_begin_again, close_loader
 from amp_recipes.errors import CheckpointError, ConfigError, DataError, NonfiniteError
-from amp_recipes.loop.ledger import Ledger, Window
 from amp_recipes.loop.recovery.lowered_rates import LoweredRates
 from amp_recipes.loop.recovery.spikes import SpikeWatch
-from amp_recipes.loop.rehearsal import ExaminedRun
+from amp_recipes.loop.window import Window
 from amp_recipes.precision import Update
+from amp_recipes.records import RunSummary
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +28,81 @@ class GoingBack(Exception):
     """The epoch ends here: the run goes on from an earlier checkpoint, which is the newest now."""
 
 
-class SpikeRecovery(ExaminedRun):
-    """Base of `Brain`: what the option `on_spike` asks for. Off, it costs nothing.
+def recovery_of(run: Any) -> SpikeRecovery | NoRecovery:
+    """What the option `on_spike` asks for. Raises ConfigError where that cannot be done."""
+    settings = run.settings
+    if settings.on_spike == "off" or settings.test_only or not run.task.trains:
+        return NoRecovery(run)
+    if settings.on_spike == "wider_precision" and run.plan.training.dtype == torch.float32:
+        raise ConfigError(
+            f"on_spike is wider_precision, but precision is {run.recipe.run_opts.precision}, which is fp32 here: there "
+            "is no wider one. Set on_spike: lower_lr, or train in bf16 or fp16."
+        )
+    if settings.debug:
+        logger.info("debug: on_spike does nothing, since no checkpoints are saved")
+        return NoRecovery(run)
+    return SpikeRecovery(run)
 
-    Each update's mean loss and gradient norms are judged when the ledger has settled them, so nothing more is read from
-    the device. (With several processes the means over all of them are judged, so that all decide alike: then the host
+
+class NoRecovery:
+    """Stands where `on_spike` is off: a run never goes back, and the watch costs nothing."""
+
+    goes_back = going_back = False
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def check_checkpoints(self) -> None:
+        """Any checkpointer will do."""
+
+    def adopt(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Rates are those of the schedule."""
+
+    def rate_in_force(self, optimizer: Optimizer) -> Any:
+        """The rate of the optimizer's first group in its next step; a copy where it is a tensor."""
+        rate = optimizer.param_groups[0]["lr"]
+        return rate.clone() if isinstance(rate, Tensor) else rate  # a scheduler may change a tensor in place
+
+    def begin_fit(self) -> None:
+        """Nothing is watched."""
+
+    def begin(self, resumed: bool) -> None:
+        """Nothing is watched."""
+
+    def end_fit(self) -> None:
+        """Nothing is watched."""
+
+    def counters(self, epoch_counter: Iterable[int]) -> Iterator[Iterable[int]]:
+        """The counter, once."""
+        yield epoch_counter
+
+    def go_back(self) -> None:
+        """Never called: `going_back` is false."""
+
+    def after_window(self) -> None:
+        """Nothing is judged."""
+
+    def allows_save(self) -> bool:
+        """Whether what the run holds now may be saved."""
+        return True
+
+    def before_leaving(self) -> None:
+        """Nothing is noted."""
+
+    def numbers(self) -> dict[str, Any]:
+        """Nothing for a checkpoint."""
+        return {}
+
+    def take_numbers(self, state: Mapping[str, Any]) -> None:
+        """Show the counts of the run, also where it is only looked at."""
+        _take_counts(self._run.summary, state.get("spikes"))
+
+
+class SpikeRecovery:
+    """Does what the option `on_spike` asks for.
+
+    Each update's mean loss and gradient norms are judged when its result is known, so nothing more is read from the
+    device. (With several processes the means over all of them are judged, so that all decide alike: then the host
     waits for each update. In a recovery it does so too.) A spike ends the epoch by `GoingBack`. The checkpoint gone
     back to is written again as the newest, with the recovery in it, and then loaded: the run goes on as it would after
     a kill at that moment. What was saved since the band was left is deleted.
@@ -41,226 +112,198 @@ class SpikeRecovery(ExaminedRun):
     `nonfinite_patience` that runs out is a spike too, but in a recovery it ends the run. The run goes on as it is, with
     a warning and with new bands, where it cannot go back: `spike_limit` is reached, or no good checkpoint is newer than
     the place gone back to before.
+
+    goes_back: a fit may go back to an earlier checkpoint; going_back: this one is about to.
     """
 
-    # ------------------------------------------------------------------ set-up
+    goes_back = True
 
-    def _set_up_counters(self) -> None:
-        super()._set_up_counters()
-        self._spikes: SpikeWatch | None = None
-        self._lowered_rates = LoweredRates(self.spike_lr_factor)
+    def __init__(self, run: Any) -> None:
+        settings = run.settings
+        self._run = run
+        self._watch = SpikeWatch(settings.spike_window, settings.spike_factor, settings.spike_patience)
+        self._lowered_rates = LoweredRates(settings.spike_lr_factor)
         self._norms: list[tuple[str, float]] = []  # of the window that settles now
-        self._unjudged: list[tuple[float, float, tuple[Any, ...]]] = []  # loss, its weight, what else was heard
+        self._unjudged: list[tuple[float, float, tuple[Any, ...]]] = []  # loss, its weight, what else was received
         self._out_of_patience: NonfiniteError | None = None
-        self._going_back = False
-        self._data_at_first: dict[str, Any] = {}
+        self.going_back = False
         self._leaving = False  # what is saved now is not due, but the last thing before the process ends
+        self._data_at_first: dict[str, Any] = {}
         self._frozen: list[str] | None = None  # parameters that did not train at the checkpoint that was loaded
-        if self.on_spike == "off" or self.test_only or self.run_opts.purpose.action != "train":
-            return
-        if self.on_spike == "wider_precision" and self._plan.training.dtype == torch.float32:
-            raise ConfigError(
-                f"on_spike is wider_precision, but precision is {self.run_opts.precision}, which is fp32 here: there "
-                "is no wider one. Set on_spike: lower_lr, or train in bf16 or fp16."
-            )
-        if self.debug:
-            logger.info("debug: on_spike does nothing, since no checkpoints are saved")
-            return
-        self._spikes = SpikeWatch(self.spike_window, self.spike_factor, self.spike_patience)
-        self._ledger = Ledger(self.device, self._hear_update, self._hear_window)
-        self._transient_buffers.keep()
-        self._goes_back = True
+        run.transient_buffers.keep()
 
-    def _set_up_checkpoints(self, checkpointer: Checkpointer | None) -> None:
-        super()._set_up_checkpoints(checkpointer)
-        if self._spikes is not None and self._checkpoints.theirs:
+    def check_checkpoints(self) -> None:
+        """Raise ConfigError where there are no checkpoints that it could rewrite."""
+        how, checkpoints = self._run.settings.on_spike, self._run.checkpoints
+        if checkpoints.theirs:
             raise ConfigError(
-                f"on_spike is {self.on_spike}, which rewrites checkpoints, but the recipe brings SpeechBrain's "
+                f"on_spike is {how}, which rewrites checkpoints, but the recipe brings SpeechBrain's "
                 "Checkpointer: leave `checkpointer` out and give an output_folder, or leave on_spike off."
             )
-        if self._spikes is not None and self.checkpointer is None:
+        if checkpoints.checkpointer is None:
             raise ConfigError(
-                f"on_spike is {self.on_spike}, which goes back to a checkpoint, but there is no output_folder to save "
+                f"on_spike is {how}, which goes back to a checkpoint, but there is no output_folder to save "
                 "any in: give --output_folder, or leave on_spike off."
             )
 
-    def _adopt_optimizers(self) -> None:
-        schedulers = self._schedulers
-        super()._adopt_optimizers()
-        if self._spikes is not None and self.on_spike == "lower_lr" and self._schedulers is not schedulers:
-            self._lowered_rates.attach(self.optimizers_dict)
+    def adopt(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Mind the steps of these optimizers."""
+        if self._run.settings.on_spike == "lower_lr":
+            self._lowered_rates.attach(optimizers)
+
+    def rate_in_force(self, optimizer: Optimizer) -> Any:
+        """The rate of the optimizer's first group in its next step; a copy where it is a tensor."""
+        return self._lowered_rates.in_force(optimizer)
 
     # ------------------------------------------------------------------ the course of a fit
 
-    def _start_afresh(self) -> None:
-        super()._start_afresh()
-        self._norms, self._unjudged, self._out_of_patience = [], [], None
-        self._going_back = self._leaving = False
-        if self._spikes is not None:
-            self._spikes.begin(self._fits + 1, self._optimizer_step)
-            self._spare_checkpoints()
+    def begin_fit(self) -> None:
+        """A call of `fit` begins."""
+        self._drop_readings()
+        self._out_of_patience = None
+        self._watch.begin(self._run.totals.fits + 1, self._run.totals.optimizer_step)
+        self._spare_checkpoints()
 
-    @contextmanager
-    def _fitting(self) -> Iterator[None]:
-        try:
-            with super()._fitting():
-                yield
-        finally:
-            self._take_care(False)
+    def _drop_readings(self) -> None:
+        self._norms, self._unjudged = [], []
+        self.going_back = self._leaving = False
 
-    def _begin(self) -> None:
-        """Take up what was resumed; a fit from its start saves first, to have something to go back to."""
-        moment = self._position.take_moment()
-        self._take_up(moment)
-        self._log.load_state_dict(self._logs_at)
-        if self._spikes is None:
-            return
-        train = self._loaders["train"]
+    def begin(self, resumed: bool) -> None:
+        """Training begins; a fit from its start saves first, to have something to go back to."""
+        run = self._run
+        train = run.fit.loaders["train"]
         if not can_begin_again(train):
             raise DataError(
-                f"on_spike is {self.on_spike}, which goes back in the training set, but that is a "
+                f"on_spike is {run.settings.on_spike}, which goes back in the training set, but that is a "
                 f"{type(train).__name__}, which can be read once. Give a torch Dataset, a list of batches, or an "
                 "iterable that begins anew with each iter()."
             )
-        self._data_at_first = {name: beginning(loader) for name, loader in self._loaders.items()}
-        self._take_care(self._spikes.until is not None)
+        self._data_at_first = {name: beginning(loader) for name, loader in run.fit.loaders.items()}
+        self._take_care(self._watch.until is not None)
         self._spare_checkpoints()
         self._note_spikes()
-        if not (self.ckpt_interval_steps or self.ckpt_interval_minutes):
+        if not (run.settings.ckpt_interval_steps or run.settings.ckpt_interval_minutes):
             logger.info("on_spike goes back to the end of an epoch: with ckpt_interval_steps less is to be done again")
-        if moment is None and self._checkpoints.saves:
-            super()._save_inside_epoch(0)
+        if not resumed and run.checkpoints.saves:
+            run.saving.save_now(epoch=0)
 
-    def _epochs(self, epoch_counter: Iterable[int]) -> Iterator[int]:
-        """The epochs that are left to train, some of them again; asks for the next only if there is to be one."""
-        remembers = self._spikes is not None and not hasattr(epoch_counter, "state_dict")
-        if remembers:
-            (again,) = tee(epoch_counter, 1)
+    def end_fit(self) -> None:
+        """The fit is over, or failed."""
+        self._take_care(False)
+
+    def counters(self, epoch_counter: Iterable[int]) -> Iterator[Iterable[int]]:
+        """The counter, again for each time that the fit goes back; one without a state begins anew."""
+        if hasattr(epoch_counter, "state_dict"):
+            while True:
+                yield epoch_counter
+        (again,) = tee(epoch_counter, 1)
         while True:
-            if remembers:
-                again, epoch_counter = tee(again)
-            yield from self._epochs_left(epoch_counter)
-            if not self._going_back:
-                return
-            self._go_back()
+            again, counter = tee(again)
+            yield counter
 
-    def _after_window(self, epoch: int) -> None:
-        self._look_for_spike()
-        super()._after_window(epoch)
+    def after_window(self) -> None:
+        """Between two updates, on all processes: raises GoingBack if there is a spike and a place to go back to."""
+        run = self._run
+        if not run.in_fit:
+            return
+        if run.processes.many:
+            run.pending.settle()
+            for loss, weight, received in self._unjudged:  # norms are of averaged gradients: the same everywhere
+                self._judge(distributed.mean(loss, weight), *received)
+            self._unjudged.clear()
+        self._act()
 
-    def _settle_training(self) -> None:
-        """The epoch's last update is known, and judged."""
-        self._ledger.settle()
-        self._look_for_spike()
+    def allows_save(self) -> bool:
+        """Whether what the run holds now may be saved; if not, the save is still due after the next update."""
+        run = self._run
+        run.pending.settle()
+        self._act()
+        if not self._is_calm() and not run.processes.is_to_end():
+            return False
+        if self._leaving:
+            run.checkpoints.deletes = False
+        return True
 
-    def _save_inside_epoch(self, epoch: int | None) -> None:
-        if self._spikes is not None:
-            self._ledger.settle()
-            self._act()
-            if not self._is_calm() and not self._is_to_end:
-                return  # it is still due after the next update
-            if self._leaving:
-                self._checkpoints.deletes = False
-        super()._save_inside_epoch(epoch)
+    def before_leaving(self) -> None:
+        """A signal ends the run: note whether what is saved now would have been saved without it.
 
-    def _save_and_leave(self, epoch: int | None) -> None:
-        # A run that goes on after a signal must go back to where it would have without one: what is saved beside the
-        # intervals is no checkpoint to go back to, and does not begin an interval.
-        if self._spikes is not None:
-            self._ledger.settle()
-            due = 0 < self.ckpt_interval_steps <= self._checkpoints.updates_since_save
-            self._leaving = not (due and self._is_calm())
-        super()._save_and_leave(epoch)
+        A run that goes on after a signal must go back to where it would have without one: what is saved beside the
+        intervals is no checkpoint to go back to, and does not begin an interval.
+        """
+        run = self._run
+        run.pending.settle()
+        due = 0 < run.settings.ckpt_interval_steps <= run.checkpoints.updates_since_save
+        self._leaving = not (due and self._is_calm())
 
     def _is_calm(self) -> bool:
         """Whether a checkpoint of this moment would be one to go back to."""
-        return self._spikes.outside == 0 and self._plan.patience.in_a_row == 0
+        return self._watch.outside == 0 and self._run.plan.patience.in_a_row == 0
 
     # ------------------------------------------------------------------ what a checkpoint keeps
 
-    def _numbers(self) -> dict[str, Any]:
-        numbers = super()._numbers()
-        if self._spikes is None:
-            return numbers
+    def numbers(self) -> dict[str, Any]:
+        """The state of the watch, and whether the checkpoint is one to go back to."""
+        run = self._run
         # A recipe may save in the middle of an update, which nobody has judged yet.
-        judged = not len(self._ledger) and not self._unjudged
+        judged = not len(run.pending) and not self._unjudged
         beside = {
             "judged": judged,
             "due": not self._leaving,
-            "updates_since_save": self._checkpoints.updates_since_save if self._leaving else 0,
-            "frozen": [name for name, it in self._saved_modules.named_parameters() if not it.requires_grad],
+            "updates_since_save": run.checkpoints.updates_since_save if self._leaving else 0,
+            "frozen": [name for name, each in run.saved_modules.named_parameters() if not each.requires_grad],
         }
-        return {**numbers, "spikes": {**self._spikes.state_dict(), **beside}}
+        return {"spikes": {**self._watch.state_dict(), **beside}}
 
-    def _take_numbers(self, state: Mapping[str, Any]) -> None:
-        super()._take_numbers(state)
+    def take_numbers(self, state: Mapping[str, Any]) -> None:
+        """Take what `numbers` returned."""
+        run = self._run
         spikes = state.get("spikes")  # None: saved before `on_spike` was set
-        if self.on_spike != "off" and spikes is not None:
-            self.summary.spikes, self.summary.went_back = spikes["spikes"], spikes["went_back"]
-        if self._spikes is None:
-            return
+        _take_counts(run.summary, spikes)
         if spikes is None:
-            self._spikes.begin(self._spikes.fit, self._optimizer_step)
+            self._watch.begin(self._watch.fit, run.totals.optimizer_step)
         else:
-            self._spikes.load_state_dict(spikes)
+            self._watch.load_state_dict(spikes)
             self._frozen = spikes["frozen"]
-            self._checkpoints.updates_since_save = spikes["updates_since_save"]
+            run.checkpoints.updates_since_save = spikes["updates_since_save"]
 
     # ------------------------------------------------------------------ watching
 
-    def _hear_update(self, update: Update, window: Window) -> None:
-        self._on_update(update, window)
+    def on_update(self, update: Update, window: Window) -> None:
+        """Note the norms of the gradients, and whether patience has run out."""
+        run = self._run
         if update.taken:
             self._norms += update.grad_norms.items()
-        if self._in_fit and self._plan.patience.exhausted and self._spikes.until is None:
-            self._out_of_patience = self._plan.patience.take_verdict()  # not to be raised before going back was tried
+        if run.in_fit and run.plan.patience.exhausted and self._watch.until is None:
+            self._out_of_patience = run.plan.patience.take_verdict()  # not to be raised before going back was tried
 
-    def _hear_window(self, window: Window) -> None:
+    def on_window(self, window: Window) -> None:
+        """Judge the window's update, at once or with the other processes."""
+        run = self._run
         norms, self._norms = self._norms, []
-        self._on_window(window)
-        if window.taken:
-            heard = norms, self._where(window.step), self._optimizer_step
-            if distributed.initialized():
-                weight = sum(window.weights) if self._own_batch_weight else len(window.weights)
-                self._unjudged.append((self._loss_of(window), float(weight), heard))
-            else:
-                self._judge(self._loss_of(window), *heard)
+        if not window.taken:
+            return
+        received = norms, window.in_pass.where(window.step), run.totals.optimizer_step
+        if run.processes.many:
+            weight = sum(window.weights) if run.weighted else len(window.weights)
+            self._unjudged.append((run.loss_of(window), float(weight), received))
+        else:
+            self._judge(run.loss_of(window), *received)
 
     def _judge(self, loss: float, norms: list[tuple[str, float]], where: str, update: int) -> None:
-        self._spikes.observe(loss, norms, where, update)
+        self._watch.observe(loss, norms, where, update)
         self._spare_checkpoints()
 
     def _spare_checkpoints(self) -> None:
         """Until it is known whether a value outside is a spike, what was saved before it stays."""
-        self._checkpoints.deletes = self._spikes.outside == 0 or self._spikes.until is not None
-
-    def _loss_of(self, window: Window) -> float:
-        """The loss that the window's update was made from: the mean over its batches."""
-        losses = window.losses
-        shares = window.weights if self._own_batch_weight else [1.0] * len(losses)
-        total = sum(loss * share for loss, share in zip(losses, shares, strict=True))
-        return total / (sum(shares) or float("nan"))
-
-    def _look_for_spike(self) -> None:
-        """Between two updates, on all processes: raises GoingBack if there is one and a checkpoint to go back to."""
-        if self._spikes is None or not self._in_fit:
-            return
-        if distributed.initialized():
-            self._ledger.settle()
-            for loss, weight, heard in self._unjudged:  # norms are of averaged gradients: the same everywhere
-                self._judge(distributed.mean(loss, weight), *heard)
-            self._unjudged.clear()
-        self._act()
+        self._run.checkpoints.deletes = self._watch.outside == 0 or self._watch.until is not None
 
     # ------------------------------------------------------------------ acting
 
     def _act(self) -> None:
         """Do what follows from what is judged: end the recovery, or go back."""
-        watch = self._spikes
-        if watch.until is not None:
-            self._ledger.settle()
-            if self._optimizer_step >= watch.until:
-                self._end_recovery()
+        run, watch = self._run, self._watch
+        if watch.until is not None and run.optimizer_step >= watch.until:
+            self._end_recovery()
         if not watch.spiked and self._out_of_patience is None:
             return
         watch.spikes += 1
@@ -271,7 +314,7 @@ class SpikeRecovery(ExaminedRun):
         if failed:
             raise CheckpointError(failed)
         if why_not is None:
-            self._going_back = True
+            self.going_back = True
             raise GoingBack
         if error is not None:
             raise NonfiniteError(f"{error} on_spike does not go back: {why_not}.")
@@ -284,84 +327,96 @@ class SpikeRecovery(ExaminedRun):
         error: what the run would end with; None if a band was left. Returns why there is none to go back to, and why it
         could not be written; both None if all went well.
         """
-        watch = self._spikes
-        if watch.went_back >= self.spike_limit:
-            return f"it has gone back {watch.went_back} times, and spike_limit is {self.spike_limit}", None
+        run, watch = self._run, self._watch
+        if watch.went_back >= run.settings.spike_limit:
+            return f"it has gone back {watch.went_back} times, and spike_limit is {run.settings.spike_limit}", None
         try:
-            self._checkpoints.wait()
+            run.checkpoints.wait()
         except CheckpointError as failed:
             logger.warning("the last save failed: %s", failed)
+        checkpointer = run.checkpoints.checkpointer
         try:
-            found = find_newest(self.checkpointer, "brain", self._is_good)
+            found = find_newest(checkpointer, "brain", self._is_good)
             if found is None:
                 return "no checkpoint is from before it", None
             checkpoint, states = found
-            brain = states["brain"]
-            place = brain["optimizer_step"]
+            place = states["brain"]["optimizer_step"]
             if watch.went_back_to is not None and place <= watch.went_back_to:
                 return f"it went back to update {place} before, and has saved no good state since", None
-            again = watch.last.update if error is None else self._optimizer_step + 1
-            until = max(place + self.spike_steps, again + 1)  # the update after it tells whether that has helped
-            saved = brain.get("spikes")
-            beside = {"due": True, "updates_since_save": 0, "frozen": None, **(saved or {})}
-            brain["spikes"] = {**beside, **watch.gone_back(saved, place, until)}
-            newest = make_newest(self.checkpointer, checkpoint, states)
+            again = watch.last.update if error is None else run.totals.optimizer_step + 1
+            until = max(place + run.settings.spike_steps, again + 1)  # the update after it tells whether that helped
+            states["brain"]["spikes"] = self._recovering(states["brain"].get("spikes"), place, until)
+            newest = make_newest(checkpointer, checkpoint, states)
         except CheckpointError as failed:
             return None, str(failed)
-        care = f"learning rates times {self.spike_lr_factor:g}" if self.on_spike == "lower_lr" else "in fp32"
+        lowers = run.settings.on_spike == "lower_lr"
+        care = f"learning rates times {run.settings.spike_lr_factor:g}" if lowers else "in fp32"
         logger.warning(
             "%s. Going back to %s (update %d), now also %s; until update %d: %s",
             *(watch.last if error is None else error, checkpoint.path, place, newest.path.name, until, care),
         )
         return None, None
 
+    def _recovering(self, saved: Mapping[str, Any] | None, place: int, until: int) -> dict[str, Any]:
+        """The state of a watch at the place gone back to, in a recovery; saved: what the checkpoint had."""
+        beside = {"due": True, "updates_since_save": 0, "frozen": None, **(saved or {})}
+        return {**beside, **self._watch.gone_back(saved, place, until)}
+
     def _is_good(self, checkpoint: Checkpoint, brain: Mapping[str, Any]) -> bool:
         saved = brain.get("spikes")
-        of_this_fit = saved is not None or fit_of(checkpoint) == self._fits
+        of_this_fit = saved is not None or fit_of(checkpoint) == self._run.totals.fits
         due = saved is None or saved["due"]
-        calm = self._spikes.is_good(brain["optimizer_step"], saved) and brain["patience"]["in_a_row"] == 0
+        calm = self._watch.is_good(brain["optimizer_step"], saved) and brain["patience"]["in_a_row"] == 0
         return of_this_fit and due and calm
 
-    def _go_back(self) -> None:
+    def go_back(self) -> None:
         """Take everything from the newest checkpoint; what it knows nothing of is as it was when the fit began."""
-        self._going_back = self._leaving = False
-        for loader in self._loaders.values():
+        run = self._run
+        for loader in run.fit.loaders.values():
             close_loader(loader)
         self._lowered_rates.put_back()
-        super()._start_afresh()
-        self._norms, self._unjudged = [], []
-        self.zero_grad(set_to_none=True)
-        self._checkpoints.reload()
-        for name, parameter in self._saved_modules.named_parameters() if self._frozen is not None else ():
+        self._drop_readings()
+        run.forget_course()
+        run.fit.restart()
+        run.recipe.zero_grad(set_to_none=True)
+        run.checkpoints.reload()
+        for name, parameter in run.saved_modules.named_parameters() if self._frozen is not None else ():
             parameter.requires_grad_(name not in self._frozen)
-        self._go_on()
-        moment = self._position.take_moment()
-        self._recipe_state.put_back(moment["recipe"])
-        for name, loader in self._loaders.items():
+        run.resume.after_restore()
+        snapshot = run.fit.position.take_snapshot()
+        run.recipe_state.put_back(snapshot["recipe"])
+        for name, loader in run.fit.loaders.items():
             begin_again(loader, self._data_at_first[name])
-        self._take_up(moment)
+        run.resume.restore(snapshot)
         self._take_care(True)
         self._spare_checkpoints()
         self._note_spikes()
 
     def _end_recovery(self) -> None:
-        watch = self._spikes
+        run, watch = self._run, self._watch
         watch.until = None
         self._take_care(False)
         if not self._is_calm():
             logger.warning("the recovery has not helped. %s", watch.last or "The last update was not finite")
             return
-        logger.info("%s: recovered; from here on as before", self._where(self.step))
-        if self._checkpoints.saves:
-            self._save_inside_epoch(self._epoch)
+        logger.info("%s: recovered; from here on as before", run.current.where())
+        if run.checkpoints.saves:
+            run.saving.save_inside_epoch()
 
     def _take_care(self, on: bool) -> None:
         """Train as a recovery asks from now on, or as ever."""
+        run, how = self._run, self._run.settings.on_spike
         self._lowered_rates.put_back()
-        self._lowered_rates.active = on and self.on_spike == "lower_lr"
-        if self.on_spike == "wider_precision" and self._plan.widened != on:
-            self.training_ctx = self._plan.widen(on)
-        self._log.recovery = self.on_spike if on else None
+        self._lowered_rates.active = on and how == "lower_lr"
+        if how == "wider_precision" and run.plan.widened != on:
+            run.plan.widen(on)
+        run.log.recovery = how if on else None
 
     def _note_spikes(self) -> None:
-        self.summary.spikes, self.summary.went_back = self._spikes.spikes, self._spikes.went_back
+        summary = self._run.summary
+        summary.spikes, summary.went_back = self._watch.spikes, self._watch.went_back
+
+
+def _take_counts(summary: RunSummary, spikes: Mapping[str, Any] | None) -> None:
+    if summary.spikes is not None and spikes is not None:
+        summary.spikes, summary.went_back = spikes["spikes"], spikes["went_back"]

@@ -388,7 +388,7 @@ def finish(process):
 def test_workers_go_on_reading_when_the_whole_group_is_signalled(number, tmp_path):
     process = run(
         """
-        from amp_recipes.distributed.interrupts import Interrupts
+        from amp_recipes.interrupts import Interrupts
         for number in (signal.SIGTERM, signal.SIGHUP):  # the tests may run under nohup
             signal.signal(number, signal.SIG_DFL)
         signals = Interrupts()

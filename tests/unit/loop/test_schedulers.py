@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from inside import run_of
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
@@ -200,7 +201,7 @@ DATA = TensorDataset(torch.randn(11, 2))
 def test_it_is_told_as_many_updates_as_the_run_takes(options, expected):
     brain = brain_of(**options)
     brain.fit(EpochCounter(3), DATA, train_loader_kwargs={"batch_size": 2})
-    assert brain._schedulers.total_updates == brain.optimizer_step == expected
+    assert run_of(brain).schedulers.total_updates == brain.optimizer_step == expected
     assert rate(brain.optimizer) == pytest.approx(0.0, abs=1e-9)
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from amp_recipes import Brain, Stage
 from amp_recipes.errors import PrecisionError
+from amp_recipes.loop.replays import Replays
 from amp_recipes.numerics.pins.unrunnable import find_unrunnable
 from amp_recipes.numerics.trial import plain_trial
 
@@ -119,7 +120,7 @@ def test_a_run_whose_first_batch_was_tried_equals_one_where_it_was_not(option, m
     for tried in (True, False):
         brain = recipe(network(), **{option: "bf16"}, seed=1)
         if not tried:
-            monkeypatch.setattr(Recipe, "_try_first_batch", lambda self, batches: None)
+            monkeypatch.setattr(Replays, "_try_first_batch", lambda self, batches: None)
         brain.fit(range(1, 3), BATCHES, BATCHES)
         losses.append([brain.avg_train_loss, *state_of(brain)])
     assert losses[0][0] == losses[1][0] and all(map(torch.equal, losses[0][1:], losses[1][1:]))

@@ -6,41 +6,34 @@ from amp_recipes.state.position import Position
 
 
 class Loop:
-    """The numbers that a loop would hand in, and what it is given back; its moments are counted."""
+    """The numbers that a loop saves beside its place; its snapshots are counted."""
 
     def __init__(self, step=0, optimizer_step=0, epoch=1):
         self.numbers = {"epoch": epoch, "step": step, "data": {"samples": 4 * step}, "optimizer_step": optimizer_step}
-        self.taken = None
-        self.moments = 0
+        self.snapshots = 0
 
-    def moment(self, with_recipe):
-        self.moments += 1
-        return {"random": self.moments, "recipe": {} if with_recipe else None}
+    def snapshot(self, with_recipe):
+        self.snapshots += 1
+        return {"random": self.snapshots, "recipe": {} if with_recipe else None}
 
     def position(self):
-        return Position(lambda: self.numbers, lambda state: setattr(self, "taken", dict(state)), self.moment)
+        position = Position(self.snapshot)
+        position.loop = self
+        return position
 
 
 def resumed(position):
     """A position, and its loop, of a process that starts from what `position` saves."""
-    loop = Loop()
-    fresh = loop.position()
-    fresh.load_state_dict(json.loads(json.dumps(position.state_dict())))
-    return fresh, loop
+    later = Loop()
+    fresh = later.position()
+    fresh.load_state_dict(json.loads(json.dumps({**position.loop.numbers, **position.state_dict()})))
+    return fresh, later
 
 
 def test_a_new_run_has_done_nothing():
     position = Loop().position()
     assert not position.is_done(1) and not position.inside_epoch and position.steps_done == 0
-    assert position.take_place() is None and position.take_moment() is None and not position.take_only_validation()
-
-
-def test_the_loops_numbers_are_read_at_the_save_and_written_back_at_the_load():
-    loop = Loop()
-    position = loop.position()
-    loop.numbers = {"epoch": 3, "step": 7, "data": None, "optimizer_step": 42}  # moved since the position was made
-    _, taken_by = resumed(position)
-    assert {name: taken_by.taken[name] for name in loop.numbers} == loop.numbers
+    assert position.take_place() is None and position.take_snapshot() is None and not position.take_only_validation()
 
 
 def test_saved_inside_epoch_3_it_goes_on_in_epoch_3_after_the_done_batches_once():
@@ -85,7 +78,7 @@ def test_saved_between_epochs_the_next_one_begins_at_its_first_batch():
     fresh, _ = resumed(position)
     assert [epoch for epoch in range(1, 5) if not fresh.is_done(epoch)] == [3, 4]
     assert not fresh.inside_epoch and fresh.take_place() is None
-    assert fresh.take_moment()["random"] == 1 and fresh.take_moment() is None
+    assert fresh.take_snapshot()["random"] == 1 and fresh.take_snapshot() is None
 
 
 def test_saved_inside_a_validation_the_epoch_has_that_left_from_its_beginning():
@@ -95,11 +88,11 @@ def test_saved_inside_a_validation_the_epoch_has_that_left_from_its_beginning():
     position.training_begins()
     position.epoch_done(2)
     position.validation_begins()
-    loop.moments = 99  # draws and counters of the part of the validation that was done
+    loop.snapshots = 99  # draws and counters of the part of the validation that was done
     fresh, _ = resumed(position)
     assert [epoch for epoch in range(1, 5) if not fresh.is_done(epoch)] == [2, 3, 4]
     assert fresh.inside_epoch and fresh.take_place() is None
-    assert fresh.take_moment()["random"] == 2  # as it was when the validation began
+    assert fresh.take_snapshot()["random"] == 2  # as it was when the validation began
     assert fresh.take_only_validation() and not fresh.take_only_validation()
     fresh.validation_begins()
     again, _ = resumed(fresh)  # a second time in the same validation
@@ -115,22 +108,6 @@ def test_saved_after_the_validation_the_epoch_is_over():
     assert fresh.is_done(1) and not fresh.take_only_validation()
 
 
-def test_a_new_fit_forgets_epochs_and_batches_of_the_last():
-    saved = Loop(step=5).position()
-    saved.training_begins()
-    fresh, _ = resumed(saved)
-    fresh.epoch_done(4)
-    fresh.start_afresh()
-    assert not fresh.is_done(1) and not fresh.inside_epoch and fresh.take_place() is None
-
-
-def test_a_new_fit_forgets_a_loss_that_the_last_left_due():
-    position = Loop().position()
-    position.epoch_loss_due = 0.5
-    position.start_afresh()
-    assert position.epoch_loss_due is None
-
-
 def test_an_epochs_loss_that_is_still_due_comes_back():
     for due in (None, 0.0, 0.75):
         position = Loop().position()
@@ -141,5 +118,5 @@ def test_an_epochs_loss_that_is_still_due_comes_back():
 def test_a_load_replaces_a_loss_that_was_due():
     saved, fresh = Loop().position(), Loop().position()
     fresh.epoch_loss_due = 0.5
-    fresh.load_state_dict(saved.state_dict())
+    fresh.load_state_dict({**saved.loop.numbers, **saved.state_dict()})
     assert fresh.epoch_loss_due is None

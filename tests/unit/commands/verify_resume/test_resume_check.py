@@ -392,9 +392,13 @@ class Recipe:
         self.framework = 1
         self.hparams = SimpleNamespace(rng=np.random.default_rng(1), table={"a": [Meter()]})
         self.modules = nn.ModuleDict({"model": Model()})
-        self._loaders = {"train": SimpleNamespace(dataset=torch.utils.data.Subset(Numbers(), [0]))}
-        self._recipe_state = SimpleNamespace(not_the_recipes={"framework", "hparams", "modules", "_loaders",
-                                                               "_recipe_state"})  # fmt: skip
+
+
+def run_of(recipe):
+    """What the loop knows of a recipe."""
+    train = SimpleNamespace(dataset=torch.utils.data.Subset(Numbers(), [0]))
+    state = SimpleNamespace(not_the_recipes={"framework", "hparams", "modules"})
+    return SimpleNamespace(recipe=recipe, recipe_state=state, fit=SimpleNamespace(loaders={"train": train}))
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -416,7 +420,7 @@ def every_entry(monkeypatch):
 
 
 def test_globals_closures_classes_objects_data_sets_and_modules_are_looked_into(every_entry):
-    found = remembered_values(Recipe(), Path(__file__).parent)
+    found = remembered_values(run_of(Recipe()), Path(__file__).parent)
     expected = {
         "test_resume_check.py: CALLS": "3",
         "test_resume_check.py: COUNTS": "count(5)",
@@ -436,10 +440,10 @@ def test_globals_closures_classes_objects_data_sets_and_modules_are_looked_into(
 
 def test_a_generators_draw_shows(every_entry):
     recipe = Recipe()
-    before = remembered_values(recipe, Path(__file__).parent)
+    before = remembered_values(run_of(recipe), Path(__file__).parent)
     recipe.hparams.rng.random()
     recipe.step_counter()
-    after = remembered_values(recipe, Path(__file__).parent)
+    after = remembered_values(run_of(recipe), Path(__file__).parent)
     assert {name for name in after if after[name] != before.get(name)} == {
         "hparams.rng",
         "brain.step_counter, variable count",
@@ -455,7 +459,7 @@ def test_a_brain_among_the_globals_is_not_walked_into(monkeypatch, every_entry):
     monkeypatch.setattr(sys.modules[__name__], "BRAIN", brain, raising=False)
     monkeypatch.setattr(sys.modules[__name__], "STEP", brain.fit_batch, raising=False)
     monkeypatch.setattr(sys.modules[__name__], "KIND", Found, raising=False)
-    found = remembered_values(Recipe(), Path(__file__).parent)
+    found = remembered_values(run_of(Recipe()), Path(__file__).parent)
     own = [name for name in found if name.startswith(Path(__file__).name)]  # other tests' globals are found as well
     assert not [name for name in own if "BRAIN" in name or "STEP" in name]
     assert found["test_resume_check.py: CALLS"] == "3" and "8" in [

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from hosts import hosts_in_turn
+from inside import run_of
 from pairwise import each_once
 from spiking_runs import BATCH, SAMPLES, Died, Recipe, Samples, Watched, batches, fit, make, rates, records, same, saved
 from torch import nn
@@ -254,10 +255,9 @@ def test_what_was_saved_since_the_band_was_left_is_deleted_and_said(tmp_path, ca
         def on_fit_batch_end(self, batch, outputs, loss, should_step):
             self.numbers = [*getattr(self, "numbers", []), self.checkpointer.save_checkpoint({"epoch": 1}).number]
 
-    class Looks(Saves):
-        def _go_back(self):
+    class Looks(Saves, Watched):
+        def before_going_back(self):
             self.journal.names = saved(tmp_path)
-            super()._go_back()
 
     brain = fit(make(tmp_path, Looks, ckpt_interval_steps=0, spike_patience=2), batches(bad=(16, 17)), epochs=1)
     assert brain.summary.went_back == 1
@@ -322,14 +322,15 @@ def test_a_disk_that_is_full_ends_the_run_and_what_is_there_is_intact(tmp_path, 
         raise OSError(28, "No space left on device")
 
     brain = make(tmp_path)
-    prepare = brain._prepare
+    recovery = run_of(brain).recovery
+    prepare = recovery._prepare
 
     def prepare_on_full_disk(error):
         with monkeypatch.context() as patch:
             patch.setattr(os, "rename", full)
             return prepare(error)
 
-    brain._prepare = prepare_on_full_disk
+    recovery._prepare = prepare_on_full_disk
     with pytest.raises(CheckpointError, match="disk full"):
         fit(brain, epochs=1)
     resumed = fit(make(tmp_path), epochs=1)

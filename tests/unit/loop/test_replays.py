@@ -9,14 +9,15 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+from inside import run_of
 from programs import run_python
 from torch import nn
 from torch.nn import functional as F
 
-from amp_recipes import Brain, RunOptions
+from amp_recipes import Brain, RunOptions, numerics
 from amp_recipes.config import Purpose
 from amp_recipes.errors import DataError, NonfiniteError, PrecisionError, RecipeError
-from amp_recipes.loop import rehearsal as examined_run
+from amp_recipes.loop import examination
 
 OPT = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)  # noqa: E731
 
@@ -83,7 +84,7 @@ def state_of(brain):
 @pytest.fixture
 def undrawn(monkeypatch):
     """A diagnosis is written, and not drawn, which takes longer than the rest."""
-    monkeypatch.setattr(examined_run, "draw_diagnosis", lambda folder: None)
+    monkeypatch.setattr(examination, "_draw", lambda folder: None)
 
 
 # ---------------------------------------------------------------------- diagnosis
@@ -247,7 +248,7 @@ def test_ordinary_back_off_triggers_nothing(tmp_path, caplog):
 
 def test_off_nothing_is_kept_for_it():
     brain = brain_of(network(), precision="bf16", locate_nonfinite=False)
-    assert brain._before_step([1]) is None
+    assert run_of(brain).fit.replays.before_step([1]) is None
 
 
 def test_no_more_than_three_steps_and_the_last_are_taken_again(tmp_path):
@@ -264,7 +265,7 @@ def test_a_replay_that_fails_does_not_hide_the_nonfinite_step(monkeypatch, caplo
     def broken(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(examined_run, "locate", broken)
+    monkeypatch.setattr(numerics, "locate", broken)
     with pytest.raises(NonfiniteError, match="What to try"):
         brain_of(network(1e6), precision="fp16").fit(range(1, 50), data())
     assert "could not be taken again" in caplog.text and "out of memory" in caplog.text
@@ -367,8 +368,8 @@ opt_class: !name:torch.optim.SGD
 
 def test_a_diagnosis_takes_different_batches():
     brain = brain_of(network(), precision="bf16")
-    with brain._examination():
-        chosen = brain._first_windows(data(), {}, 5)
+    with examination._examination(run_of(brain)):
+        chosen = examination._first_windows(run_of(brain), data(), {}, 5)
     assert len(chosen) == 5
     assert all(torch.equal(window[0][0], batch[0]) for window, batch in zip(chosen, data(), strict=False))
 
@@ -466,7 +467,7 @@ class Holding(Quick):
         with torch.no_grad():
             self.teacher.weight.lerp_(torch.ones(256, 256), 0.1)
         self.modules.model[3].factor = 1.0 + 1e-3 * self.meter.count
-        if self.checkpointer is not None and self._examines:
+        if self.checkpointer is not None and not run_of(self).in_fit:
             self.checkpointer.save_checkpoint()
 
     def remembers(self):

@@ -10,13 +10,14 @@ from itertools import product
 
 import pytest
 import torch
+from inside import run_of
 from pairwise import extended, pairwise
 from processes import in_processes
 from torch import nn
 
 from amp_recipes import Brain, EpochCounter, Stage, distributed
-from amp_recipes.distributed.interrupts import RunInterrupted
 from amp_recipes.errors import RecipeError
+from amp_recipes.interrupts import RunInterrupted
 
 RATE = 0.1
 
@@ -166,8 +167,8 @@ class Remembers(Regression):
     """Keeps the numbers of the samples that it was given, by stage."""
 
     def compute_objectives(self, predictions, batch, stage):
-        if self._counts:
-            SEEN.extend((stage.name, self._epoch, int(number)) for number in batch[2])
+        if run_of(self).window.counts:
+            SEEN.extend((stage.name, run_of(self).current.epoch, int(number)) for number in batch[2])
         return super().compute_objectives(predictions, batch, stage)
 
 
@@ -281,8 +282,8 @@ def saving_at_a_signal(rank, folder, signal_at):
     brain = Interrupted({"model": model()}, lambda p: torch.optim.SGD(p, RATE), hparams, options)
     brain.sent = False
     saved = []
-    save_inside_epoch = brain._checkpoints.save_inside_epoch
-    brain._checkpoints.save_inside_epoch = lambda meta: [saved.append(meta["step"]), save_inside_epoch(meta)]
+    save_inside_epoch = run_of(brain).checkpoints.save_inside_epoch
+    run_of(brain).checkpoints.save_inside_epoch = lambda meta: [saved.append(meta["step"]), save_inside_epoch(meta)]
     data = Numbered(24)
     brain.fit(EpochCounter(3), data, data, False, {"batch_size": 2, "shuffle": True}, {"batch_size": 2})
     return saved, weights(brain), brain.optimizer_step
@@ -384,7 +385,6 @@ def some(rank, folder, updates):
         return fit_batch(batch)
 
     brain.fit_batch = until
-    brain._stage = Stage.TRAIN
     with suppress(KeyboardInterrupt):
         brain.fit(EpochCounter(1), Numbered(40), None, False, {"batch_size": 2, "shuffle": True})
     return [n for _, _, n in SEEN], ends[0] if ends else None
@@ -476,7 +476,7 @@ def drifting(rank, what, lengths):
         brain.fit(range(1), own, [same], progressbar=False)
     except RecipeError as error:
         return str(error)
-    average = brain._ema.state_dict() if what == "average" else {}
+    average = run_of(brain).ema.state_dict() if what == "average" else {}
     return brain.summary.last["valid"]["loss"], weights(brain), *average.values()
 
 

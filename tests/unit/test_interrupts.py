@@ -13,8 +13,8 @@ import time
 import pytest
 from programs import DEADLINE_SECONDS, Program, run_python
 
-from amp_recipes.distributed import interrupts as module
-from amp_recipes.distributed.interrupts import Interrupts, RunInterrupted
+from amp_recipes import interrupts as module
+from amp_recipes.interrupts import Interrupts, RunInterrupted
 
 LOG_FROM_A_THREAD = module._log
 TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
@@ -94,7 +94,7 @@ def test_a_real_process_ends_with_the_code_of_the_signal(signum):
     script = """\
 import signal, sys, time
 signal.signal(int(sys.argv[1]), eval(f"signal.{sys.argv[2]}"))  # the tests may run under nohup
-from amp_recipes.distributed.interrupts import Interrupts
+from amp_recipes.interrupts import Interrupts
 with Interrupts() as interrupts:
     print("ready", flush=True)
     while interrupts.requested is None:
@@ -222,7 +222,7 @@ def test_a_handler_that_is_not_pythons_stays(save_signals):
     """faulthandler's, and those of C libraries, of which `signal.getsignal` knows nothing."""
     script = f"""
 import faulthandler, signal
-from amp_recipes.distributed.interrupts import Interrupts
+from amp_recipes.interrupts import Interrupts
 faulthandler.register(signal.SIGUSR1)
 with Interrupts({save_signals}) as interrupts:
     signal.raise_signal(signal.SIGUSR1)
@@ -350,7 +350,7 @@ def test_a_second_sigterm_leaves_one_of_several_processes_its_exit_code(processe
     """torchrun sends it to all as soon as the first has ended; one process alone ends at once, as the user wants."""
     script = f"""
 import os, signal
-from amp_recipes.distributed.interrupts import Interrupts, RunInterrupted
+from amp_recipes.interrupts import Interrupts, RunInterrupted
 try:
     with Interrupts() as interrupts:
         os.kill(os.getpid(), signal.{first})

@@ -12,8 +12,8 @@ from torch import nn
 
 from amp_recipes import Brain, EpochCounter, RunOptions, Stage
 from amp_recipes.config import Purpose
-from amp_recipes.distributed.interrupts import RunInterrupted
 from amp_recipes.errors import ConfigError, RecipeError
+from amp_recipes.interrupts import RunInterrupted
 from amp_recipes.loggers import run_log
 
 OPT = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731

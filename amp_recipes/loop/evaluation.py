@@ -1,0 +1,134 @@
+"""Evaluates: one pass over a validation or test set, and the weights that it evaluates."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+
+from amp_recipes import distributed
+from amp_recipes.data import LoadingStopped, batch_length, loader_faults
+from amp_recipes.errors import CheckpointError, DataError
+from amp_recipes.loop.loader_pass import Pass
+from amp_recipes.loop.window import Window
+from amp_recipes.precision.host_copy import Ticket
+from amp_recipes.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate(run: Any, loader: Iterable[Any], stage: Stage, epoch: int | None) -> float:
+    """Evaluate once over the loader, with the averaged weights where there are some; returns the average loss."""
+    current, position = Pass(stage, epoch), run.fit.position
+    if stage is Stage.VALID:
+        position.validation_begins()
+    run.start_pass(current, loader)
+    sharing = distributed.evaluating(run.modules)
+    posted: deque[tuple[Ticket, float]] = deque()
+    with torch.no_grad(), run.ema.applied(), sharing, loader_faults(loader), suppress(LoadingStopped):
+        for batch, counts in run.processes.to_evaluate(run.log.timed(run.feed.limited(loader)), current):
+            if not counts:
+                with current.not_counting():
+                    run.recipe.evaluate_batch(run.feed.to_device(batch), stage)
+                continue
+            posted.append(_evaluated(run, current, batch))
+            if len(posted) > 2:  # two behind, so that the host reads what has long arrived
+                _add_loss(run, current, *posted.popleft())
+            run.log.advance(1, batch_length(batch))
+    if run.processes.is_to_end():
+        _leave(run, current)
+    if stage is Stage.VALID:
+        position.validation_ends()
+    for ticket, weight in posted:
+        _add_loss(run, current, ticket, weight)
+    if not any(distributed.gather(current.step)):
+        raise DataError(f"the {stage.name.lower()} set yielded no batch")
+    # Its hook sees the weights that were tested; that of a validation may save, and saves those that train.
+    with run.ema.applied() if stage is Stage.TEST else nullcontext():
+        loss = run.end_pass(current)
+    current.step = 0
+    return loss
+
+
+def _evaluated(run: Any, current: Pass, batch: Any) -> tuple[Ticket, float]:
+    """The batch's loss, on its way to the host, and what it counts for."""
+    current.step += 1
+    weight = float(run.recipe.batch_weight(batch))
+    with run.fit.replays.blaming_precision([batch]):
+        loss = run.returned_loss(run.recipe.evaluate_batch(run.feed.to_device(batch), current.stage), "evaluate_batch")
+    return run.host.post(loss), weight
+
+
+def _add_loss(run: Any, current: Pass, ticket: Ticket, weight: float) -> None:
+    current.average.add(ticket.read()[0], weight, run.recipe.update_average)
+
+
+def _leave(run: Any, current: Pass) -> None:
+    """A signal asks the run to end: save if it is a validation, and end."""
+    if current.stage is Stage.VALID:
+        run.saving.save_and_leave()
+    if not run.in_fit:
+        run.interrupts.leave(f"{current.where()}: ends here; an evaluation changes nothing")
+
+
+def evaluate_set(
+    run: Any,
+    test_set: Any,
+    max_key: str | None,
+    min_key: str | None,
+    progressbar: bool | None,
+    loader_kwargs: Mapping[str, Any],
+) -> float:
+    """Evaluate a test set; inside `fit` training goes on afterwards as if this had not been."""
+    loader = run.feed.batches_of(test_set, Stage.TEST, loader_kwargs)
+    run.pending.settle()
+    run.processes.share_untrained()
+    # A test whose hook calls this has the averaged weights applied.
+    with run.ema.set_aside(), _set_aside(run, weights=bool(max_key or min_key)) if run.in_fit else run.interrupts:
+        run.recipe.on_evaluate_start(max_key, min_key)
+        with run.logging(progressbar):
+            return evaluate(run, loader, Stage.TEST, None)
+
+
+@contextmanager
+def _set_aside(run: Any, weights: bool) -> Iterator[None]:
+    """Within it, an evaluation may change modes (and weights): all is put back afterwards."""
+    modes = [(module, module.training) for module in run.modules.modules()]
+    holders = [run.modules, run.ema] if weights else []
+    kept = [{name: value.clone() for name, value in holder.state_dict().items()} for holder in holders]
+    try:
+        with run.replaced(current=run.current, window=Window(run)):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for holder, values in zip(holders, kept, strict=True):
+            holder.load_state_dict(values)
+
+
+def load_weights_to_evaluate(run: Any, max_key: str | None, min_key: str | None) -> None:
+    """Load the best checkpoint by a key; without one, the newest if this process has not trained."""
+    settings, trained = run.settings, run.totals.trained
+    if trained and not (max_key or min_key):
+        return
+    run.checkpoints.wait()
+    distributed.wait_for_all()  # the others look only when the main process has written
+    newest = () if trained else ("brain",)  # the totals of the run that is evaluated
+    names = ("modules", "hooked_modules", "ema")
+    found = run.checkpoints.load_for_evaluation(max_key, min_key, names, newest, weights_only=run.in_fit)
+    if found is None and settings.init_from is not None and not trained:
+        run.resume.init_from_run()
+        return
+    if found is None and settings.test_only and run.checkpoints.owned:
+        raise CheckpointError(
+            f"test_only: there is no checkpoint in {settings.output_folder}/save, so the model is untrained. "
+            "Train first, or give the output_folder of a run that did."
+        )
+    if found is None and not settings.debug and (settings.test_only or max_key or min_key):
+        logger.warning("no checkpoint was loaded: evaluating the weights as they are")
+    if not run.in_fit:  # inside fit, all is put back as it was
+        run.plan.updates.forget_state()

@@ -1,0 +1,112 @@
+"""Moves what follows from an update's verdict: counters, learning rates, averages, the log, patience."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from amp_recipes.loop.window import Window
+from amp_recipes.precision import Update
+
+
+class Totals:
+    """Counts of the whole run.
+
+    optimizer_step: updates taken; skipped_steps: updates skipped; fits: calls of `fit` that began and did not fail;
+    trained: whether this process has trained.
+    """
+
+    def __init__(self) -> None:
+        self.optimizer_step = self.skipped_steps = self.fits = 0
+        self.trained = False
+
+    def on_update(self, update: Update, window: Window) -> None:
+        """Count it as taken or as skipped."""
+        if update.taken:
+            self.optimizer_step += 1
+        else:
+            self.skipped_steps += 1
+
+
+class StepsByHand:
+    """Counts an update that the recipe took itself, in a `fit_batch` of its own."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def on_window(self, window: Window) -> None:
+        """All optimizers may have stepped."""
+        if window.by_hand:
+            self._run.totals.optimizer_step += 1
+            self._run.schedulers.after_update(self._run.recipe.optimizers_dict)
+            window.taken = True
+
+
+class Rates:
+    """Moves the learning rates of the optimizers that took an update."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def on_update(self, update: Update, window: Window) -> None:
+        """A skipped update moves none."""
+        if update.taken and self._run.schedulers.by_optimizer:
+            self._run.schedulers.after_update(update.grad_norms)
+
+
+class Averages:
+    """Moves the average weights, the average loss and the metrics."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def on_window(self, window: Window) -> None:
+        """Take in the batches of the window; a skipped update moves nothing."""
+        if window.taken:
+            self._run.ema.update()
+        if window.taken or window.last is None:
+            if window.sums is not None:
+                window.in_pass.sums.merge(window.sums)
+            for loss, weight in zip(window.losses, window.weights, strict=True):
+                window.in_pass.average.add(loss, weight, self._run.recipe.update_average)
+
+
+class StepLog:
+    """Hands a record of each window to the loggers."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def on_window(self, window: Window) -> None:
+        """Log its last update."""
+        run, update = self._run, window.last
+        if not run.log.takes_updates:
+            return
+        run.log.log_update(
+            step=window.step,
+            loss=run.loss_of(window),
+            lr={name: float(rate) for name, rate in window.rates.items()},
+            grad_norm=update.grad_norm if update is not None else None,
+            scale=update.scale if update is not None else None,
+            skipped=update is not None and not update.taken,
+            optimizer_step=run.totals.optimizer_step,
+            skipped_steps=run.totals.skipped_steps,
+            samples=window.samples,
+        )
+
+
+class Skips:
+    """Finds the cause of a skipped update, and ends a run whose updates stay nonfinite."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def on_update(self, update: Update, window: Window) -> None:
+        """Count it; a skipped one may be replayed, to name its cause."""
+        run = self._run
+        cause = "" if update.taken else run.fit.replays.cause_of_skip(update, window)
+        where = window.in_pass or run.current
+        run.plan.patience.observe(update, lambda: where.where(window.step), run.totals.skipped_steps, cause)
+
+    def on_window(self, window: Window) -> None:
+        """Raise NonfiniteError if patience is exhausted: only now, so that the window is in the log."""
+        self._run.plan.patience.check()

@@ -1,0 +1,247 @@
+"""Takes windows and batches in step with the other processes of a run; one process has nobody to wait for."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from amp_recipes import distributed
+from amp_recipes.data import batch_length
+from amp_recipes.distributed.synced_window import SyncedWindow
+from amp_recipes.loop.loader_pass import Pass
+from amp_recipes.loop.window import Shares
+from amp_recipes.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+# The batches of a window, and what each counts for.
+Batches = tuple[list[Any], Shares]
+
+
+class OwnWindow:
+    """What the batches of a window count for in a run of one process; see `Shares`."""
+
+    def __init__(self, weights: Sequence[float], samples: int, run: Any) -> None:
+        self.weights = weights
+        self.samples = samples
+        self.requests = run.saving.requests
+        self._of = sum(weights) if run.weighted else len(weights)
+        self._each = weights if run.weighted else None
+
+    def share(self, index: int) -> tuple[float, float]:
+        """What the loss of a batch is multiplied with, and then divided by."""
+        if len(self.weights) == 1:
+            return 1.0, 1.0
+        return (1.0 if self._each is None else self._each[index]), self._of
+
+
+class OneProcess:
+    """A run of one process."""
+
+    many = False
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def windows(self, windows: Iterable[list[Any]]) -> Iterator[Batches]:
+        """The windows, each with what its batches count for."""
+        for batches in windows:
+            yield batches, OwnWindow(*self._run.feed.weigh(batches), self._run)
+
+    def to_evaluate(self, batches: Iterable[Any], current: Pass) -> Iterator[tuple[Any, bool]]:
+        """The batches, each with whether it counts; ends early if a signal asks."""
+        for batch in batches:
+            if self.may_leave(current.stage):
+                return
+            yield batch, True
+
+    def may_leave(self, stage: Stage) -> bool:
+        """Whether a signal asks the run to end, and it stands where it can: not between the batches of a window."""
+        run = self._run
+        if not run.interrupts.requested:
+            return False
+        if stage is Stage.TRAIN:
+            return run.current.at_place and run.settings.grad_accumulation_factor == 1
+        return stage is Stage.VALID or not run.in_fit
+
+    def is_to_end(self) -> bool:
+        """Whether a signal asks the run to end."""
+        return self._run.interrupts.requested is not None
+
+    def share_modules(self) -> None:
+        """Prepare the modules for training."""
+        self._run.wrap_modules()
+
+    def share_untrained(self) -> None:
+        """There is nobody to share them with."""
+
+    def warn_of_differing_weights(self) -> None:
+        """There is nobody to differ from."""
+
+    def averaged(self, loss: torch.Tensor, optimizers: Sequence[Optimizer] | None) -> AbstractContextManager[None]:
+        """Around a backward; gradients are averaged with nobody."""
+        return nullcontext()
+
+    def no_sync(self, use: bool) -> AbstractContextManager[None]:
+        """Within it, gradients are averaged with nobody."""
+        return nullcontext()
+
+
+class ManyProcesses:
+    """One process of a run of several, which take their windows together."""
+
+    many = True
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self._shared = False  # the modules, among the processes
+        self._compared = False  # the first batch, with those of the others
+
+    def windows(self, windows: Iterable[list[Any]]) -> Iterator[Batches]:
+        """The windows of this process, each at the same time as those of the others.
+
+        Where the data of this one ends first, it takes its last batch again, which then counts for nothing, until all
+        have come to their end: so nobody waits for it for ever, and no sample counts twice.
+        """
+        run = self._run
+        sharded, last, first = distributed.is_sharded(run.modules), None, None
+        skipped = run.totals.skipped_steps
+        for batches in chain(self._compared_with_others(windows), repeat([])):
+            weights, samples = run.feed.weigh(batches)
+            synced = SyncedWindow(weights, samples, run.weighted, *run.saving.requests())
+            if last is None and synced.most_batches:
+                last = first = self._borrowed_batch(batches[-1:], synced.fewest_batches == 0)
+            if not batches and run.skipped_steps > skipped:
+                last = first  # a batch that is not finite would have each update skipped, though it counts nothing
+            skipped = run.totals.skipped_steps
+            # A sharded model is gathered in every forward, so that all need as many; else only one that has come to its
+            # end needs to know.
+            if not batches or sharded:
+                missing = synced.most_batches - len(batches)
+                if not batches and not missing:
+                    return
+                batches = batches + [batches[-1] if batches else last] * missing
+            last = batches[-1]
+            yield batches, synced
+
+    def to_evaluate(self, batches: Iterable[Any], current: Pass) -> Iterator[tuple[Any, bool]]:
+        """The batches, each with whether it counts; ends early if a signal asks.
+
+        All processes go on until none has a batch left. One whose data is over takes its last batch again where the
+        model is sharded and the others gather it, and just waits where it is not.
+        """
+        run = self._run
+        may_end = current.stage is Stage.VALID or not run.in_fit
+        sharded, last, nothing = distributed.is_sharded(run.modules), None, object()
+        for batch in chain(batches, repeat(nothing)):
+            counts = batch is not nothing
+            samples = batch_length(batch) if counts else 0
+            poll = distributed.Poll([counts, run.saving.signal if may_end else 0, samples])
+            if sharded and last is None and any(some for some, *_ in poll.read()):
+                last = self._borrowed_batch([batch] if counts else [], not all(some for some, *_ in poll.read()))
+            if counts:
+                last = batch
+                yield batch, True  # the answers arrive meanwhile
+            received = poll.read()
+            of_all = sum(row[2] for row in received) * distributed.data_world_size() / len(received)
+            run.log.advance(0, int(of_all) - samples)
+            if run.saving.asked_to_end(max(int(signal) for _, signal, _ in received)):
+                return
+            if not any(some for some, *_ in received):
+                return
+            if sharded and not counts:
+                yield last, False
+
+    def may_leave(self, stage: Stage) -> bool:
+        """Of several processes none leaves by itself."""
+        return False
+
+    def is_to_end(self) -> bool:
+        """Whether all know that they are to end: one that has just been sent a signal has not told the others yet."""
+        return self._run.current.asked_to_end
+
+    def share_modules(self) -> None:
+        """Share the modules among the processes; where they are shared already, nothing happens."""
+        run = self._run
+        was_sharded = distributed.is_sharded(run.modules)
+        run.wrap_modules()
+        if distributed.is_sharded(run.modules) and not was_sharded:
+            run.ema.take_over(run.modules)
+        elif not self._shared:
+            run.ema.restart()  # at the first process's weights, which all have now
+        self._shared = True
+
+    def share_untrained(self) -> None:
+        """Have all processes evaluate the same model, also where nothing was trained and nothing will be loaded."""
+        if self._run.shards:
+            self.share_modules()  # the whole may be larger than the device
+        elif not self._shared:
+            distributed.start_alike(self._run.modules)  # what averages gradients would take memory for nothing
+
+    def warn_of_differing_weights(self) -> None:
+        """Say so where the processes have come to hold different models."""
+        if self._run.settings.strategy != "ddp":
+            return
+        names = distributed.differing(self._run.modules)
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            logger.warning(
+                "the processes hold different weights: %s%s. Something that is not averaged moves them: a "
+                "loss.backward() past self.backward, weights set by hand, a schedule that depends on the rank.",
+                ", ".join(names[:5]),
+                more,
+            )
+
+    def averaged(self, loss: torch.Tensor, optimizers: Sequence[Optimizer] | None) -> AbstractContextManager[None]:
+        """Around a backward that leaves gradients with the parameters of `optimizers` (default: all): averages them."""
+        parameters = None
+        if optimizers is not None:
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            parameters = [parameter for group in groups for parameter in group["params"]]
+        return distributed.averaging(self._run.modules, loss, parameters)
+
+    def no_sync(self, use: bool) -> AbstractContextManager[None]:
+        """Within it, processes do not average gradients in backward (where `use`)."""
+        return distributed.no_sync(self._run.modules) if use else nullcontext()
+
+    def _borrowed_batch(self, own: Sequence[Any], some_have_none: bool) -> Any:
+        """A batch to keep up with: this process's own, or another's where it has none from the start."""
+        if not some_have_none:
+            return own[0]
+        of_processes = distributed.gather(list(own))
+        return own[0] if own else next(batches[0] for batches in of_processes if batches)
+
+    def _compared_with_others(self, windows: Iterable[list[Any]]) -> Iterator[list[Any]]:
+        """The windows; warns if the first is the same in all processes, since then each reads all of the data."""
+        source = iter(windows)
+        first = next(source, [])
+        if not self._compared:
+            self._compared = True
+            digests = distributed.gather(_digest(first))
+            if distributed.data_world_size() > 1 and len(set(digests)) == 1 and digests[0] is not None:
+                logger.warning(
+                    "all %d processes begin with the same batch: each seems to read all of the data, and not a part of "
+                    "its own. Give a torch Dataset, or divide by torch.distributed.get_rank() what you iterate.",
+                    len(digests),
+                )
+        return chain([first] if first else [], source)
+
+
+def _digest(batches: Any) -> str | None:
+    """The same for batches whose tensors are equal; None where there are none, or none that can be read."""
+    tensors = [leaf for leaf in tree_leaves(batches) if isinstance(leaf, torch.Tensor)]
+    digest = hashlib.blake2b()
+    try:
+        for tensor in tensors:
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    except (RuntimeError, NotImplementedError):  # sparse, quantized, on no device
+        return None
+    return digest.hexdigest() if tensors else None

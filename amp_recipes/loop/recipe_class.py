@@ -1,0 +1,69 @@
+"""Checks what a recipe is made of: the names that its class defines, its modules, what makes its optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from inspect import isroutine
+from typing import Any
+
+from torch import nn
+
+from amp_recipes.errors import RecipeError
+
+logger = logging.getLogger(__name__)
+
+
+def check_class(recipe_class: type, base: type) -> None:
+    """Raise RecipeError if the recipe's class gives a public name of `base` (Brain) another meaning."""
+    for name, meant in vars(base).items():
+        own = getattr(recipe_class, name)
+        if name.startswith("_") or own is meant:
+            continue
+        if isroutine(meant) and not callable(own):
+            raise _other_meaning(recipe_class, name, "an attribute", "a method")
+        if isinstance(meant, property) and not isinstance(own, property):
+            raise _other_meaning(
+                recipe_class, name, "a method" if callable(own) else "a class attribute", "an attribute"
+            )
+    for name in base.__annotations__:
+        if isroutine(getattr(recipe_class, name, None)):
+            raise _other_meaning(recipe_class, name, "a method", "an attribute")
+
+
+def _other_meaning(recipe_class: type, name: str, given: str, expected: str) -> RecipeError:
+    kind = recipe_class.__name__
+    return RecipeError(
+        f"{kind}.{name} is {given}, but Brain.{name} is {expected} that the loop uses: rename it in {kind}."
+    )
+
+
+def hidden_options(recipe_class: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The run options whose names the recipe's class uses for something of its own, with a warning."""
+    hidden = {name: value for name, value in options.items() if hasattr(recipe_class, name)}
+    if hidden:
+        names = ", ".join(sorted(hidden))
+        logger.warning(
+            "%s has something of its own under the name of a run option: %s. The option keeps its value, and can be "
+            "read as self.run_opts['...'].",
+            recipe_class.__name__,
+            names,
+        )
+    return hidden
+
+
+def check_objects(modules: Any, opt_class: Any) -> None:
+    """Raise RecipeError for modules without names, and for what makes no optimizer."""
+    if not isinstance(modules, (Mapping, nn.ModuleDict, type(None))):
+        raise RecipeError(f"modules is a {type(modules).__name__}; expected names and modules: {{'model': ...}}.")
+    for name, module in (modules or {}).items():
+        if not isinstance(module, (nn.Module, type(None))):
+            raise RecipeError(
+                f"modules['{name}'] is {module!r:.200}; expected a torch.nn.Module. In a YAML `!new:` makes one, and "
+                "`!name:` what makes them."
+            )
+    if opt_class is not None and not callable(opt_class):
+        raise RecipeError(
+            f"opt_class is an object of {type(opt_class).__name__}; expected what makes an optimizer of parameters: "
+            "torch.optim.Adam, functools.partial(torch.optim.Adam, lr=1e-3), in a YAML `!name:torch.optim.Adam`."
+        )

@@ -1,0 +1,114 @@
+"""Does what a script was started for: trains, or examines the run in place of training."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amp_recipes.errors import CheckpointError, ConfigError, DataError
+from amp_recipes.loop.evaluation import evaluate_set
+from amp_recipes.loop.examination import replay
+from amp_recipes.loop.fit import Fit, FitCall
+from amp_recipes.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+
+class Train:
+    """Trains and evaluates. Another task has the same methods and attributes.
+
+    trains: whether the run trains, and so writes into its folder; is_over: whether training is to end now.
+    """
+
+    trains, is_over = True, False
+
+    def fit(self, run: Any, call: FitCall) -> None:
+        """`fit` was called: train, unless the script is only to test."""
+        if run.settings.test_only:
+            logger.info("test_only is set: fit does nothing")
+            return
+        Fit.of(run, call).train(call.progressbar)
+
+    def evaluate(self, run: Any, *asked: Any) -> float:
+        """`evaluate` was called; the arguments are those of `evaluate_set`."""
+        return evaluate_set(run, *asked)
+
+    def limited(self, batches: Iterator[Any], stage: Stage) -> Iterator[Any]:
+        """The batches of a pass, or fewer."""
+        return batches
+
+    def before_window(self, run: Any, batches: Sequence[Any]) -> None:
+        """A window is about to be trained on."""
+
+    def after_window(self, run: Any, losses: Sequence[torch.Tensor]) -> None:
+        """It was trained on, with these losses."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into a checkpoint, beside the loop's own numbers."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it from a checkpoint's numbers."""
+
+
+class Examine:
+    """Examines the run at its first `fit`; the others, and evaluations, do nothing.
+
+    say: examines the run, which the arguments of `fit` belong to, and returns what to print.
+    """
+
+    trains, is_over = False, True
+
+    def __init__(self, say: Callable[[Any, FitCall], str]) -> None:
+        self._say = say
+        self._done = False
+
+    def fit(self, run: Any, call: FitCall) -> None:
+        """Examine the run, once."""
+        if self._done:
+            return
+        self._done = True
+        try:
+            print(self._say(run, call))
+        except (CheckpointError, DataError) as error:  # of what the command line asks for: no fault of the script's
+            raise ConfigError(str(error)) from None
+
+    def evaluate(self, run: Any, *asked: Any) -> float:
+        """Nothing was trained that could be tested."""
+        return math.nan
+
+
+def _diagnosis(run: Any, call: FitCall) -> str:
+    print("diagnosing in place of training: up to about five minutes", file=sys.stderr, flush=True)
+    return str(run.recipe.diagnose(call.train_set, call.train_loader_kwargs))
+
+
+def task_for(purpose: Any) -> Any:
+    """The task of a script; purpose: its `action`, and the `folder` that `--replay` was given."""
+    if _given:
+        return _given[-1]
+    if purpose.action == "diagnose":
+        return Examine(_diagnosis)
+    if purpose.action == "replay":
+        return Examine(lambda run, call: replay(run, Path(str(purpose.folder))))
+    return Train()
+
+
+_given: list[Any] = []
+
+
+@contextmanager
+def given(task: Any) -> Iterator[None]:
+    """Within it, scripts do this task in place of training."""
+    _given.append(task)
+    try:
+        yield
+    finally:
+        _given.remove(task)

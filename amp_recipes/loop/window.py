@@ -1,0 +1,212 @@
+"""Follows each window of batches from its first batch until the result of its update has had its effect."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from amp_recipes.errors import RecipeError
+from amp_recipes.loop.metrics import StageMetrics
+from amp_recipes.precision import PendingUpdate, Update, clear_gradients
+from amp_recipes.precision.host_copy import HostCopy, Ticket
+
+
+class Shares(Protocol):
+    """What each batch of a window counts for.
+
+    weights: of each batch, in averages; samples: in all of them.
+    """
+
+    weights: Sequence[float]
+    samples: int
+
+    def share(self, index: int) -> tuple[float, float]:
+        """What the loss of a batch is multiplied with, and then divided by."""
+
+    def requests(self) -> tuple[int, bool]:
+        """The number of a signal that asks the run to end (0: none), and whether anything asks for a save."""
+
+
+class Window:
+    """The batches that accumulate for one update, and what became of it.
+
+    Without a pass: a batch by itself, outside of any loop. size: batches to take, those that only keep up with other
+    processes included; before: what it takes to take the step again, where that is kept.
+
+    should_step: whether the batch at hand is the last; counts: whether it counts, or only keeps up with other
+    processes; share: what its loss is multiplied with, and then divided by.
+    sums: of the metrics that its batches add to the pass, if the update is taken. step: batches done in the epoch, at
+    the last update or the end; by_hand: the recipe stepped an optimizer itself; taken: any update was; last: the last
+    update; rates: learning rate of each optimizer in it; differentiated: how many losses each update was made from.
+    """
+
+    __slots__ = (
+        *("before", "by_hand", "counts", "differentiated", "ended", "in_pass", "last", "pending", "posted", "rates"),
+        *("run", "samples", "share", "shares", "should_step", "size", "step", "stepped", "sums", "taken", "weights"),
+    )
+
+    def __init__(
+        self, run: Any, in_pass: Any = None, shares: Shares | None = None, size: int = 1, before: Any = None
+    ) -> None:
+        self.run = run
+        self.in_pass = in_pass
+        self.shares = shares
+        self.size = size
+        self.before = before
+        self.weights = () if shares is None else shares.weights
+        self.should_step = self.counts = True
+        self.share = 1.0, 1.0
+        self.sums: StageMetrics | None = None
+        self.samples = self.step = 0
+        self.stepped = self.taken = self.ended = self.by_hand = False
+        self.last: Update | None = None
+        self.differentiated: list[int] = []
+        self.rates: Mapping[str, Any] = {}
+        self.pending: deque[tuple[PendingUpdate, Mapping[str, Any]]] = deque()
+        self.posted: Ticket | None = None
+
+    def take(self, batches: Sequence[Any]) -> list[torch.Tensor]:
+        """Call `fit_batch` for each of the batches; returns the losses of those that count."""
+        run, losses = self.run, []
+        try:
+            for index, batch in enumerate(batches):
+                self.counts, self.should_step = index < len(self.weights), index == self.size - 1
+                self.in_pass.step += self.counts
+                self.share = self.shares.share(index)
+                loss = run.recipe.fit_batch(run.feed.to_device(batch))
+                if self.counts:
+                    losses.append(run.returned_loss(loss, "fit_batch") if run.own_fit_batch else loss)
+        finally:
+            run.window = Window(run)
+        return losses
+
+    def backward(self, loss: torch.Tensor, names: Sequence[str]) -> None:
+        """Differentiate the batch's share of the window's loss for all optimizers, or for the named ones."""
+        run = self.run
+        chosen = [*run.chosen_optimizers(names).values()] if names else None
+        if run.reach is not None:
+            run.reach.follow(loss, names or run.recipe.optimizers_dict)
+        with run.processes.averaged(loss, chosen):
+            run.plan.updates.backward(loss, *self.share, chosen)
+
+    def optimizers_step(self, names: Sequence[str]) -> None:
+        """Step all optimizers, or the named ones, and clear their gradients; the result is queued."""
+        run, recipe = self.run, self.run.recipe
+        if not self.should_step:
+            raise RecipeError(
+                f"optimizers_step was called at batch {run.current.step}, before the last of {self.size} batches "
+                "that accumulate (grad_accumulation_factor). In fit_batch, step only `if self.should_step:`."
+            )
+        run.pending.settle()  # the learning rate may still have to move for the update before
+        run.plan.patience.check()
+        chosen = available = recipe.freeze_optimizers(recipe.optimizers_dict) or {}
+        if names:
+            chosen = {name: available[name] for name in run.chosen_optimizers(names) if name in available}
+        rates = {name: run.recovery.rate_in_force(optimizer) for name, optimizer in chosen.items()}
+        update = run.plan.updates.step(chosen, run.settings.max_grad_norm)
+        run.plan.updates.update_scale(available.values())
+        if names:
+            for optimizer in chosen.values():
+                clear_gradients(optimizer, set_to_none=True)
+        else:
+            recipe.zero_grad()
+        run.pending.add(update, rates, run.current.step)
+
+    def metric_sums(self) -> StageMetrics:
+        """What `add_metric` adds to: those of the window, until it is known whether it counts, or of the pass."""
+        if self.in_pass is None:
+            return self.run.current.sums
+        if not self.counts:
+            return StageMetrics()
+        if self.sums is None:
+            self.sums = StageMetrics()
+        return self.sums
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of the batches, once the window has ended."""
+        if self.posted is not None:
+            return self.posted.read()
+        return self.last.losses if self.last is not None else []
+
+
+class PendingWindows:
+    """Queues windows whose results are still on the device, and tells the listeners when they arrive.
+
+    They hear of a window at the latest just before the next update, when its result has long arrived.
+    listeners: in their order, each with an `on_update(update, window)`, called once for each update, or an
+    `on_window(window)`, called when a window has ended and all its updates were heard of; or with both.
+    """
+
+    def __init__(self, device: torch.device, listeners: Sequence[Any] = ()) -> None:
+        self._host = HostCopy(device)
+        self._on_update = [each.on_update for each in listeners if hasattr(each, "on_update")]
+        self._on_window = [each.on_window for each in listeners if hasattr(each, "on_window")]
+        self._windows: deque[Window] = deque()
+        self._settling = False
+
+    def __len__(self) -> int:
+        """How many windows are under way."""
+        return len(self._windows)
+
+    def clear(self) -> None:
+        """Forget windows that an exception left behind, or that `fit_batch` without `fit` left open."""
+        self._windows.clear()
+
+    def open(self, window: Window) -> None:
+        """A window begins."""
+        self._windows.append(window)
+
+    def add(self, pending: PendingUpdate | None, rates: Mapping[str, Any], step: int) -> None:
+        """`optimizers_step` was called, and made this update if there were gradients."""
+        if not self._windows:
+            self._windows.append(Window(None))
+        window = self._windows[-1]
+        window.stepped, window.step = True, step
+        if pending is not None:
+            window.pending.append((pending, rates))
+            window.differentiated.append(pending.losses)
+            if pending.known:
+                self.settle()
+
+    def end(self, losses: Sequence[torch.Tensor], step: int, as_differentiated: bool) -> None:
+        """The newest window's batches are done, with these losses (0-d).
+
+        as_differentiated: each was handed to `backward` as it is; if one update took them all, it carries them to the
+        host.
+        """
+        window = self._windows[-1]
+        window.step, window.ended, window.by_hand = step, True, window.by_hand and not window.stepped
+        if not (as_differentiated and window.differentiated == [len(losses)]):
+            vector = losses[0] if len(losses) == 1 else torch.stack(list(losses)) if losses else torch.empty(0)
+            window.posted = self._host.post(vector.detach())
+        if not window.pending and (window.posted is None or window.posted.known):
+            self.settle()
+
+    def settle(self) -> None:
+        """Read what is under way, waiting for it if need be, and tell the listeners."""
+        if self._settling:  # a listener asked for a number that settles
+            return
+        self._settling = True
+        try:
+            self._settle()
+        finally:
+            self._settling = False
+
+    def _settle(self) -> None:
+        while self._windows:
+            window = self._windows[0]
+            while window.pending:
+                pending, window.rates = window.pending.popleft()
+                window.last = pending.read()
+                window.taken = window.taken or window.last.taken
+                for hear in self._on_update:
+                    hear(window.last, window)
+            if not window.ended:
+                return
+            self._windows.popleft()
+            for hear in self._on_window:
+                hear(window)

@@ -1,0 +1,24 @@
+"""Names the three uses of a batch."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class Stage(Enum):
+    """What a batch is used for.
+
+    Equal to the stage of the same name of SpeechBrain's `Stage`: a recipe that still compares with that one would
+    otherwise take every stage for another.
+    """
+
+    TRAIN = auto()
+    VALID = auto()
+    TEST = auto()
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Enum) and type(other).__name__ == "Stage" and self.name == other.name
+
+    __hash__ = Enum.__hash__  # of the name, so equal ones have one

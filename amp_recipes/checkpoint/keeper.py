@@ -32,6 +32,7 @@ class CheckpointKeeper:
     It may be SpeechBrain's (`theirs`), which under `debug` saves into a folder that is deleted at exit.
     In several processes all of them call what saves, resumes and loads; the main one renames and deletes. writes:
     whether the run may write at all; background: whether training goes on while it does.
+    saves: whether the run can save at any moment; the same in all its processes.
     set_aside_number: on the main process N, once `resume("never")` has renamed the folder of the old checkpoints to
     `save.N`; deletes: whether a save is followed by the deletion of older ones; updates_since_save: how often `due`
     was asked.
@@ -59,14 +60,10 @@ class CheckpointKeeper:
         self._registered: set[str] = set()
         self._save_again: Callable[[], object] | None = None  # what saved last, if that was at an epoch's end
         self._best_key: str | None = None
-        self._note_save()
-
-    @property
-    def saves(self) -> bool:
-        """Whether the run can save at any moment; the same in all its processes."""
         # SpeechBrain's saves in all processes together, and only the recipe calls it in all.
         alone = not self.theirs or distributed.world_size() == 1
-        return self.checkpointer is not None and self._writes and alone
+        self.saves = self.checkpointer is not None and writes and alone
+        self._note_save()
 
     @property
     def resumes(self) -> bool:

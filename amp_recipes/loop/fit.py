@@ -39,8 +39,7 @@ class Fit:
     """One call of `fit`, from its first epoch or from where a checkpoint left it.
 
     loaders: by name, `train` and `valid` (None without a validation set); empty before and after the fit.
-    position: the place in it; stage_so_far, logs_at_save: what the log knew of the stage, and where the loggers stood,
-    when the checkpoint was saved that it goes on from. replays: of its steps that went nonfinite.
+    position: the place in it; replays: of its steps that went nonfinite.
     """
 
     def __init__(
@@ -50,8 +49,9 @@ class Fit:
         self.epoch_counter = epoch_counter
         self.loaders = dict(loaders)
         self.position = Position(self._snapshot)
-        self.stage_so_far: Mapping[str, float] = {}
-        self.logs_at_save: Mapping[str, Any] = {}
+        # What the log knew of the stage, and where the loggers stood, at the checkpoint that the fit goes on from.
+        self._stage_so_far: Mapping[str, float] = {}
+        self._logs_at_save: Mapping[str, Any] = {}
         self.replays = Replays(run)
 
     @classmethod
@@ -67,9 +67,14 @@ class Fit:
             valid = run.feed.batches_of(call.valid_set, Stage.VALID, call.valid_loader_kwargs)
         return cls(run, as_epochs(call.epoch_counter), {"train": train, "valid": valid})
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the place that a checkpoint holds."""
+        self.position.load_state_dict(state)
+        self._stage_so_far, self._logs_at_save = state["stage_so_far"], state.get("logs", {})
+
     def restart(self) -> None:
         """Forget the place: a checkpoint that is about to be loaded has another."""
-        self.position, self.stage_so_far = Position(self._snapshot), {}
+        self.position, self._stage_so_far = Position(self._snapshot), {}
         self.replays = Replays(self._run)
 
     def _snapshot(self, with_recipe: bool) -> Snapshot:
@@ -97,7 +102,7 @@ class Fit:
         """Restore what comes last of a checkpoint: the recipe's memory, the random generators, the logs."""
         snapshot = self.position.take_snapshot()
         self._run.resume.restore(snapshot)
-        self._run.log.load_state_dict(self.logs_at_save)
+        self._run.log.load_state_dict(self._logs_at_save)
         self._run.recovery.begin(resumed=snapshot is not None)
 
     @contextmanager
@@ -161,7 +166,7 @@ class Fit:
         """Train once over the loader, window by window."""
         run, loader = self._run, self.loaders["train"]
         current = self._training_pass(epoch)
-        so_far, self.stage_so_far = self.stage_so_far, {}
+        so_far, self._stage_so_far = self._stage_so_far, {}
         run.start_pass(current, loader, so_far)
         run.adopt_optimizers()  # a hook may have put in new ones
         run.plan.updates.buffers.watch()  # evaluation and hooks may have changed buffers

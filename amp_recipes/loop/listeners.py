@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from amp_recipes.loop.window import Window
@@ -18,6 +20,20 @@ class Totals:
     def __init__(self) -> None:
         self.optimizer_step = self.skipped_steps = self.fits = 0
         self.trained = False
+
+    def load(self, state: Mapping[str, int]) -> None:
+        """Go on counting from what a checkpoint holds."""
+        self.optimizer_step, self.skipped_steps = state["optimizer_step"], state["skipped_steps"]
+
+    @contextmanager
+    def fit(self) -> Iterator[None]:
+        """Count a call of `fit`, unless it fails."""
+        self.fits += 1
+        try:
+            yield
+        except BaseException:
+            self.fits -= 1
+            raise
 
     def on_update(self, update: Update, window: Window) -> None:
         """Count it as taken or as skipped."""

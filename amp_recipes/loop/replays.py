@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -177,9 +177,16 @@ def _versions(batches: Sequence[Any]) -> list[int]:
     """How often the tensors of the batches were written to; of those that stand at their top, to lose no time."""
     found = []
     for batch in batches:
-        parts = batch.values() if type(batch) is dict else batch if type(batch) in (tuple, list) else (batch,)
-        found += [part._version for part in parts if type(part) is torch.Tensor and not part.is_inference()]
+        for part in _parts(batch):
+            if type(part) is torch.Tensor and not part.is_inference():
+                found.append(part._version)
     return found
+
+
+def _parts(batch: Any) -> Iterable[Any]:
+    if type(batch) is dict:
+        return batch.values()
+    return batch if type(batch) in (tuple, list) else (batch,)
 
 
 def _command() -> dict[str, Any] | None:

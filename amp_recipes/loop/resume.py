@@ -62,11 +62,10 @@ class LoopState:
         if state.get("taken_by") != self._token:
             state = self._own_part([dict(state), *({**state, **own} for own in state.get("others", []))])
         self._take_numbers(state)
-        self._run.fit.position.load_state_dict(state)
+        self._run.fit.load_state_dict(state)
 
     def _state(self) -> dict[str, Any]:
-        place = self._run.fit.position.state_dict()
-        return {**self._numbers(), **place}
+        return {**self._numbers(), **self._run.fit.position.state_dict()}
 
     def _numbers(self) -> dict[str, Any]:
         run, current = self._run, self._run.current
@@ -98,11 +97,10 @@ class LoopState:
 
     def _take_numbers(self, state: Mapping[str, Any]) -> None:
         run = self._run
-        run.totals.optimizer_step, run.totals.skipped_steps = state["optimizer_step"], state["skipped_steps"]
+        run.totals.load(state)
         train_pass = run.new_train_pass(state["epoch"])
         train_pass.average.load_state_dict(state["average"])
         train_pass.sums.load_state_dict(state.get("metrics", {}))  # absent in checkpoints of before there were any
-        run.fit.stage_so_far, run.fit.logs_at_save = state["stage_so_far"], state.get("logs", {})
         run.summary.take_totals(state["summary"])
         planned, total = state.get("total_updates"), run.schedulers.total_updates
         if planned is not None and total is not None and planned != total:

@@ -352,11 +352,10 @@ class Run:
     def under_way(self) -> Iterator[None]:
         """A fit is under way; if it fails, whoever calls `fit` again goes on with this one."""
         self.in_fit = True
-        self.totals.fits += 1
         try:
-            yield
+            with self.totals.fit():
+                yield
         except BaseException:
-            self.totals.fits -= 1
             self.checkpoints.resume_again()
             raise
         finally:

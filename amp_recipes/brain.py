@@ -39,7 +39,8 @@ from amp_recipes.loggers import show_notices
 from amp_recipes.loop.evaluation import load_weights_to_evaluate
 from amp_recipes.loop.examination import diagnose
 from amp_recipes.loop.fit import FitCall
-from amp_recipes.loop.recipe_class import check_class, check_objects, hidden_options
+from amp_recipes.loop.processes import join_processes
+from amp_recipes.loop.recipe_class import check_class, check_objects, hidden_options, without
 from amp_recipes.loop.run import Run
 from amp_recipes.loop.settings import Settings
 from amp_recipes.loop.tasks import task_for
@@ -110,7 +111,8 @@ class Brain(OptionFields):
         options = run_opts if isinstance(run_opts, RunOptions) else _options_from(run_opts or {}, loaded)
         self.run_opts = options.with_defaults_from(given)
         hidden = hidden_options(type(self), self.run_opts)
-        vars(self).update({name: value for name, value in self.run_opts.items() if name not in hidden})
+        settings = Settings(self, self.run_opts, hidden)
+        vars(self).update(without(hidden, self.run_opts))
         for message in [*near_misses(given), *unheeded(given)]:
             logger.warning("hparams: %s", message)
         self.hparams = SimpleNamespace(**given)
@@ -120,26 +122,15 @@ class Brain(OptionFields):
         self.train_sampler = None
         self.loggers = []
         self.nonfinite_count = 0
-        settings = Settings(self, self.run_opts, hidden)
-        self.device = distributed.pick_device(settings.device)
-        self.distributed_launch = distributed.launched()
         if not settings.noprogressbar:
             show_notices()
-        distributed.start(
-            self.device, settings.distributed_backend, settings.distributed_timeout_minutes, settings.tensor_parallel
-        )
+        self.device = join_processes(settings)
+        self.distributed_launch = distributed.launched()
         self.modules = nn.ModuleDict(dict(modules or {}))
-        plan = getattr(self.hparams, "tensor_parallel_plan", None)
-        distributed.check(self.run_opts, self.device, self.modules, plan)
         overrides = lambda name: getattr(type(self), name) is not getattr(Brain, name)  # noqa: E731
         place = loaded.place_of if isinstance(loaded, Hparams) else lambda name, value: ""
         self.__run = run = Run(self, settings, task_for(self.run_opts.purpose), overrides, place)
-        resolved = {
-            "precision": run.plan.training.name,
-            "eval_precision": run.plan.evaluation.name,
-            "float32_precision": run.plan.float32_precision,
-        }
-        vars(self).update({name: value for name, value in resolved.items() if name not in hidden})
+        vars(self).update(without(hidden, run.plan.resolved_options()))
         run.open_folder(checkpointer, lambda: ensure_experiment_directory(settings.output_folder, loaded, options))
         self.checkpointer = run.checkpoints.checkpointer if checkpointer is None else checkpointer
         run.remember_recipe(set(vars(self)) - of_the_subclass)

@@ -113,22 +113,29 @@ def _set_aside(run: Any, weights: bool) -> Iterator[None]:
 def load_weights_to_evaluate(run: Any, max_key: str | None, min_key: str | None) -> None:
     """Load the best checkpoint by a key; without one, the newest if this process has not trained."""
     settings, trained = run.settings, run.totals.trained
-    if trained and not (max_key or min_key):
+    wanted = bool(max_key or min_key)
+    if trained and not wanted:
         return
     run.checkpoints.wait()
     distributed.wait_for_all()  # the others look only when the main process has written
     newest = () if trained else ("brain",)  # the totals of the run that is evaluated
     names = ("modules", "hooked_modules", "ema")
     found = run.checkpoints.load_for_evaluation(max_key, min_key, names, newest, weights_only=run.in_fit)
-    if found is None and settings.init_from is not None and not trained:
-        run.resume.init_from_run()
-        return
-    if found is None and settings.test_only and run.checkpoints.owned:
+    if found is None:
+        if settings.init_from is not None and not trained:
+            run.resume.init_from_run()
+            return
+        _say_that_none_was_loaded(run, wanted)
+    if not run.in_fit:  # inside fit, all is put back as it was
+        run.plan.updates.forget_state()
+
+
+def _say_that_none_was_loaded(run: Any, wanted: bool) -> None:
+    settings = run.settings
+    if settings.test_only and run.checkpoints.owned:
         raise CheckpointError(
             f"test_only: there is no checkpoint in {settings.output_folder}/save, so the model is untrained. "
             "Train first, or give the output_folder of a run that did."
         )
-    if found is None and not settings.debug and (settings.test_only or max_key or min_key):
+    if (settings.test_only or wanted) and not settings.debug:
         logger.warning("no checkpoint was loaded: evaluating the weights as they are")
-    if not run.in_fit:  # inside fit, all is put back as it was
-        run.plan.updates.forget_state()

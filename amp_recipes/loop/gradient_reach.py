@@ -40,28 +40,33 @@ class GradientReach:
 
     def report(self, holder: object, modules: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         """Warn of what does not fit; holder: the object on which a recipe may keep modules of its own."""
-        reached = self._reached
         own = [value for value in vars(holder).values() if isinstance(value, Optimizer)]
         held = {id(each): each for optimizer in [*optimizers.values(), *own] for each in _parameters(optimizer)}
         # Of sharded ones the graph holds others, which are whole. None in common: copies in another precision, perhaps.
-        if any(hasattr(each, "device_mesh") for each in held.values()) or held.keys().isdisjoint(reached):
+        if any(hasattr(each, "device_mesh") for each in held.values()) or held.keys().isdisjoint(self._reached):
             return
-        unused = [each for key, each in reached.items() if key not in held and isinstance(each, nn.Parameter)]
-        if unused:
+        if unused := self._not_in(held):
             logger.warning(
                 "no optimizer holds these parameters, which get gradients: %s. Freeze them with requires_grad_(False), "
                 "or, to train them, register their module (in `modules`, or as an attribute or in a ModuleList of one "
                 "that is there) or give them to an optimizer.",
                 _listed(unused, holder, modules),
             )
-        in_use = {id(each) for name in self._optimizers & set(optimizers) for each in _parameters(optimizers[name])}
-        idle = [each for key, each in held.items() if key in in_use and each.requires_grad and key not in reached]
-        if idle and self._is_whole:
+        stepped = [optimizer for name, optimizer in optimizers.items() if name in self._optimizers]
+        if self._is_whole and (idle := self._not_reached(stepped)):
             logger.warning(
                 "the loss of the first update does not depend on these parameters, which an optimizer holds: %s. They "
                 "stay as they are unless a later batch uses them.",
                 _listed(idle, holder, modules),
             )
+
+    def _not_in(self, held: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        reached = self._reached.items()
+        return [each for key, each in reached if key not in held and isinstance(each, nn.Parameter)]
+
+    def _not_reached(self, optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+        held = {id(each): each for optimizer in optimizers for each in _parameters(optimizer)}
+        return [each for key, each in held.items() if each.requires_grad and key not in self._reached]
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -26,6 +26,14 @@ logger = logging.getLogger(__name__)
 Batches = tuple[list[Any], Shares]
 
 
+def join_processes(settings: Any) -> torch.device:
+    """Meet the other processes of the run, where it has several; returns the device of this one."""
+    device = distributed.pick_device(settings.device)
+    backend, minutes = settings.distributed_backend, settings.distributed_timeout_minutes
+    distributed.start(device, backend, minutes, settings.tensor_parallel)
+    return device
+
+
 class OwnWindow:
     """What the batches of a window count for in a run of one process; see `Shares`."""
 
@@ -124,11 +132,11 @@ class ManyProcesses:
             skipped = run.totals.skipped_steps
             # A sharded model is gathered in every forward, so that all need as many; else only one that has come to its
             # end needs to know.
+            if not batches and not synced.most_batches:
+                return
             if not batches or sharded:
-                missing = synced.most_batches - len(batches)
-                if not batches and not missing:
-                    return
-                batches = batches + [batches[-1] if batches else last] * missing
+                filler = batches[-1] if batches else last
+                batches = batches + [filler] * (synced.most_batches - len(batches))
             last = batches[-1]
             yield batches, synced
 
@@ -142,22 +150,17 @@ class ManyProcesses:
         may_end = current.stage is Stage.VALID or not run.in_fit
         sharded, last, nothing = distributed.is_sharded(run.modules), None, object()
         for batch in chain(batches, repeat(nothing)):
-            counts = batch is not nothing
-            samples = batch_length(batch) if counts else 0
-            poll = distributed.Poll([counts, run.saving.signal if may_end else 0, samples])
-            if sharded and last is None and any(some for some, *_ in poll.read()):
-                last = self._borrowed_batch([batch] if counts else [], not all(some for some, *_ in poll.read()))
-            if counts:
+            own = [] if batch is nothing else [batch]
+            told = _EvaluatedTogether(own, run.saving.signal if may_end else 0)
+            if sharded and last is None and told.any_has_one:
+                last = self._borrowed_batch(own, not told.all_have_one)
+            if own:
                 last = batch
                 yield batch, True  # the answers arrive meanwhile
-            received = poll.read()
-            of_all = sum(row[2] for row in received) * distributed.data_world_size() / len(received)
-            run.log.advance(0, int(of_all) - samples)
-            if run.saving.asked_to_end(max(int(signal) for _, signal, _ in received)):
+            run.log.advance(0, told.samples_of_others)
+            if run.saving.asked_to_end(told.signal) or not told.any_has_one:
                 return
-            if not any(some for some, *_ in received):
-                return
-            if sharded and not counts:
+            if sharded and not own:
                 yield last, False
 
     def may_leave(self, stage: Stage) -> bool:
@@ -233,6 +236,35 @@ class ManyProcesses:
                     len(digests),
                 )
         return chain([first] if first else [], source)
+
+
+class _EvaluatedTogether:
+    """What the processes told each other before each evaluates a batch, or has none left."""
+
+    def __init__(self, own: Sequence[Any], signum: int) -> None:
+        self._samples = batch_length(own[0]) if own else 0
+        self._poll = distributed.Poll([len(own), signum, self._samples])
+
+    @property
+    def any_has_one(self) -> bool:
+        """Whether any process has a batch."""
+        return any(count for count, *_ in self._poll.read())
+
+    @property
+    def all_have_one(self) -> bool:
+        """Whether each process has a batch."""
+        return all(count for count, *_ in self._poll.read())
+
+    @property
+    def signal(self) -> int:
+        """The number of a signal that asks any of the processes to end; 0: none."""
+        return max(int(signum) for _, signum, _ in self._poll.read())
+
+    @property
+    def samples_of_others(self) -> int:
+        """How many samples the batches of the others hold; processes that share their data count once."""
+        rows = self._poll.read()
+        return int(sum(row[2] for row in rows) * distributed.data_world_size() / len(rows)) - self._samples
 
 
 def _digest(batches: Any) -> str | None:

@@ -18,17 +18,19 @@ def check_class(recipe_class: type, base: type) -> None:
     """Raise RecipeError if the recipe's class gives a public name of `base` (Brain) another meaning."""
     for name, meant in vars(base).items():
         own = getattr(recipe_class, name)
-        if name.startswith("_") or own is meant:
-            continue
-        if isroutine(meant) and not callable(own):
-            raise _other_meaning(recipe_class, name, "an attribute", "a method")
-        if isinstance(meant, property) and not isinstance(own, property):
-            raise _other_meaning(
-                recipe_class, name, "a method" if callable(own) else "a class attribute", "an attribute"
-            )
+        if not name.startswith("_") and own is not meant:
+            _check_meaning(recipe_class, name, own, meant)
     for name in base.__annotations__:
         if isroutine(getattr(recipe_class, name, None)):
             raise _other_meaning(recipe_class, name, "a method", "an attribute")
+
+
+def _check_meaning(recipe_class: type, name: str, own: Any, meant: Any) -> None:
+    if isroutine(meant) and not callable(own):
+        raise _other_meaning(recipe_class, name, "an attribute", "a method")
+    if isinstance(meant, property) and not isinstance(own, property):
+        given = "a method" if callable(own) else "a class attribute"
+        raise _other_meaning(recipe_class, name, given, "an attribute")
 
 
 def _other_meaning(recipe_class: type, name: str, given: str, expected: str) -> RecipeError:
@@ -50,6 +52,11 @@ def hidden_options(recipe_class: type, options: Mapping[str, Any]) -> dict[str, 
             names,
         )
     return hidden
+
+
+def without(hidden: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values whose names are not hidden."""
+    return {name: value for name, value in values.items() if name not in hidden}
 
 
 def check_objects(modules: Any, opt_class: Any) -> None:

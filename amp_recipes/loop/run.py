@@ -79,6 +79,7 @@ class Run:
         self.device: torch.device = recipe.device
         self.weighted, self.own_fit_batch = overrides("batch_weight"), overrides("fit_batch")
         self.plain_losses = not (self.own_fit_batch or overrides("backward"))
+        distributed.check(recipe.run_opts, self.device, self.modules, self._tensor_parallel_plan)
         if not self.shards:
             self.modules.to(self.device)
         self.processes = ManyProcesses(self) if distributed.initialized() else OneProcess(self)
@@ -150,10 +151,7 @@ class Run:
             write_settings()
 
     def _checkpoint_keeper(self, checkpointer: Checkpointer | None) -> CheckpointKeeper:
-        settings = self.settings
-        folder = None if settings.output_folder is None or settings.debug else Path(settings.output_folder) / "save"
-        if folder is not None and not self.task.trains and not folder.is_dir():
-            folder = None  # only looked at
+        settings, folder = self.settings, self._checkpoint_folder()
         if folder is not None and checkpointer is None:
             refuse_link(folder)  # a copied run folder may have one, and old checkpoints are deleted
         keeper = CheckpointKeeper(checkpointer, folder, self.task.trains, settings.ckpt_background, settings.debug)
@@ -164,6 +162,12 @@ class Run:
                 "ckpt_interval_minutes do nothing. Leave `checkpointer` out and give an output_folder to have it."
             )
         return keeper
+
+    def _checkpoint_folder(self) -> Path | None:
+        if self.settings.output_folder is None or self.settings.debug:
+            return None
+        folder = Path(self.settings.output_folder) / "save"
+        return folder if self.task.trains or folder.is_dir() else None  # else it is only looked at
 
     def remember_recipe(self, not_the_recipes: Iterable[str]) -> None:
         """Keep in checkpoints what the recipe sets on itself, beside these names."""
@@ -198,9 +202,13 @@ class Run:
 
     def wrap_modules(self) -> None:
         """Have the modules recompute what they are told to, and share them among the processes."""
-        plan = getattr(self.recipe.hparams, "tensor_parallel_plan", None)
         options, dtype = self.recipe.run_opts, self.plan.training.dtype
-        distributed.wrap(self.modules, self.device, options, dtype, self.plan.fp32_modules, plan)
+        pinned, plan = self.plan.fp32_modules, self._tensor_parallel_plan
+        distributed.wrap(self.modules, self.device, options, dtype, pinned, plan)
+
+    @property
+    def _tensor_parallel_plan(self) -> Mapping[str, str] | None:
+        return getattr(self.recipe.hparams, "tensor_parallel_plan", None)
 
     def adopt_optimizers(self) -> None:
         """Check the recipe's optimizers, make their schedulers and save them with checkpoints, where they are new."""

@@ -32,31 +32,36 @@ class Schedulers:
         interval: str,
         count_updates: Callable[[], int] | None = None,
     ) -> None:
-        takes_optimizer = isinstance(make, functools.partial) or inspect.isclass(make) or inspect.isroutine(make)
-        if make is not None and not takes_optimizer:
-            logger.info("lr_scheduler is a %s: the recipe itself is to step it", type(make).__name__)
         self.total_updates: int | None = None  # that it was told
-        if takes_optimizer and count_updates is not None and _lacks_total(make):
-            if interval == "epoch":
-                raise ConfigError(
-                    "lr_scheduler takes total_updates, but lr_scheduler_interval is epoch: it would move by epochs. "
-                    "Set lr_scheduler_interval: step, or give total_updates in the YAML."
-                )
-            if len(optimizers) > 1:
-                raise ConfigError(
-                    f"lr_scheduler takes total_updates, but {', '.join(optimizers)} may each take another number of "
-                    "them. Give it in the YAML, as an argument of lr_scheduler."
-                )
-            self.total_updates = count_updates()
-            make = functools.partial(make, total_updates=self.total_updates)
-        self.by_optimizer = {name: make(optimizer) for name, optimizer in optimizers.items()} if takes_optimizer else {}
+        self.by_optimizer: dict[str, Any] = {}
         self.optimizers = dict(optimizers)
         self._interval = interval
+        if isinstance(make, functools.partial) or inspect.isclass(make) or inspect.isroutine(make):
+            if count_updates is not None and _lacks_total(make):
+                self.total_updates = self._count(count_updates)
+                make = functools.partial(make, total_updates=self.total_updates)
+            self.by_optimizer = {name: make(optimizer) for name, optimizer in optimizers.items()}
+        elif make is not None:
+            logger.info("lr_scheduler is a %s: the recipe itself is to step it", type(make).__name__)
         if interval == "step" and any(isinstance(found, ReduceLROnPlateau) for found in self.by_optimizer.values()):
             raise ConfigError(
                 "lr_scheduler is ReduceLROnPlateau, which watches the loss of an epoch, but lr_scheduler_interval is "
                 "step. Set lr_scheduler_interval: epoch."
             )
+
+    def _count(self, count_updates: Callable[[], int]) -> int:
+        """The updates of the run, for a scheduler that is to be told them."""
+        if self._interval == "epoch":
+            raise ConfigError(
+                "lr_scheduler takes total_updates, but lr_scheduler_interval is epoch: it would move by epochs. "
+                "Set lr_scheduler_interval: step, or give total_updates in the YAML."
+            )
+        if len(self.optimizers) > 1:
+            raise ConfigError(
+                f"lr_scheduler takes total_updates, but {', '.join(self.optimizers)} may each take another number of "
+                "them. Give it in the YAML, as an argument of lr_scheduler."
+            )
+        return count_updates()
 
     def after_update(self, names: Iterable[str]) -> None:
         """These optimizers took an update."""

@@ -69,6 +69,14 @@ class PrecisionPlan:
         self.updates = UpdateOwner(modules, self.scaler, device, agree, ranks)
         self.patience = Patience(options.nonfinite_patience, self.training.name, self.scaler.min_scale)
 
+    def resolved_options(self) -> dict[str, str]:
+        """The run options on precision, as they are in force on this device."""
+        return {
+            "precision": self.training.name,
+            "eval_precision": self.evaluation.name,
+            "float32_precision": self.float32_precision,
+        }
+
     def widen(self, on: bool) -> None:
         """Train in fp32 from now on (`on`), when losses are not scaled and the scale stays; or as before."""
         self.widened = on

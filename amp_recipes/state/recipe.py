@@ -1,4 +1,4 @@
-"""What a recipe remembers between batches, without having said so: kept in checkpoints, so that it is not lost."""
+"""Keeps in checkpoints what a recipe remembers between batches without having said so."""
 
 from __future__ import annotations
 
@@ -78,27 +78,33 @@ class RecipeState:
         """
         if self._kept is None or self._at_begin is None:
             return
-        plain, lost = self._plain_values(), []
-        for name in plain.keys() - self._names - state["values"].keys():
+        lost = [*self._put_back_values(state["values"]), *self._put_back_modules(state["modules"])]
+        if lost:
+            logger.warning("could not be put back to what they were, for their size: %s", ", ".join(lost))
+
+    def _put_back_values(self, saved: Mapping[str, Any]) -> Iterator[str]:
+        """Yields the names of those that were not copied."""
+        plain = self._plain_values()
+        for name in plain.keys() - self._names - saved.keys():
             self._delete(name)
-        for name in (self._names & self._at_begin.keys()) - state["values"].keys():
+        for name in (self._names & self._at_begin.keys()) - saved.keys():
             if name in plain and _mark(plain[name]) == self._at_begin[name]:
                 continue
             if name in self._kept:
                 self._set(name, self._kept[name], _on_device(self._kept[name]))
             else:
-                lost.append(name)
+                yield name
+
+    def _put_back_modules(self, saved: Mapping[str, Any]) -> Iterator[str]:
+        """Yields the names of the parts that were not copied."""
         for name, key, part in self._module_parts():
             full = f"{name}:{key}"
-            saved = key in state["modules"].get(name, {})
-            if saved or full not in self._at_begin or _mark(part) == self._at_begin[full]:
+            if key in saved.get(name, {}) or full not in self._at_begin or _mark(part) == self._at_begin[full]:
                 continue
             if full in self._kept and part.shape == self._kept[full].shape:
                 _fill(part, self._kept[full])
             else:
-                lost.append(full)
-        if lost:
-            logger.warning("could not be put back to what they were, for their size: %s", ", ".join(lost))
+                yield full
 
     def state_dict(self) -> dict[str, Any]:
         """By name: `values` that changed, and the states of `generators`, `objects` and `modules`."""
@@ -181,10 +187,7 @@ class RecipeState:
             return any(id(part) not in saved for _, part in _parts(value))
         if isinstance(value, (Dataset, DataLoader, Sampler, Path)):
             return False
-        if is_dataclass(value) and not isinstance(value, type):
-            value = [getattr(value, field.name) for field in fields(value)]
-        inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
-        problems = [item for item in inside or () if self._problem(item) is not None]
+        problems = [item for item in _inside(value) if self._problem(item) is not None]
         if problems and depth:
             return any(self._may_remember(item, depth - 1) for item in problems)
         return not callable(value)
@@ -235,6 +238,15 @@ class RecipeState:
             self._told = True
             listed = "; ".join(f"{name} ({problem})" for name, problem in left_out.items())
             logger.info("not in checkpoints, so a resumed run has them as the recipe makes them: %s", listed)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """What a container, or a dataclass, holds."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in fields(value)]
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else ()
 
 
 def _has_state(value: Any) -> bool:
@@ -322,27 +334,24 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def _like(value: Any, live: Any) -> Any:
     """`value` in the live tensor or container where there is one of its kind, so that other names for it see it too."""
-    if isinstance(live, Tensor) and isinstance(value, Tensor) and live.shape == value.shape:
-        if live.dtype == value.dtype and not live.is_inference():
-            return _fill(live, value)
-    elif isinstance(live, list) and isinstance(value, list):
+    if isinstance(live, Tensor) and isinstance(value, Tensor):
+        fits = live.shape == value.shape and live.dtype == value.dtype and not live.is_inference()
+        return _fill(live, value) if fits else value
+    if isinstance(live, list) and isinstance(value, list):
         kept = [_like(new, old) for new, old in zip(value, live, strict=False)]
         live[:] = kept + value[len(kept) :]
         return live
-    elif isinstance(live, deque) and isinstance(value, (deque, list)):
+    if isinstance(live, deque) and isinstance(value, (deque, list)):
         live.clear()
         live.extend(value)
         return live
-    elif isinstance(live, dict) and isinstance(value, dict):
-        merged = {key: _like(item, live.get(key)) for key, item in value.items()}
-        live.clear()
-        live.update(merged)
-        return live
-    elif isinstance(live, set) and isinstance(value, set):
-        live.clear()
-        live.update(value)
-        return live
-    return value
+    if isinstance(live, dict) and isinstance(value, dict):
+        value = {key: _like(item, live.get(key)) for key, item in value.items()}
+    elif not (isinstance(live, set) and isinstance(value, set)):
+        return value
+    live.clear()
+    live.update(value)
+    return live
 
 
 def _fill(live: Tensor, value: Tensor) -> Tensor:

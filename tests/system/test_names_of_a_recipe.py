@@ -126,7 +126,7 @@ def expected(way, count, guarded):
     names = tuple(f"of_my_own_{at}" for at in range(count))
     with tempfile.TemporaryDirectory() as folder:
         brain = train(make(folder, way(names), **(GUARDED if guarded else PLAIN)))
-        assert guarded == (getattr(brain.summary, "went_back", 0) > 0)
+        assert guarded == bool(brain.summary.went_back)
         return outcome(brain, Path(folder))
 
 

@@ -248,21 +248,28 @@ class CheckpointKeeper:
         # The main process looks for all: they must not decide differently.
         if key and together().on_main(lambda: self._only_inside(key)):
             return None
-        if weights_only and not self.owned:
-            known = self.checkpointer.recoverables
-            names = [name for name, it in known.items() if isinstance(it, nn.Module) or name == "ema"]
-        elif not self.owned:
-            return self.checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
-        if key and self._best_key not in (None, key):
+        if not self.owned:
+            if not weights_only:
+                return self.checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
+            names = self._names_of_weights()
+        if key:
+            self._warn_of_another_best(key)
+        if newest:
+            self._only(newest).recover_if_possible()
+        return self._only(names).recover_if_possible(max_key=max_key, min_key=min_key)
+
+    def _names_of_weights(self) -> list[str]:
+        known = self.checkpointer.recoverables.items()
+        return [name for name, each in known if isinstance(each, nn.Module) or name == "ema"]
+
+    def _warn_of_another_best(self, key: str) -> None:
+        if self._best_key not in (None, key):
             logger.warning(
                 "the best of '%s' is asked for, but training kept the best of '%s' and the newest: set "
                 "early_stop_metric (with early_stop_patience: null, if it is not to stop)",
                 key,
                 self._best_key,
             )
-        if newest:
-            self._only(newest).recover_if_possible()
-        return self._only(names).recover_if_possible(max_key=max_key, min_key=min_key)
 
     def _only_inside(self, key: str) -> bool:
         """Whether there are checkpoints, and none but those made inside an epoch, which lack `key`."""

@@ -52,20 +52,7 @@ def why_not_reproducible(difference: Difference, unseeded: Sequence[str]) -> lis
             *found,
         ]
     if difference.section == "data":
-        if "random" in difference.also and not found:
-            return ["The data are drawn from the global generators, which differ too.", *_UNSEEDED_GENERATORS]
-        if found:
-            return [
-                "The data set draws from a generator that has no seed:",
-                *found,
-                _DRAW_PER_SAMPLE,
-            ]
-        return [
-            "The data set or its loader is not a function of the seed. Look for a generator of its own without a seed "
-            "(numpy.random.default_rng(), random.Random(), torch.Generator().seed()), for time or os.urandom, for the "
-            "order of a set or of hash() (it changes from start to start unless PYTHONHASHSEED is set), for a file "
-            "listing that is not sorted, and for a loader with an order of its own.",
-        ]
+        return _why_data_differ("random" in difference.also, found)
     if difference.section == "random":
         return [
             "Something seeds the global generators from the clock or the machine, or draws from them more often in one "
@@ -82,6 +69,19 @@ def why_not_reproducible(difference: Difference, unseeded: Sequence[str]) -> lis
         "The data and the generators are equal, so the computation is not: an operation whose result changes from run "
         "to run (sums in parallel, in any order), or a value from outside (time, the order of a set).",
         *found,
+    ]
+
+
+def _why_data_differ(generators_too: bool, found: list[str]) -> list[str]:
+    if found:
+        return ["The data set draws from a generator that has no seed:", *found, _DRAW_PER_SAMPLE]
+    if generators_too:
+        return ["The data are drawn from the global generators, which differ too.", *_UNSEEDED_GENERATORS]
+    return [
+        "The data set or its loader is not a function of the seed. Look for a generator of its own without a seed "
+        "(numpy.random.default_rng(), random.Random(), torch.Generator().seed()), for time or os.urandom, for the "
+        "order of a set or of hash() (it changes from start to start unless PYTHONHASHSEED is set), for a file "
+        "listing that is not sorted, and for a loader with an order of its own.",
     ]
 
 

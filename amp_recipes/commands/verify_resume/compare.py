@@ -136,14 +136,20 @@ def _compare(left: Window, right: Window, index: int) -> Difference | None:
     differing = {name: _differing(left.sections.get(name, {}), right.sections.get(name, {})) for name in SECTIONS}
     differing = {name: paths for name, paths in differing.items() if paths}
     if differing:
-        section, names = next(iter(differing.items()))
-        equal = len({*left.sections.get(section, {}), *right.sections.get(section, {})}) - len(names)
-        only = [_NOTHING if names[0] not in it.sections.get(section, {}) else "" for it in (left, right)]
-        return Difference(section, names, **at, equal=equal, one=only[0], other=only[1], also=list(differing)[1:])
+        return _of_sections(left, right, differing, at)
     if left.losses != right.losses:
         told = [", ".join(repr(float.fromhex(loss)) for loss in it.losses) or _NOTHING for it in (left, right)]
         return Difference("loss", ["loss"], **at, one=told[0], other=told[1])
     return None
+
+
+def _of_sections(left: Window, right: Window, differing: Mapping[str, list[str]], at: Mapping[str, Any]) -> Difference:
+    """The difference of the first section, which names the others."""
+    (section, names), *others = differing.items()
+    ours, theirs = left.sections.get(section, {}), right.sections.get(section, {})
+    equal = len({*ours, *theirs}) - len(names)
+    only = [_NOTHING if names[0] not in side else "" for side in (ours, theirs)]
+    return Difference(section, names, **at, equal=equal, one=only[0], other=only[1], also=[name for name, _ in others])
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -46,14 +46,11 @@ def remembered_values(run: Any, script_folder: Path) -> dict[str, str]:
     """
     walk = _Walk(script_folder)
     brain, framework = run.recipe, run.recipe_state.not_the_recipes
-    for name, value in vars(brain).items():
-        if name not in framework:
-            walk.visit(value, f"brain.{name}")
-    for kind in type(brain).__mro__:
-        if walk.is_the_recipes(kind):
-            walk.visit(kind, kind.__qualname__.rpartition("<locals>.")[2])
-    for name, value in vars(brain.hparams).items():
-        walk.visit(value, f"hparams.{name}")
+    own = {name: value for name, value in vars(brain).items() if name not in framework}
+    walk.visit_all(own, "brain.")
+    for kind in filter(walk.is_the_recipes, type(brain).__mro__):
+        walk.visit(kind, kind.__qualname__.rpartition("<locals>.")[2])
+    walk.visit_all(vars(brain.hparams), "hparams.")
     for name, module in brain.modules.named_modules():
         if walk.is_the_recipes(type(module)):
             walk.visit_attributes(module, f"modules.{name}")
@@ -61,12 +58,8 @@ def remembered_values(run: Any, script_folder: Path) -> dict[str, str]:
     while dataset is not None:  # a Subset holds the one that reads the samples
         walk.visit(dataset, TRAIN_SET)
         dataset = getattr(dataset, "dataset", None)
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and walk.is_in_folder(module):
-            file = Path(module.__file__).name  # type: ignore[arg-type]
-            for name, value in list(vars(module).items()):
-                if not name.startswith("__"):
-                    walk.visit(value, f"{file}: {name}")
+    for module in filter(walk.is_in_folder, list(sys.modules.values())):
+        walk.visit_all(vars(module), f"{Path(module.__file__).name}: ")
     return walk.found
 
 
@@ -81,7 +74,7 @@ class _Walk:
     def is_in_folder(self, module: Any) -> bool:
         """Whether a module is part of the recipe."""
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str):
+        if not isinstance(module, ModuleType) or not isinstance(file, str):
             return False
         path = Path(file).resolve()
         return path.is_relative_to(self._folder) and "site-packages" not in path.parts and not _is_ours(module)
@@ -106,6 +99,12 @@ class _Walk:
                 self._seen[id(value)] = value
                 self._visit_inside(value, path, depth + 1)
 
+    def visit_all(self, values: Mapping[str, Any], prefix: str) -> None:
+        """Enter values by their names, but for what Python itself keeps under `__names__`."""
+        for name, value in list(values.items()):
+            if not name.startswith("__"):
+                self.visit(value, f"{prefix}{name}")
+
     def visit_attributes(self, owner: Any, path: str, depth: int = 0) -> None:
         """Enter what stands in the `__dict__` of an object."""
         for name, value in list(vars(owner).items()):
@@ -113,28 +112,23 @@ class _Walk:
                 self.visit(value, f"{path}.{name}", depth)
 
     def _visit_inside(self, value: Any, path: str, depth: int) -> None:
-        if isinstance(value, Mapping) and len(value) <= _MAX_ITEMS:
-            for key, item in list(value.items()):
-                self.visit(item, f"{path}[{key!r}]", depth)
-        elif isinstance(value, SEQUENCES) and len(value) <= _MAX_ITEMS:
-            for index, item in enumerate(list(value)):
-                self.visit(item, f"{path}[{index}]", depth)
+        if isinstance(value, (Mapping, *SEQUENCES)):
+            if len(value) <= _MAX_ITEMS:
+                for key, item in list(value.items() if isinstance(value, Mapping) else enumerate(value)):
+                    self.visit(item, f"{path}[{key!r}]", depth)
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._visit_inside(part, path, depth)
-        elif isinstance(value, MethodType):
-            self.visit(value.__self__, path, depth)
-            self.visit(value.__func__, path, depth)
-        elif isinstance(value, FunctionType) and self.is_the_recipes(value):
-            self._visit_function(value, path, depth)
-        elif isinstance(value, (staticmethod, classmethod)):
-            self.visit(value.__func__, path, depth)
-        elif isinstance(value, property):
-            for function in (value.fget, value.fset):
-                self.visit(function, path, depth)
+        elif isinstance(value, FunctionType):
+            if self.is_the_recipes(value):
+                self._visit_function(value, path, depth)
+        elif isinstance(value, _WRAPPERS):
+            for name in ("__self__", "__func__", "fget", "fset"):
+                if hasattr(value, name):
+                    self.visit(getattr(value, name), path, depth)
         elif isinstance(value, nn.Module):
             return  # its state is compared tensor by tensor
-        elif (isinstance(value, SimpleNamespace) or self._holds_values(value)) and hasattr(value, "__dict__"):
+        elif hasattr(value, "__dict__") and (isinstance(value, SimpleNamespace) or self._holds_values(value)):
             self.visit_attributes(value, path, depth)
 
     def _holds_values(self, value: Any) -> bool:
@@ -155,6 +149,7 @@ class _Walk:
                 self.visit(parameter.default, f"{path}, default of {name}", depth)
 
 
+_WRAPPERS = (MethodType, staticmethod, classmethod, property)
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
@@ -164,9 +159,6 @@ def _is_ours(module: ModuleType) -> bool:
 
 def _text(value: Any) -> str | None:
     """A value as text if it is short, else its digest; None for what has to be looked into."""
-    if is_scalar(value):
-        text = repr(value)
-        return text if len(text) <= _MAX_TEXT else f"{type(value).__name__} {digest_of_plain(value)}"
     if isinstance(value, itertools.count):
         return repr(value)
     if isinstance(value, GENERATORS):
@@ -175,9 +167,14 @@ def _text(value: Any) -> str | None:
     if isinstance(value, (Tensor, np.ndarray)):
         small = math.prod(value.shape) * value.itemsize <= _MAX_BYTES
         return f"{type(value).__name__} {digest_of_tree(value)}" if small else None
-    if is_flat(value) and not isinstance(value, type):
-        if not hasattr(value, "__len__") or len(value) <= _MAX_ITEMS:
-            text = repr(value)
-            return text if len(text) <= _MAX_TEXT else f"{type(value).__name__} {digest_of_plain(value)}"
-        return f"{type(value).__name__} of {len(value)}"
-    return None
+    if is_scalar(value):
+        return _plain_text(value)
+    if not is_flat(value) or isinstance(value, type):
+        return None
+    long = hasattr(value, "__len__") and len(value) > _MAX_ITEMS
+    return f"{type(value).__name__} of {len(value)}" if long else _plain_text(value)
+
+
+def _plain_text(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_TEXT else f"{type(value).__name__} {digest_of_plain(value)}"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,30 +191,36 @@ def _judge(
     suspects = not_restored(one, again, whole, resumed_at, until)
     say("")
     _say_table(one, resumed_at, len(stages["whole"]), say)
+    _say_what_was_not_compared(one, by_chance, say)
+    say("")
+    if difference is None and not metrics:
+        if suspects:
+            say("Not restored by the resume, but without effect in these updates (without interruption | resumed):")
+            _say_all(suspect_lines(suspects), say)
+        say(
+            f"EQUAL bit for bit: the run that was killed after update {check.kill_at} went on from update {resumed_at}."
+        )
+        return EQUAL
+    if difference is None:
+        _say_all(why_metrics_differ(metrics, suspects), say)
+    else:
+        _say_all(describe(difference), say)
+        _say_all(why_not_resumed(difference, difference.index == resumed_at, suspects, log), say)
+    say(_NOT_EQUAL)
+    return DIFFERENT
+
+
+def _say_what_was_not_compared(one: Trace, by_chance: Iterable[str], say: Callable[[str], None]) -> None:
     if by_chance:
         say(f"not compared, as they differ without interruption too: {', '.join(by_chance)}")
     unread = sorted({name for window in one.windows for name in window.unread})
     if unread:
         say(f"not compared, as there was nothing to read in them: objects of type {', '.join(unread)}")
-    say("")
-    if difference is None and metrics:
-        for line in why_metrics_differ(metrics, suspects):
-            say(line)
-        say(_NOT_EQUAL)
-        return DIFFERENT
-    if difference is not None:
-        for line in describe(difference):
-            say(line)
-        for line in why_not_resumed(difference, difference.index == resumed_at, suspects, log):
-            say(line)
-        say(_NOT_EQUAL)
-        return DIFFERENT
-    if suspects:
-        say("Not restored by the resume, but without effect in these updates (without interruption | resumed):")
-        for line in suspect_lines(suspects):
-            say(line)
-    say(f"EQUAL bit for bit: the run that was killed after update {check.kill_at} went on from update {resumed_at}.")
-    return EQUAL
+
+
+def _say_all(lines: Iterable[str], say: Callable[[str], None]) -> None:
+    for line in lines:
+        say(line)
 
 
 def _not_reproducible(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from amp_recipes.commands.diff import compare_runs
 from amp_recipes.commands.export import export_run
-from amp_recipes.commands.sweep.requests import shown, summary
+from amp_recipes.commands.requests import report
 from amp_recipes.commands.verify_resume.verify import verify_resume
 from amp_recipes.config import check as check_yaml
 from amp_recipes.config import parse_arguments
@@ -45,7 +45,7 @@ def check(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"there is no script {arguments.script}; expected: amp-recipes check SCRIPT YAML.")
     file, _, overrides = parse_arguments([str(arguments.hparams_file), *arguments.recipe_options])
     settings = check_yaml(file, overrides, recipe_folder=arguments.script.resolve().parent)
-    print(shown(settings) if overrides.request.action == "show_config" else summary(settings))
+    print(report(settings, overrides))
     return 0
 
 

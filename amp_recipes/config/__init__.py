@@ -27,14 +27,4 @@ __all__ = [
     "unheeded",
     "without_originals",
 ]
-# Imported when they are first asked for: torch takes seconds, and `amp-recipes completion` does without.
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "options.arguments": ("Overrides", "parse_arguments"),
-        "experiment": ("create_experiment_directory", "ensure_experiment_directory"),
-        "hparams": ("Hparams", "check", "load_hparams", "seed_everything"),
-        "options.other_names": ("unheeded", "without_originals"),
-        "options.run_options": ("Purpose", "RunOptions", "near_misses", "options_table"),
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

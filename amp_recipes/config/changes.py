@@ -6,11 +6,11 @@ import datetime
 import math
 import os
 from collections.abc import Mapping as AnyMapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amp_recipes.config.options.run_options import OPTION_NAMES, RunOptions, validate_options
+from amp_recipes.config.options.run_options import OPTION_NAMES, OPTIONS, validate_options
 from amp_recipes.config.yaml.limits import EXPANDED_NODES, Budget
 from amp_recipes.config.yaml.nodes import KeyPath, Mapping, Mistakes, Node, Scalar, Sequence, children, dotted
 from amp_recipes.config.yaml.reading import plain_value, read_file, read_text
@@ -21,7 +21,7 @@ from amp_recipes.files.run_files import read_json, refuse_irregular
 # What a resumed run may always change. Run options that say how a run is watched, where it goes, or how it is taken up
 # again; beside them keys of the YAML's top level, with all below them: how long to train, and what is told meanwhile.
 # What else follows from the number of epochs (the T_max of a scheduler) is compared as any other setting.
-BESIDE_TRAINING = frozenset(option.name for option in fields(RunOptions) if not option.metadata["changes_training"])
+BESIDE_TRAINING = frozenset(name for name, option in OPTIONS.items() if not option.metadata["changes_training"])
 _FREE_KEYS = frozenset({"number_of_epochs", "log_file", "log_interval", "progressbar", "train_log", "train_logger"})
 _EPOCH_COUNTERS = frozenset(
     f"!new:amp_recipes.{name}"

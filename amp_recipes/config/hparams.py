@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from amp_recipes.config.options.arguments import Overrides, loading
-from amp_recipes.config.options.described import MAX_SEED
 from amp_recipes.config.options.run_options import OPTION_NAMES
 from amp_recipes.config.trust.checking import (
     Call,
@@ -37,6 +36,7 @@ from amp_recipes.config.yaml.nodes import Mapping as MappingNode
 from amp_recipes.config.yaml.overriding import to_nodes
 from amp_recipes.config.yaml.writing import to_yaml
 from amp_recipes.errors import ConfigError
+from amp_recipes.options import MAX_SEED
 
 logger = logging.getLogger(__name__)
 

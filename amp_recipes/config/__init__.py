@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from amp_recipes.config.experiment import create_experiment_directory, ensure_experiment_directory
     from amp_recipes.config.hparams import Hparams, check, load_hparams, seed_everything
     from amp_recipes.config.options.arguments import Overrides, parse_arguments
-    from amp_recipes.config.options.other_names import unheeded, without_originals
+    from amp_recipes.config.options.other_names import ignored_options, unheeded, without_originals
     from amp_recipes.config.options.run_options import Purpose, RunOptions, near_misses, options_table
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "check",
     "create_experiment_directory",
     "ensure_experiment_directory",
+    "ignored_options",
     "load_hparams",
     "near_misses",
     "options_table",

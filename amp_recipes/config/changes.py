@@ -1,10 +1,11 @@
-"""Whether a start in the folder of an earlier run has the settings of that run, or which ones differ."""
+"""Compares the settings of a start with those of the earlier run in its folder."""
 
 from __future__ import annotations
 
 import datetime
 import math
 import os
+from collections.abc import Collection
 from collections.abc import Mapping as AnyMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,21 +188,17 @@ class _Flat:
         """Add what stands at and below a node. Raises ConfigError for a path that is longer than any person's."""
         if sum(map(len, path)) > _PATH_CHARACTERS:
             raise ConfigError(f"{node.source}: the keys that lead here have more than {_PATH_CHARACTERS:,} characters.")
-        if reference := self._reference(path, node):
+        reference = self._reference(path, node)
+        free_below = _free_below(path, node)
+        if reference:
             self.add_value(path, REF, reference, free)
-            return
-        free_below = _EPOCH_LIMIT if node.tag in _EPOCH_COUNTERS else ()
-        if not node.tag and "loader" in path[-1]:
-            free_below = _FREE_OF_LOADERS
-        if not children(node) or (_is_plain_list(node) and not free_below):
-            # That an object takes no arguments can be written in three ways, which are the same.
-            value = "" if node.tag not in ("", TUPLE) and not children(node) else _value(node)
-            self.add_value(path, "" if node.tag == TUPLE else node.tag, value, free)
-            return
-        if node.tag:
-            self.add_value(path, node.tag, "", free)
-        for key, child in children(node):
-            self.add((*path, str(key)), child, free or str(key) in free_below)
+        elif not children(node) or (_is_plain_list(node) and not free_below):
+            self.add_value(path, "" if node.tag == TUPLE else node.tag, _own_value(node), free)
+        else:
+            if node.tag:
+                self.add_value(path, node.tag, "", free)
+            for key, child in children(node):
+                self.add((*path, str(key)), child, free or str(key) in free_below)
 
     def add_value(self, path: KeyPath, tag: str, value: Any, free: bool) -> None:
         """Add one setting; a value of "" behind a tag is none."""
@@ -227,6 +224,18 @@ class _Flat:
         if value.rstrip("/") == self._folder:
             return "\0"
         return f"\0/{value.removeprefix(f'{self._folder}/')}" if value.startswith(f"{self._folder}/") else value
+
+
+def _free_below(path: KeyPath, node: Node) -> Collection[str]:
+    """The keys directly below a node that a resumed run may change."""
+    if not node.tag and "loader" in path[-1]:
+        return _FREE_OF_LOADERS
+    return _EPOCH_LIMIT if node.tag in _EPOCH_COUNTERS else ()
+
+
+def _own_value(node: Node) -> Any:
+    """The value behind the tag of a node; "" for an object without arguments, which can be written in three ways."""
+    return "" if node.tag not in ("", TUPLE) and not children(node) else _value(node)
 
 
 def _homes(root: Mapping) -> dict[int, KeyPath]:

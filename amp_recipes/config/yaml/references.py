@@ -143,13 +143,10 @@ class _Resolver:
         nodes = {reference: self.resolved(self._find(scalar, reference)) for reference in references}
         if any(isinstance(node, Unknown) for node in nodes.values()):
             return self._unknown(scalar)
-        if references and is_arithmetic(_REFERENCE.sub("<>", text)):
-            number = self._calculate(scalar, text, nodes)
-            if number is not None:
-                return number
-        if in_parentheses:
-            return self._tuple(scalar, text)
-        return self._interpolate(scalar, text, nodes)
+        number = self._calculate(scalar, text, nodes) if references else None
+        if number is not None:
+            return number
+        return self._tuple(scalar, text) if in_parentheses else self._interpolate(scalar, text, nodes)
 
     def _without_reference(self, scalar: Scalar, text: str) -> Node:
         """`!ref` with text alone is the text, as in HyperPyYAML; but not where the brackets were forgotten."""
@@ -164,10 +161,10 @@ class _Resolver:
 
     def _calculate(self, scalar: Scalar, text: str, nodes: dict[str, Node]) -> Node | None:
         """The result of a formula; None if it is none, because some value in it is no number."""
-        operands = {reference: _operand(node) for reference, node in nodes.items()}
-        if None in operands.values():
+        if not is_arithmetic(_REFERENCE.sub("<>", text)):
             return None
-        if not could_be_formula(_REFERENCE.sub("0", text)):
+        operands = {reference: _operand(node) for reference, node in nodes.items()}
+        if None in operands.values() or not could_be_formula(_REFERENCE.sub("0", text)):
             return None
         length = len(text) + sum(len(str(operands[reference])) for reference in _REFERENCE.findall(text))
         self._budget.take_formula(length, scalar.source)  # before the numbers are put in
@@ -287,25 +284,32 @@ class _Resolver:
         return None
 
     def _attribute(self, scalar: Scalar, parts: re.Match[str], node: Node) -> Node:
-        shown, start, names = short(parts[0]), short(parts[1] + parts[2]), parts[3].split(".")[1:]
         node = self._through(node)
         if isinstance(node, Unknown):
             return node
-        if scalar.tag == COPY:
-            return self._wrong(scalar, f"<{shown}> is an attribute of an object, which !copy cannot copy; use !ref.")
-        if node.tag in ("", TUPLE):
-            key = f" Write <{start}[{short(names[0])}]>." if self._below(node, names[0]) is not None else ""
-            return self._wrong(scalar, f"<{shown}>: {start} is {_words(node)}, which has no attributes.{key}")
-        wrong = next((name for name in names if not (name.isascii() and name.isidentifier())), None)
-        if wrong is not None:
-            return self._wrong(scalar, f"<{shown}>: {short(wrong)!r} cannot be the name of an attribute.")
-        if any(name.startswith("_") for name in names):
-            return self._wrong(scalar, f"<{shown}>: attributes that begin with _ are closed to a YAML.")
+        names = parts[3].split(".")[1:]
+        if wrong := self._wrong_attribute(scalar, parts, node, names):
+            return self._wrong(scalar, f"<{short(parts[0])}>{wrong}")
         made = self.resolved(node)
         for name in names:
             items = [made, self._measured(Scalar("", name, scalar.source, name))]
             made = self._measured(Sequence(ATTRIBUTE, items, scalar.source))
         return made
+
+    def _wrong_attribute(self, scalar: Scalar, parts: re.Match[str], node: Node, names: list[str]) -> str:
+        """Why `node` cannot have attributes of these names; empty if it may."""
+        if scalar.tag == COPY:
+            return " is an attribute of an object, which !copy cannot copy; use !ref."
+        if node.tag in ("", TUPLE):
+            start = short(parts[1] + parts[2])
+            key = f" Write <{start}[{short(names[0])}]>." if self._below(node, names[0]) is not None else ""
+            return f": {start} is {_words(node)}, which has no attributes.{key}"
+        for name in names:
+            if not (name.isascii() and name.isidentifier()):
+                return f": {short(name)!r} cannot be the name of an attribute."
+        if any(name.startswith("_") for name in names):
+            return ": attributes that begin with _ are closed to a YAML."
+        return ""
 
     def _not_there(self, scalar: Scalar, reference: str, node: Node, keys: list[str], depth: int) -> str:
         """What is wrong with a reference whose key at `depth` is not in `node`, and what it may have meant."""
@@ -444,17 +448,22 @@ def _rebuilt(node: Node, make: Callable[[Node], Node]) -> Node:
 
 def _operand(node: Node) -> str | None:
     """A value as it stands in a formula; None if it is no number."""
-    value = node.value if isinstance(node, Scalar) and not node.tag else None
-    if isinstance(value, str):
-        text = value if _NUMBER_IN_TEXT.fullmatch(value[:400]) else ""
-    elif isinstance(value, float) and not math.isfinite(value):
-        text = {math.inf: "1e999", -math.inf: "-1e999"}.get(value, "(1e999-1e999)")
-    elif isinstance(value, int) and value.bit_length() > NUMBER_BITS:
-        text = ""  # Python refuses to write it
-    else:
-        text = repr(value) if isinstance(value, int | float) else ""
+    text = _number_text(node.value) if isinstance(node, Scalar) and not node.tag else ""
     # (-3) ** 2 is 9, as for a number, where the text -3 ** 2 would be -9.
-    return (f"({text})" if text[0] in "+-" else text) if text else None
+    if text.startswith(("+", "-")):
+        return f"({text})"
+    return text or None
+
+
+def _number_text(value: Any) -> str:
+    """A number, or text that is one, as it can be read back; empty for everything else."""
+    if isinstance(value, str):
+        return value if _NUMBER_IN_TEXT.fullmatch(value[:400]) else ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {math.inf: "1e999", -math.inf: "-1e999"}.get(value, "(1e999-1e999)")
+    if isinstance(value, int) and value.bit_length() > NUMBER_BITS:
+        return ""  # Python refuses to write it
+    return repr(value) if isinstance(value, int | float) else ""
 
 
 def _words(node: Node) -> str:

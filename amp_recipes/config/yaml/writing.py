@@ -1,4 +1,4 @@
-"""How a tree becomes YAML text that reads back as the same tree, here and by HyperPyYAML."""
+"""Writes a tree as YAML text that reads back as the same tree, here and by HyperPyYAML."""
 
 from __future__ import annotations
 
@@ -102,20 +102,29 @@ class _Writer:
         if isinstance(node, Unknown):
             return f"null  # (known after {node.tag} is called)", ()
         if isinstance(node, Scalar):
-            if not node.tag:
-                return _scalar(node.value, indent)
-            return " ".join([*marks, *([_plain_text(str(node.value))] if node.value else [])]), ()
-        if isinstance(node, Sequence) and node.tag == TUPLE and self._fits_on_a_line(node):
-            return " ".join([*marks[:-1], _tuple(node)]), ()
-        if not node.items:
-            return " ".join([*marks, "{}" if isinstance(node, Mapping) else "[]"]), ()
+            return self._scalar(node, marks, indent)
+        if line := self._on_a_line(node, marks):
+            return line, ()
         if isinstance(node, Mapping):
             return " ".join(marks), self.keys(node, path, indent)
-        flow = _flow(node) if all(isinstance(item, Scalar) and not item.tag for item in node.items) else '"'
-        # Text in quotes not in [ ]: ruamel, with which HyperPyYAML writes it anew, takes some of the quotes away.
-        if len(flow) <= _FLOW_CHARACTERS and '"' not in flow:
-            return " ".join([*marks, flow]), ()
         return " ".join(marks), self._items(node, path, indent)
+
+    def _scalar(self, node: Scalar, marks: list[str], indent: str) -> tuple[str, Iterable[_Line]]:
+        if not node.tag:
+            return _scalar(node.value, indent)
+        return " ".join([*marks, _plain_text(str(node.value))] if node.value else marks), ()
+
+    def _on_a_line(self, node: Sequence | Mapping, marks: list[str]) -> str:
+        """All of a list or mapping, if it fits on one line; else empty."""
+        if isinstance(node, Sequence) and node.tag == TUPLE and self._fits_on_a_line(node):
+            return " ".join([*marks[:-1], _tuple(node)])
+        if not node.items:
+            return " ".join([*marks, "{}" if isinstance(node, Mapping) else "[]"])
+        if isinstance(node, Mapping) or not all(isinstance(item, Scalar) and not item.tag for item in node.items):
+            return ""
+        flow = _flow(node)
+        # Text in quotes not in [ ]: ruamel, with which HyperPyYAML writes it anew, takes some of the quotes away.
+        return " ".join([*marks, flow]) if len(flow) <= _FLOW_CHARACTERS and '"' not in flow else ""
 
     def _fits_on_a_line(self, sequence: Sequence) -> bool:
         """Whether all below is plain data that stands nowhere else: no call, no tuple, nothing shared."""

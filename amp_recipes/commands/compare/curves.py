@@ -30,17 +30,12 @@ def loss_curves(of: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
 
 def metric_curves(of: Mapping[str, Sequence[Outcome]], place: str, name: str) -> dict[str, Any] | None:
     """The metric of each run after each epoch; None if it is known at the end only."""
-    stages = {epoch.stage for made in of.values() for it in made for epoch in it.epochs if name in epoch.values}
-    stage = next((stage for stage in (place, "valid", "train") if stage in stages and stage != "test"), None)
+    outcomes = [outcome for made in of.values() for outcome in made]
+    stages = {epoch.stage for outcome in outcomes for epoch in outcome.epochs if name in epoch.values} - {"test"}
+    stage = next((stage for stage in (place, "valid", "train") if stage in stages), None)
     if stage is None:
         return None
-    found = {
-        precision: [
-            {epoch.number: epoch.values[name] for epoch in it.epochs if epoch.stage == stage and name in epoch.values}
-            for it in made
-        ]
-        for precision, made in of.items()
-    }
+    found = {precision: [_by_epoch(outcome, stage, name) for outcome in made] for precision, made in of.items()}
     epochs = sorted({number for runs in found.values() for run in runs for number in run if number is not None})
     every = math.ceil(len(epochs) / _points(of)) if epochs else 1
     epochs = epochs[::-every][::-1]  # the last one among them
@@ -49,6 +44,12 @@ def metric_curves(of: Mapping[str, Sequence[Outcome]], place: str, name: str) ->
         "epochs": epochs,
         "by_precision": {name: [[run.get(it) for it in epochs] for run in runs] for name, runs in found.items()},
     }
+
+
+def _by_epoch(outcome: Outcome, stage: str, name: str) -> dict[int | None, float]:
+    """The metric of a run by the number of its epoch."""
+    epochs = [epoch for epoch in outcome.epochs if epoch.stage == stage and name in epoch.values]
+    return {epoch.number: epoch.values[name] for epoch in epochs}
 
 
 def _mean_between(losses: Sequence[float], first: int, end: int) -> float | None:

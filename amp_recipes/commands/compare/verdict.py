@@ -97,32 +97,37 @@ def judge(
     plan: Plan, of: Mapping[str, Sequence[Outcome]], values: Mapping[str, Mapping[int, float]], place: str
 ) -> dict[str, Judged]:
     """The verdict on each precision. values: the final metric of the runs that finished, by seed."""
-    reference, unit = values[plan.reference], _named(place, metric_name(plan.metric))
-    seedless = {name for name, made in of.items() if seeds_change_nothing(made)}
-    tests = {name: worse_than(reference, values[name], plan.metric.mode) for name in plan.precisions[1:]}
-    failed = {name: [it for it in made if not it.finished] for name, made in of.items()}
-    # A recipe that does not finish at the reference either is no worse for that.
-    fails = {name for name in plan.precisions[1:] if len(failed[name]) > len(failed[plan.reference])}
-    same = {name: [it for it in (plan.reference, name) if it in seedless] for name in tests}
-    held = {name: it for name, it in tests.items() if it is not None and name not in fails and not same[name]}
-    corrected = dict(zip(held, holm([it.p for it in held.values()]), strict=True))
+    reference = values[plan.reference]
     found = {plan.reference: Judged(REFERENCE, "the others are compared with it")}
+    held: dict[str, Tested] = {}
     for name in plan.precisions[1:]:
-        if name in fails:
-            count = f"{len(failed[name])} of {len(of[name])} runs did not finish"
-            found[name] = Judged(WORSE, f"{count} ({_first_sentence(failed[name][0].message)})", tests[name])
-        elif same[name]:
-            reason = f"all seeds give the same losses in {', '.join(same[name])}, so they say nothing of seed noise"
-            found[name] = Judged(NONE, reason)
-        elif name not in held:
+        tested = worse_than(reference, values[name], plan.metric.mode)
+        if judged := _without_test(plan, of, name, tested):
+            found[name] = judged
+        elif tested is None:
             found[name] = Judged(NONE, _too_few(plan, name, len(reference), len(values[name])))
         else:
-            noise = spread([*reference.values()])
-            reason = _reason(plan, held[name], corrected[name], len(held), unit, noise)
-            verdict = WORSE if corrected[name] <= ALPHA else EQUAL
-            detectable = held[name].detectable(ALPHA / len(held))
-            found[name] = Judged(verdict, reason, held[name], corrected[name], detectable)
-    return found
+            held[name] = tested
+    unit, noise = _named(place, metric_name(plan.metric)), spread([*reference.values()])
+    for (name, tested), p in zip(held.items(), holm([tested.p for tested in held.values()]), strict=True):
+        reason = _reason(plan, tested, p, len(held), unit, noise)
+        verdict = WORSE if p <= ALPHA else EQUAL
+        found[name] = Judged(verdict, reason, tested, p, tested.detectable(ALPHA / len(held)))
+    return {name: found[name] for name in plan.precisions}
+
+
+def _without_test(plan: Plan, of: Mapping[str, Sequence[Outcome]], name: str, tested: Tested | None) -> Judged | None:
+    """The verdict, if it follows from runs that did not finish or that do not differ by their seeds; else None."""
+    failed = [outcome for outcome in of[name] if not outcome.finished]
+    failed_at_reference = sum(not outcome.finished for outcome in of[plan.reference])
+    # A recipe that does not finish at the reference either is no worse for that.
+    if len(failed) > failed_at_reference:
+        count = f"{len(failed)} of {len(of[name])} runs did not finish"
+        return Judged(WORSE, f"{count} ({_first_sentence(failed[0].message)})", tested)
+    same = [precision for precision in (plan.reference, name) if seeds_change_nothing(of[precision])]
+    if same:
+        return Judged(NONE, f"all seeds give the same losses in {', '.join(same)}, so they say nothing of seed noise")
+    return None
 
 
 def seeds_change_nothing(made: Sequence[Outcome]) -> bool:

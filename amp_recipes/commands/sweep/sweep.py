@@ -11,7 +11,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from amp_recipes.commands.sweep.axes import (
     read_axes,
 )
 from amp_recipes.commands.sweep.trials import import_optuna, open_study, run_trials
+from amp_recipes.commands.tables import markdown_table
 from amp_recipes.config.yaml.mistakes import join_mistakes
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.folder_lock import lock_folder, unlock_folder
@@ -153,10 +154,9 @@ def _check_all(axes: Sequence[Axis], trials: int | None, check: Callable[[dict[s
     for combination in grid(axes) if trials is None else covering(axes):
         try:
             checked = check({key: choice.value for key, choice in combination.items()})
+            settings = settings or checked
         except ConfigError as error:
             mistakes.setdefault(str(error), f"--sweep with {describe(combination)}: {error}")
-        else:
-            settings = settings or checked
         if len(mistakes) == _MISTAKES_SHOWN:
             break
     if own_mistake is not None and str(own_mistake) in mistakes:
@@ -261,21 +261,14 @@ def _run_grid(axes: Sequence[Axis], runs: _Runs) -> None:
 def _report(runs: _Runs, words: list[str], sweep: SweepRequest) -> None:
     """Print the table, best run first, and write it into the sweep's folder."""
     metric, mode = runs.settings.metric, runs.settings.mode
-    sign = -1.0 if mode == "max" else 1.0
-
-    def rank(result: Result) -> tuple[bool, float, int]:
-        score = result.score(metric)
-        ranked = score is not None and math.isfinite(score)
-        return not ranked, sign * score if ranked else 0.0, result.number
-
-    results = sorted(runs.results.values(), key=rank)
-    best = results[0] if results and not rank(results[0])[0] else None
-    table = "\n".join(_table(results, best, metric))
+    results = sorted(runs.results.values(), key=lambda result: _rank(result, metric, mode))
+    best = results[0] if results and _has_score(results[0], metric) else None
+    table = markdown_table(_rows(results, best, metric))
     better = "higher" if mode == "max" else "lower"
-    stage = "validation" if any("valid" in result.last for result in runs.results.values()) else "training"
+    stage = "validation" if any("valid" in result.last for result in results) else "training"
     ranking = f"By {metric} on the {stage} set, {better} is better; in the best epoch if the run watched it."
-    typed = ["--sweep", *sweep.axes, *([] if sweep.trials is None else ["--sweep-trials", str(sweep.trials)])]
-    command = shlex.join(["python", *words, *typed])
+    trials = [] if sweep.trials is None else ["--sweep-trials", str(sweep.trials)]
+    command = shlex.join(["python", *words, "--sweep", *sweep.axes, *trials])
     _write(runs.folder / "sweep.md", f"# Sweep\n\n    {command}\n\n{ranking}\n\n{table}\n")
     listed = {
         "schema_version": SCHEMA_VERSION,
@@ -291,31 +284,45 @@ def _report(runs: _Runs, words: list[str], sweep: SweepRequest) -> None:
         print(f"The best is run {best.number}: {best.folder}", flush=True)
 
 
-def _table(results: Sequence[Result], best: Result | None, metric: str) -> Iterator[str]:
-    """The lines of an aligned Markdown table."""
+def _has_score(result: Result, metric: str) -> bool:
+    score = result.score(metric)
+    return score is not None and math.isfinite(score)
+
+
+def _rank(result: Result, metric: str, mode: str) -> tuple[bool, float, int]:
+    """What results are sorted by, the best first; those without a score come last, in the order of their numbers."""
+    if not _has_score(result, metric):
+        return True, 0.0, result.number
+    score = float(result.score(metric) or 0.0)
+    return False, -score if mode == "max" else score, result.number
+
+
+def _rows(results: Sequence[Result], best: Result | None, metric: str) -> list[list[str]]:
+    """The rows of the table: values, the watched metric, the metrics of validation (or training) and test."""
     keys = list(dict.fromkeys(key for result in results for key in result.values))
+    metrics = _stage_metrics(results)
+    watched = [f"best {metric}"] if any(metric in (result.best or {}) for result in results) else []
+    rows = [["run", *keys, *watched, *(f"{stage} {name}" for stage, name in metrics), "minutes", ""]]
+    for result in results:
+        numbers = [(result.best or {}).get(metric)] if watched else []
+        numbers += [result.last.get(stage, {}).get(name) for stage, name in metrics]
+        note = "best" if result is best else result.status
+        values = [describe_value(result.values[key]) for key in keys]
+        rows.append([str(result.number), *values, *map(_cell, numbers), f"{result.seconds / 60:.1f}", note])
+    return rows
+
+
+def _stage_metrics(results: Sequence[Result]) -> list[tuple[str, str]]:
+    """The stages and metrics that have a column: those of training only where nothing was validated."""
     stages = [stage for stage in ("valid", "test") if any(stage in result.last for result in results)]
     if "valid" not in stages:
         stages.insert(0, "train")
-    metrics = [
-        (stage, name)
-        for stage in stages
-        for name in dict.fromkeys(name for result in results for name in result.last.get(stage, {}))
-    ]
-    watched = [f"best {metric}"] if any(result.best and metric in result.best for result in results) else []
-    rows = [["run", *keys, *watched, *(f"{stage} {name}" for stage, name in metrics), "minutes", ""]]
-    for result in results:
-        shown = [describe_value(result.values[key]) for key in keys]
-        numbers = [(result.best or {}).get(metric)] if watched else []
-        numbers += [result.last.get(stage, {}).get(name) for stage, name in metrics]
-        shown += ["" if number is None else f"{_as_float(number):.4g}" for number in numbers]
-        note = "best" if result is best else result.status
-        rows.append([str(result.number), *shown, f"{result.seconds / 60:.1f}", note])
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
-    rows.insert(1, ["-" * width for width in widths])
-    for row in rows:
-        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+    found = [(stage, name) for stage in stages for result in results for name in result.last.get(stage, {})]
+    return list(dict.fromkeys(found))
+
+
+def _cell(number: Any) -> str:
+    return "" if number is None else f"{_as_float(number):.4g}"
 
 
 def _as_dict(result: Result) -> dict[str, Any]:

@@ -7,10 +7,8 @@ an inherited `Module.apply` are refused. No module is imported before it is know
 from __future__ import annotations
 
 import builtins
-import collections
 import copy
 import difflib
-import functools
 import importlib
 import inspect
 import os
@@ -24,10 +22,8 @@ from types import MethodType, ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 
 from amp_recipes.config.trust.entry_points import reads_command_line
-from amp_recipes.config.trust.late_building import LateClass
 from amp_recipes.config.trust.module_files import (
     bare_folder,
     files_of,
@@ -38,7 +34,6 @@ from amp_recipes.config.trust.module_files import (
 )
 from amp_recipes.config.trust.trusted_names import (
     STANDARD,
-    VALUE_TYPES,
     amp_recipes_objects,
     key_of,
     listed_keys,
@@ -48,12 +43,12 @@ from amp_recipes.config.trust.trusted_names import (
     standard_objects,
     walkable_modules,
 )
+from amp_recipes.config.trust.values import description_of, held_by, home_of, is_container, is_harmless, subject_of
 from amp_recipes.config.yaml.mistakes import did_you_mean
 from amp_recipes.errors import ConfigError
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
-_CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _LISTED_PACKAGES = frozenset({"amp_recipes", "torch"})  # judged by their lists even where they lie in a recipe's folder
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _STANDARD_LIBRARY = tuple({os.path.realpath(sysconfig.get_paths()[key]) for key in ("stdlib", "platstdlib")})
@@ -126,7 +121,7 @@ class Trust:
         """The module of that name. Raises NotTrusted or NotFound, also where the name leads to something else."""
         found = self.locate(name)
         if not isinstance(found, ModuleType):
-            raise NotFound(f"{name} is no module, but {_description(found)}.")
+            raise NotFound(f"{name} is no module, but {description_of(found)}.")
         return found
 
     def attribute(self, owner: Any, name: str) -> Any:
@@ -143,7 +138,7 @@ class Trust:
         except AttributeError as error:
             known = [known for known in dir(owner) if not known.startswith("_")]
             hint = did_you_mean(name, known)
-            raise NotFound(f"{_description(owner)} has no attribute {name!r}.{hint}") from error
+            raise NotFound(f"{description_of(owner)} has no attribute {name!r}.{hint}") from error
         self.check_value(value, what)
         return value
 
@@ -273,17 +268,17 @@ class Trust:
             if type(item) in _PLAIN or id(item) in seen:
                 continue
             seen.add(id(item))
-            pending += _held_by(item)
-            if not _is_container(item) and (problem := self._problem_of_one(item, module, of_an_object)):
+            pending += held_by(item)
+            if not is_container(item) and (problem := self._problem_of_one(item, module, of_an_object)):
                 return problem
         return None
 
     def _problem_of_one(self, item: Any, module: str | None, of_an_object: bool) -> tuple[str, str] | None:
         """The same for a value, whatever it holds."""
-        subject = _subject(item)
-        home, qualified = _home(subject)
+        subject = subject_of(item)
+        home, qualified = home_of(subject)
         is_instance = subject is type(item)
-        if is_instance and of_an_object and _is_harmless(item, home):
+        if is_instance and of_an_object and is_harmless(item, home):
             return None
         what = f"it is {'an instance of ' if is_instance else ''}{qualified}"
         if not self._is_allowed(subject, home, qualified, module):
@@ -460,61 +455,3 @@ def _is_of_lists(name: str) -> bool:
     """Whether a name is of Python, torch or amp_recipes, of which only single objects are trusted."""
     top = name.partition(".")[0]
     return top in _LISTED_PACKAGES or top in sys.stdlib_module_names
-
-
-def _subject(value: Any) -> Any:
-    """What decides about a value: itself if it is a class or function, what it binds, or else its class."""
-    while True:
-        if type(value) is MethodType:
-            value = value.__func__
-        elif type(value) in (functools.partial, LateClass):
-            value = value.func
-        else:
-            return value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
-
-
-def _is_container(value: Any) -> bool:
-    """Whether what a value holds decides about it. Not by isinstance: `__class__` can lie."""
-    kind = type(value)
-    return kind in (dict, *_CONTAINERS) or issubclass(kind, VALUE_TYPES)
-
-
-def _held_by(value: Any) -> list[Any]:
-    """What a container holds: a function in it can be had with `random.choice`, and called with `max(key=...)`."""
-    kind = type(value)
-    if issubclass(kind, dict):
-        return [*dict.keys(value), *dict.values(value)]
-    if issubclass(kind, np.ndarray):
-        return value.ravel().tolist() if value.dtype.hasobject else []
-    base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
-    return list(base.__iter__(value)) if base else []
-
-
-def _is_harmless(value: Any, home: str | None) -> bool:
-    """Whether an attribute's value, an instance of a class that nobody listed, is data: nothing to call or go through.
-
-    Frames, generators and other kinds of the interpreter lead to `__builtins__`.
-    """
-    if issubclass(type(value), torch.nn.Module):
-        return True
-    return home not in (None, "builtins") and not callable(value) and not issubclass(type(value), ModuleType)
-
-
-def _home(subject: Any) -> tuple[str | None, str]:
-    """The module that defines a class or function (None where it does not say), and its full name."""
-    name = getattr(subject, "__qualname__", None) or getattr(subject, "__name__", repr(subject))
-    home = getattr(subject, "__module__", None)
-    if not isinstance(home, str):  # a method of C: the class that defines it tells, not the one that inherits it
-        owner = getattr(subject, "__objclass__", getattr(subject, "__self__", None))
-        if owner is None or isinstance(owner, ModuleType):
-            return None, str(name)
-        classes = [*owner.__mro__, *type(owner).__mro__] if inspect.isclass(owner) else type(owner).__mro__
-        home = next((known.__module__ for known in classes if subject.__name__ in vars(known)), None)
-    return home, f"{home}.{name}"
-
-
-def _description(value: Any) -> str:
-    """What a value is, in a few words."""
-    if inspect.isclass(value):
-        return f"the class {value.__name__}"
-    return f"the function {value.__name__}" if inspect.isroutine(value) else f"a {type(value).__name__}"

@@ -36,13 +36,13 @@ def metric_curves(of: Mapping[str, Sequence[Outcome]], place: str, name: str) ->
     if stage is None:
         return None
     found = {precision: [_by_epoch(outcome, stage, name) for outcome in made] for precision, made in of.items()}
-    epochs = sorted({number for runs in found.values() for run in runs for number in run if number is not None})
-    every = math.ceil(len(epochs) / _points(of)) if epochs else 1
-    epochs = epochs[::-every][::-1]  # the last one among them
+    epochs = _shown_epochs([run for runs in found.values() for run in runs], _points(of))
     return {
         "stage": stage,
         "epochs": epochs,
-        "by_precision": {name: [[run.get(it) for it in epochs] for run in runs] for name, runs in found.items()},
+        "by_precision": {
+            precision: [[run.get(epoch) for epoch in epochs] for run in runs] for precision, runs in found.items()
+        },
     }
 
 
@@ -50,6 +50,13 @@ def _by_epoch(outcome: Outcome, stage: str, name: str) -> dict[int | None, float
     """The metric of a run by the number of its epoch."""
     epochs = [epoch for epoch in outcome.epochs if epoch.stage == stage and name in epoch.values]
     return {epoch.number: epoch.values[name] for epoch in epochs}
+
+
+def _shown_epochs(runs: Sequence[Mapping[int | None, float]], points: int) -> list[int]:
+    """About as many of the runs' epochs as there are points, the last one among them."""
+    epochs = sorted({number for run in runs for number in run if number is not None})
+    every = math.ceil(len(epochs) / points) if epochs else 1
+    return epochs[::-every][::-1]
 
 
 def _mean_between(losses: Sequence[float], first: int, end: int) -> float | None:

@@ -75,23 +75,22 @@ class Runs:
         """
         before = {run: self._earlier(run) for run in self.plan.runs}
         _refuse_others(self.plan, before)
-        for index, run in enumerate(self.plan.runs):
+        for count, run in enumerate(self.plan.runs, start=1):
             if self._children.requested is not None:
                 break
-            earlier = before[run].get("ended")
-            ended = earlier if earlier is not None and earlier.is_result else self._make(run, before[run])
+            is_there = _is_there(before[run])
+            ended = before[run]["ended"] if is_there else self._make(run, before[run])
             if ended is None:
                 break
             if not ended.message:
                 self._seconds.setdefault(run.precision, []).append(ended.seconds)
-            if index == 0 and ended.message and not ended.diverged:
+            if count == 1 and ended.message and not ended.diverged:
                 raise CannotCompare(
                     f"The reference, {run}, did not finish: {ended.message}\nThe end of what it said is in "
                     f"{run.folder / OUTPUT_FILE}."
                 )
-            counted = f"{index + 1}/{len(self.plan.runs)}"
-            again = ", as before" if ended is earlier else ""
-            self._say(f"{counted:>7}  {run!s:<{self._shown}}  {_outcome(ended)}{again}{self._left(index + 1, before)}")
+            told = f"{_outcome(ended)}{', as before' if is_there else ''}{self._left(count, before)}"
+            self._say(f"{f'{count}/{len(self.plan.runs)}':>7}  {run!s:<{self._shown}}  {told}")
             look(ended)
 
     def _make(self, run: PlannedRun, before: dict[str, Any]) -> Ended | None:

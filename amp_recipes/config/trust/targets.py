@@ -10,7 +10,7 @@ from typing import Any
 from amp_recipes.config.trust.signatures import Callee
 from amp_recipes.config.trust.trust import Trust
 from amp_recipes.config.yaml.mistakes import did_you_mean
-from amp_recipes.config.yaml.nodes import Mapping, Mistakes, Node, Scalar, Sequence, Unknown, walk
+from amp_recipes.config.yaml.nodes import Mapping, Mistakes, Node, Scalar, Unknown, attribute_name, walk
 from amp_recipes.config.yaml.tags import ATTRIBUTE
 from amp_recipes.errors import ConfigError
 
@@ -86,7 +86,7 @@ class _Failure:
 
 def _check_attribute(node: Node, names: _Names, mistakes: Mistakes) -> None:
     """`!ref <key.attribute>`, which was resolved to a call of getattr; nobody else may call it."""
-    name = _attribute_name(node)
+    name = attribute_name(node)
     if name is None:
         mistakes.add(node.source, "getattr takes an object and the name of an attribute; write !ref <key.attribute>.")
         return
@@ -105,14 +105,6 @@ def _check_attribute(node: Node, names: _Names, mistakes: Mistakes) -> None:
     if known and name not in known:
         public = [attribute for attribute in known if not attribute.startswith("_")]
         mistakes.add(node.source, f"{owner_tag} gives no {name!r}.{did_you_mean(name, public)}")
-
-
-def _attribute_name(node: Node) -> str | None:
-    """The name in `!ref <key.name>`, as it was resolved; None where the node is something else."""
-    if not isinstance(node, Sequence) or len(node.items) != 2:
-        return None
-    name = node.items[1]
-    return name.value if isinstance(name, Scalar) and not name.tag and isinstance(name.value, str) else None
 
 
 def _has_only_fields(made: Any) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from amp_recipes.config.yaml.mistakes import join_mistakes
-from amp_recipes.config.yaml.tags import TUPLE
+from amp_recipes.config.yaml.tags import ATTRIBUTE, TUPLE
 from amp_recipes.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -84,6 +84,14 @@ Node: TypeAlias = "Scalar | Sequence | Mapping | Unknown"
 def is_plain_mapping(node: Any) -> bool:
     """Whether a node is a mapping of keys, not the description of an object."""
     return isinstance(node, Mapping) and not node.tag
+
+
+def attribute_name(node: Node) -> str | None:
+    """The name in what a reference to an attribute (`!ref <model.weight>`) was resolved to; None for another node."""
+    if not isinstance(node, Sequence) or node.tag != ATTRIBUTE or len(node.items) != 2:
+        return None
+    name = node.items[1]
+    return name.value if isinstance(name, Scalar) and not name.tag and isinstance(name.value, str) else None
 
 
 def children(node: Node) -> list[tuple[Key, Node]]:

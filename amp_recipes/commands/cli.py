@@ -1,4 +1,4 @@
-"""The `amp-recipes` command: one entry of COMMANDS for each of its subcommands.
+"""Reads the command line of `amp-recipes` and runs the subcommand that it names: one entry of COMMANDS for each.
 
 What a command runs is imported when it is chosen: torch takes seconds, and `--version` and `completion` do without.
 """

@@ -59,7 +59,7 @@ class RunDiff:
     def as_json(self) -> str:
         """One JSON object: `runs`, `differ`, each section as `{name: [a, b]}`, `results` likewise, and `notes`."""
         parts = {**self.sections, "results": self.results}
-        pairs = {name: {it.name: [it.a, it.b] for it in found} for name, found in parts.items()}
+        pairs = {name: {row.name: [row.a, row.b] for row in found} for name, found in parts.items()}
         runs = [str(self.run_a), str(self.run_b)]
         return encode({"runs": runs, "differ": self.differ, **pairs, "notes": self.notes}, indent=2)
 
@@ -68,7 +68,7 @@ class RunDiff:
         lines = [one_line(f"a  {self.run_a}"), one_line(f"b  {self.run_b}")]
         for name, found in self.sections.items():
             if found:
-                told = (f"  {_cut(it.name)}: {_shown(it.a)} -> {_shown(it.b)}" for it in found)
+                told = (f"  {_cut(row.name)}: {_shown(row.a)} -> {_shown(row.b)}" for row in found)
                 lines += ["", f"{name} (a -> b)", *told]
         if self.results:
             lines += ["", _table(self.results)]

@@ -148,7 +148,7 @@ def _best_checkpoint(run: Path) -> Checkpoint:
 
 def _home(run: Path, checkpoint: Path) -> Path:
     """The output folder: the one above the checkpoint that has the run's settings, else the one that was given."""
-    folder = next((it for it in list(checkpoint.parents)[:3] if (it / RESOLVED_FILE).is_file()), None)
+    folder = next((above for above in list(checkpoint.parents)[:3] if (above / RESOLVED_FILE).is_file()), None)
     if folder is not None:
         return folder
     beside = checkpoint.parent.parent if checkpoint.parent.name == "save" else checkpoint.parent

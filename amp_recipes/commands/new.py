@@ -94,7 +94,10 @@ def check_name(name: str, contents: Mapping[str, str]) -> None:
         return
     nearest = suggestion(name)
     candidates = (nearest, f"{nearest}_task", f"my_{nearest}")
-    good = next((it for it in candidates if it and _what_is_wrong(it, contents) is None), PLACEHOLDER)
+    good = next(
+        (candidate for candidate in candidates if candidate and _what_is_wrong(candidate, contents) is None),
+        PLACEHOLDER,
+    )
     raise ConfigError(f"a recipe cannot be called {name!r}: {wrong}. For example: amp-recipes new {good}")
 
 

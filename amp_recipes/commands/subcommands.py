@@ -1,4 +1,4 @@
-"""What the subcommands of `amp-recipes` do: each takes the parsed command line, and returns the exit status."""
+"""Runs the subcommands of `amp-recipes`: each takes the parsed command line, and returns the exit status."""
 
 from __future__ import annotations
 

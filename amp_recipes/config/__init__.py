@@ -1,4 +1,4 @@
-"""YAML and command line in; validated run options and hyperparameters out."""
+"""Turns YAML and command line into validated run options and hyperparameters."""
 
 from typing import TYPE_CHECKING
 

@@ -100,7 +100,7 @@ def differences(old: Mapping, new: Mapping) -> list[Change]:
         was, now = before.get(path), after.get(path)
         if was is None or now is None or not _are_same(was, now):
             free = all(setting.free for setting in (was, now) if setting is not None)
-            found.append(Change(dotted(path), *(None if it is None else str(it) for it in (was, now)), free))
+            found.append(Change(dotted(path), *(None if text is None else str(text) for text in (was, now)), free))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What `amp-recipes compare` takes, and the order in which it works: plan, runs, verdict, files."""
+"""Runs `amp-recipes compare`: plan, runs, verdict, files."""
 
 from __future__ import annotations
 

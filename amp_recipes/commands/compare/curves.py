@@ -16,13 +16,13 @@ _ALL_POINTS = 20_000  # of all curves of a kind
 
 def loss_curves(of: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
     """The training loss of each run, averaged within equal shares of the longest run's updates; None: no loss there."""
-    longest = max((len(it.losses) for made in of.values() for it in made), default=0)
+    longest = max((len(outcome.losses) for made in of.values() for outcome in made), default=0)
     points = min(longest, _points(of))
     edges = [longest * index // points for index in range(points + 1)] if points else [0]
     return {
         "updates": edges[1:],
         "by_precision": {
-            name: [[_mean_between(it.losses, *ends) for ends in pairwise(edges)] for it in made]
+            name: [[_mean_between(outcome.losses, *ends) for ends in pairwise(edges)] for outcome in made]
             for name, made in of.items()
         },
     }

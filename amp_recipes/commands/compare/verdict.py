@@ -39,7 +39,9 @@ def compared(plan: Plan, outcomes: Sequence[Outcome], command: str) -> dict[str,
     """
     place, name = find_place(plan.metric, outcomes), metric_name(plan.metric)
     outcomes = [_judgeable(outcome, place, name) for outcome in outcomes]
-    of = {precision: [it for it in outcomes if it.precision == precision] for precision in plan.precisions}
+    of = {
+        precision: [outcome for outcome in outcomes if outcome.precision == precision] for precision in plan.precisions
+    }
     values = {
         precision: {outcome.seed: outcome.final(place)[name] for outcome in made if outcome.finished}
         for precision, made in of.items()
@@ -187,9 +189,12 @@ def _too_few(plan: Plan, name: str, reference: int, tested: int) -> str:
 def _of_precision(
     made: Sequence[Outcome], values: Mapping[int, float], judged: Judged, reference: Sequence[Outcome]
 ) -> dict[str, Any]:
-    step, memory = _median(made, lambda it: it.step_seconds), _median(made, lambda it: it.memory_bytes)
-    of_step = _median(reference, lambda it: it.step_seconds)
-    of_memory = _median(reference, lambda it: it.memory_bytes)
+    step, memory = (
+        _median(made, lambda outcome: outcome.step_seconds),
+        _median(made, lambda outcome: outcome.memory_bytes),
+    )
+    of_step = _median(reference, lambda outcome: outcome.step_seconds)
+    of_memory = _median(reference, lambda outcome: outcome.memory_bytes)
     tested = judged.tested
     return {
         "precision": made[0].precision,
@@ -212,8 +217,8 @@ def _of_precision(
         "step_ratio": step / of_step if step and of_step else None,
         "memory_bytes": memory,
         "memory_ratio": memory / of_memory if memory and of_memory else None,
-        "memory_of": next((it.memory_of for it in made if it.memory_of), None),
-        "runs": [_of_run(it, values) for it in made],
+        "memory_of": next((outcome.memory_of for outcome in made if outcome.memory_of), None),
+        "runs": [_of_run(outcome, values) for outcome in made],
     }
 
 
@@ -232,7 +237,7 @@ def _of_run(outcome: Outcome, values: Mapping[int, float]) -> dict[str, Any]:
 
 
 def _median(made: Sequence[Outcome], what: Callable[[Outcome], float | None]) -> float | None:
-    told = [value for it in made if (value := what(it)) is not None]
+    told = [value for outcome in made if (value := what(outcome)) is not None]
     return statistics.median(told) if told else None
 
 
@@ -253,7 +258,7 @@ def _notes(plan: Plan, outcomes: Sequence[Outcome]) -> Iterable[str]:
         "CPUs": ("cpu",),
         "GPUs": ("gpus",),
     }.items():
-        found = {repr(_entry(it.environment, *keys)) for it in outcomes if it.environment}
+        found = {repr(_entry(outcome.environment, *keys)) for outcome in outcomes if outcome.environment}
         if len(found) > 1:
             yield f"Not all runs had the same {what}: {', '.join(sorted(found))}."
 

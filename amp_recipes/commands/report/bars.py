@@ -1,4 +1,4 @@
-"""Rows of bars and of numbers, one row for each name, that say their values beside what they show."""
+"""Draws rows of bars and of numbers, one row for each name, with their values beside them."""
 
 from __future__ import annotations
 

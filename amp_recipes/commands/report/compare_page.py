@@ -40,7 +40,7 @@ def draw_comparison(folder: Path) -> Path | None:
     if found is None or not entries:
         return None
     colours = {str(it.get("precision")): SERIES[index % len(SERIES)] for index, it in enumerate(entries)}
-    headline = "\n".join(wrapped(str(it.get("headline")), _VERDICT_CHARACTERS, 3) for it in entries[1:])
+    headline = "\n".join(wrapped(str(entry.get("headline")), _VERDICT_CHARACTERS, 3) for entry in entries[1:])
     inches = [0.3 + 0.155 * (headline.count("\n") + 1), 3.9, 3.2]
     with page(12, sum(inches)) as figure:
         rows = figure.add_gridspec(len(inches), 1, height_ratios=inches)
@@ -60,7 +60,7 @@ def draw_comparison(folder: Path) -> Path | None:
         axes.set_title("Time per update")
         _bars(axes, entries, ("step_seconds", "step_ratio"), (1e3, "ms"), colours)
         axes = figure.add_subplot(below[2])
-        counted = next((words(it.get("memory_of"), 20) for it in entries if it.get("memory_of")), "")
+        counted = next((words(entry.get("memory_of"), 20) for entry in entries if entry.get("memory_of")), "")
         axes.set_title(f"Peak memory of the {counted}" if counted else "Peak memory")
         _bars(axes, entries, ("memory_bytes", "memory_ratio"), (2**-20, "MiB"), colours)
         return save(figure, folder / PICTURE_FILE)

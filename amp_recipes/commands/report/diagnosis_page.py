@@ -65,7 +65,7 @@ def draw_diagnosis(folder: Path) -> Path | None:
         return None
     rows = _rows(panels)
     headline = _headline(found)
-    inches = [0.3 + 0.155 * (headline.count("\n") + 1), *(max(it.inches for it in row) for row in rows)]
+    inches = [0.3 + 0.155 * (headline.count("\n") + 1), *(max(panel.inches for panel in row) for row in rows)]
     with page(_WIDTH_INCHES, sum(inches)) as figure:
         grid = figure.add_gridspec(len(inches), 1, height_ratios=inches)
         top = figure.add_subplot(grid[0])
@@ -173,7 +173,7 @@ def _underflow(axes: Any, underflow: dict[str, Any]) -> None:
         ("flushed to 0", BLUE, "-", flushed),
         ("subnormal", PURPLE, "--", finite_list(underflow.get("subnormal"))),
     ):
-        points = [it for it in zip(octaves, shares, strict=False) if all(map(math.isfinite, it))]
+        points = [point for point in zip(octaves, shares, strict=False) if all(map(math.isfinite, point))]
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=".", linewidth=1.6)
             labels.append((name, colour, points[0][1]))
@@ -241,7 +241,7 @@ def _casts(axes: Any, casts: Sequence[dict[str, Any]]) -> None:
         size = finite(row.get("bytes"))
         if size is not None and size > 0:
             of.setdefault(str(row.get("module") or "(outside of modules)"), Counter())[str(row.get("by"))] += size
-    ranked = sorted(of.items(), key=lambda it: -it[1].total())
+    ranked = sorted(of.items(), key=lambda entry: -entry[1].total())
     shown = ranked[:_CASTING_SHOWN]
     of = f"{len(shown)} of {len(ranked)} modules" if len(ranked) > len(shown) else "all modules"
     axes.set_title(f"Bytes cast in a step, {of}")

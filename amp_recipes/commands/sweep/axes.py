@@ -1,4 +1,4 @@
-"""What the words behind `--sweep` say: which keys are swept, over which values, and how a run with some is named."""
+"""Reads the words behind `--sweep`: which keys are swept, over which values, and the name of a run with some."""
 
 from __future__ import annotations
 

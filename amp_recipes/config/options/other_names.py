@@ -1,4 +1,4 @@
-"""What to do here in place of options and values that SpeechBrain's Brain, Lightning's Trainer and others have."""
+"""Says what to do in place of options and values of SpeechBrain's Brain, Lightning's Trainer and others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a YAML and with what was given beside it: all of it at once, before anything is built."""
+"""Checks a YAML and what was given beside it: all mistakes at once, before anything is built."""
 
 from __future__ import annotations
 

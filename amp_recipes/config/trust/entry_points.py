@@ -1,4 +1,4 @@
-"""Which functions read a command line: a YAML that could call one would start the script again, in its own words."""
+"""Finds functions that read a command line: a YAML that calls one would start the script again, in its own words."""
 
 from __future__ import annotations
 

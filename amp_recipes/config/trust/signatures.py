@@ -1,4 +1,4 @@
-"""Whether the arguments that a YAML gives fit the class or function that it names: by name, by number, by type.
+"""Checks that arguments of a YAML fit the class or function that it names: by name, by number, by type.
 
 Only what is certain is a mistake: a signature that cannot be read accepts everything, and so does an annotation that
 says nothing of plain data. Where Python itself is lenient (a list for a tuple, 1 for 1.0 or true) so are we.

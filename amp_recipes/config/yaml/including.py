@@ -1,4 +1,4 @@
-"""How the files that `!include:` names become part of the tree, and which files may be named."""
+"""Puts the files that `!include:` names into the tree, and decides which files may be named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a YAML is before anything is built: nodes that know their tag and where each came from."""
+"""Defines the nodes of a YAML before anything is built: each knows its tag and where it came from."""
 
 from __future__ import annotations
 

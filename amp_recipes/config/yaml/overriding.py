@@ -1,4 +1,4 @@
-"""Which overrides fit a YAML, and how their values, which are plain data only, become part of its tree."""
+"""Writes overrides, which are plain data only, into a YAML's tree, and refuses those that do not fit."""
 
 from __future__ import annotations
 

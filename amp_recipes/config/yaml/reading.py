@@ -1,4 +1,4 @@
-"""How YAML text becomes a tree of nodes: nothing is executed, and every mistake gets its line.
+"""Reads YAML text as a tree of nodes: nothing is executed, and every mistake gets its line.
 
 ruamel's parser finds the events; the tree is composed here, without recursion and with the limits enforced as the
 events come. Values are those of YAML 1.2, as HyperPyYAML reads them. Where it does not say the same twice, one

@@ -1,4 +1,4 @@
-"""What each `!ref`, `!copy` and `!applyref:` stands for: a tree without them.
+"""Resolves `!ref`, `!copy` and `!applyref:`: a tree without them.
 
 Where HyperPyYAML's meaning hangs on the order of the keys or loses what was written, ours does not:
 

@@ -13,7 +13,18 @@ from typing import Any
 
 from amp_recipes.config.options.run_options import OPTION_NAMES, OPTIONS, validate_options
 from amp_recipes.config.yaml.limits import EXPANDED_NODES, Budget
-from amp_recipes.config.yaml.nodes import KeyPath, Mapping, Mistakes, Node, Scalar, Sequence, children, dotted
+from amp_recipes.config.yaml.nodes import (
+    KeyPath,
+    Mapping,
+    Mistakes,
+    Node,
+    Scalar,
+    Sequence,
+    children,
+    dotted,
+    is_plain_mapping,
+    is_plain_scalar,
+)
 from amp_recipes.config.yaml.reading import plain_value, read_file, read_text
 from amp_recipes.config.yaml.tags import ATTRIBUTE, REF, TUPLE
 from amp_recipes.errors import ConfigError
@@ -163,13 +174,14 @@ def _settings(root: Mapping) -> dict[KeyPath, _Setting]:
     options, mistakes = validate_options(given)
     folder = given.get("output_folder")
     flat = _Flat(root, folder if isinstance(folder, str) else "")
+    # Of another version's options, some values may be wrong today: those count as they are written.
+    valid = given.keys() - mistakes.keys()
     for key, node in root.items.items():
-        # Of another version's options, some values may be wrong today: those count as they are written.
-        if key not in given or key in mistakes:
+        if key not in valid:
             flat.add((str(key),), node, free=key in BESIDE_TRAINING | _FREE_KEYS)
-    for name, value in options.items():
-        if name not in mistakes and (name in given or name not in root.items):
-            flat.add_value((name,), "", value, free=name in BESIDE_TRAINING)
+    absent = options.keys() - mistakes.keys() - root.items.keys()
+    for name in (name for name in options if name in valid | absent):
+        flat.add_value((name,), "", options[name], free=name in BESIDE_TRAINING)
     return flat.settings
 
 
@@ -283,14 +295,14 @@ def _check_size(root: Mapping) -> None:
 
 
 def _is_plain_list(node: Node) -> bool:
-    return isinstance(node, Sequence) and all(isinstance(item, Scalar) and not item.tag for item in node.items)
+    return isinstance(node, Sequence) and all(is_plain_scalar(item) for item in node.items)
 
 
 def _value(node: Node) -> Any:
     """The plain value of a node; of an object, its tag as text."""
     if isinstance(node, Scalar):
         return f"{node.tag} {node.value}" if node.tag else node.value
-    if isinstance(node, Mapping) and not node.tag:
+    if is_plain_mapping(node):
         return {key: _value(child) for key, child in node.items.items()}
     if isinstance(node, Sequence):
         items = [_value(item) for item in node.items]

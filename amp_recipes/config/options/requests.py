@@ -71,14 +71,19 @@ class RequestWords:
                 f"--trust {','.join(foreign)} is not on the command line that started this process, and only that can "
                 "grant trust: other words may be a YAML's. Give it there, or in the script, to load_hparams(trust=...)."
             )
-        trials = self._trials
-        if trials is not None and not (trials.isdecimal() and int(trials) > 0):
-            yield f"--sweep-trials is {trials!r}, but must be a whole number, 1 or more."
-        if trials is not None and not self.values["sweep"]:
-            yield "--sweep-trials needs --sweep with the keys to try: --sweep 'lr=1e-5..1e-2:log'."
+        yield from self._wrong_trials()
         actions = [*dict.fromkeys(self.flags), *(name for name in ("sweep", "replay") if self.values[name])]
         if len(actions) > 1:
             yield f"{' and '.join(f'--{action}' for action in actions)} cannot be done at once; give one of them."
+
+    def _wrong_trials(self) -> Iterator[str]:
+        trials = self._trials
+        if trials is None:
+            return
+        if not trials.isdecimal() or int(trials) == 0:
+            yield f"--sweep-trials is {trials!r}, but must be a whole number, 1 or more."
+        if not self.values["sweep"]:
+            yield "--sweep-trials needs --sweep with the keys to try: --sweep 'lr=1e-5..1e-2:log'."
 
     def request(self, words: list[str]) -> Request:
         """What is asked for. words: the other words of the command line."""

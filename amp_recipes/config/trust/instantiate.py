@@ -14,7 +14,17 @@ from typing import Any
 from amp_recipes.config.trust.hyperpyyaml_calls import call
 from amp_recipes.config.trust.late_building import LateClass, raise_unbuilt
 from amp_recipes.config.trust.trust import Trust
-from amp_recipes.config.yaml.nodes import KeyPath, Mapping, Node, Scalar, Sequence, Unknown, attribute_name, dotted
+from amp_recipes.config.yaml.nodes import (
+    KeyPath,
+    Mapping,
+    Node,
+    Scalar,
+    Sequence,
+    Unknown,
+    attribute_name,
+    dotted,
+    is_plain_scalar,
+)
 from amp_recipes.config.yaml.tags import TUPLE
 from amp_recipes.errors import ConfigError
 
@@ -37,7 +47,7 @@ class _Builder:
         self._built: dict[int, Any] = {}  # by the identity of the node
 
     def value_of(self, node: Node, path: KeyPath) -> Any:
-        if isinstance(node, Scalar) and not node.tag:
+        if is_plain_scalar(node):
             return node.value
         if id(node) not in self._built:
             self._built[id(node)] = self._build(node, path)

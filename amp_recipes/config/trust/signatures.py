@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from amp_recipes.config.yaml.mistakes import did_you_mean
-from amp_recipes.config.yaml.nodes import Mapping, Node, Scalar, Sequence, Source
+from amp_recipes.config.yaml.nodes import Mapping, Node, Scalar, Sequence, Source, is_plain_scalar
 from amp_recipes.config.yaml.tags import TUPLE
 
 _UNREADABLE = (ValueError, TypeError, AttributeError)
@@ -261,7 +261,7 @@ def _takes_path(kind: Any) -> bool:
 
 
 def _is_null(node: Node) -> bool:
-    return isinstance(node, Scalar) and not node.tag and node.value is None
+    return is_plain_scalar(node) and node.value is None
 
 
 def _shown(node: Node) -> str:
@@ -270,7 +270,7 @@ def _shown(node: Node) -> str:
         return "null" if node.value is None else reprlib.repr(node.value)
     if isinstance(node, Mapping):
         return "a mapping"
-    values = [item for item in node.items if isinstance(item, Scalar) and not item.tag]
+    values = [item for item in node.items if is_plain_scalar(item)]
     if len(values) == len(node.items) <= _SHOWN_ITEMS:
         return f"[{', '.join(map(_shown, values))}]"
     return f"a list of {len(node.items)}"

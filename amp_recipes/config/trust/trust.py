@@ -358,18 +358,23 @@ class Trust:
         """The nearest of the names that a YAML may use to one whose first part does not exist."""
         if not self._may_suggest():
             return ""
+        near = self._nearest_name(wanted)
+        return f" Did you mean {near}?" if near else ""
+
+    def _nearest_name(self, wanted: str) -> str:
         top, _, rest = wanted.partition(".")
         own = self._own_tops()
         listed = {name.partition(".")[0] for name in listed_names() if "." in name}
-        (nearest,) = difflib.get_close_matches(top, sorted(own | listed), 1) or [""]
+        nearest = next(iter(difflib.get_close_matches(top, sorted(own | listed), 1)), "")
         corrected = f"{nearest}.{rest}"
         if nearest in own and rest and _is_findable(corrected):
-            return f" Did you mean {corrected}?"
-        near = nearest_listed(corrected) if nearest in listed else ""
+            return corrected
+        if nearest in listed and (near := nearest_listed(corrected)):
+            return near
         # `nn.Linear` and `Linear` lack their module; `speechbrain.nnet.linear.Linear` is another one.
-        anywhere = nearest_listed(wanted, anywhere=True) if nearest or "." not in rest else ""
-        near = near or anywhere or nearest
-        return f" Did you mean {near}?" if near else ""
+        if nearest or "." not in rest:
+            return nearest_listed(wanted, anywhere=True) or nearest
+        return ""
 
     def _own_tops(self) -> set[str]:
         """The first parts of the names that the recipe defines and the user trusts."""
@@ -394,14 +399,18 @@ class Trust:
 
     def _known_members(self, owner: Any, place: str) -> set[str]:
         """The names in the module or class at `place` that a YAML may use."""
-        below = [name.removeprefix(f"{place}.") for name in listed_names() if name.startswith(f"{place}.")]
-        known = {name.partition(".")[0] for name in below}
+        start = f"{place}."
+        known = {name.removeprefix(start).partition(".")[0] for name in listed_names() if name.startswith(start)}
         if not isinstance(owner, ModuleType):
-            return known | {name for name in dir(owner) if not name.startswith("_")}
+            return known | set(filter(_is_public, dir(owner)))
         if place.partition(".")[0] in _LISTED_PACKAGES and not self._is_named(place):
             return known
-        public = {name: value for name, value in vars(owner).items() if not name.startswith("_")}
-        return known | {name for name, value in public.items() if not self._problem(value, place)}
+        public = filter(_is_public, vars(owner))
+        return known | {name for name in public if not self._problem(vars(owner)[name], place)}
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_")
 
 
 def _parts_of(name: str) -> list[str]:

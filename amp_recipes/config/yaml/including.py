@@ -234,7 +234,7 @@ def _referred(reference: Scalar) -> Node | None:
     match = _REFERENCE_TO_KEYS.fullmatch(str(reference.value).strip())
     node: Node | None = reference.scope if match else None
     for part in match[1].split("[") if match else ():
-        node = node.items.get(part.strip("]")) if isinstance(node, Mapping) and not node.tag else None
+        node = node.items.get(part.strip("]")) if is_plain_mapping(node) else None
     return node
 
 

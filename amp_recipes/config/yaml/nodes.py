@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from amp_recipes.config.yaml.mistakes import join_mistakes
 from amp_recipes.config.yaml.tags import ATTRIBUTE, TUPLE
@@ -81,9 +81,19 @@ class Unknown:
 Node: TypeAlias = "Scalar | Sequence | Mapping | Unknown"
 
 
-def is_plain_mapping(node: Any) -> bool:
+def is_plain_mapping(node: Any) -> TypeGuard[Mapping]:
     """Whether a node is a mapping of keys, not the description of an object."""
     return isinstance(node, Mapping) and not node.tag
+
+
+def is_plain_scalar(node: Any) -> TypeGuard[Scalar]:
+    """Whether a node is a single value, not a reference or the description of an object."""
+    return isinstance(node, Scalar) and not node.tag
+
+
+def is_plain_sequence(node: Any) -> TypeGuard[Sequence]:
+    """Whether a node is a list or a tuple of values, not the description of an object."""
+    return isinstance(node, Sequence) and node.tag in ("", TUPLE)
 
 
 def attribute_name(node: Node) -> str | None:
@@ -91,7 +101,7 @@ def attribute_name(node: Node) -> str | None:
     if not isinstance(node, Sequence) or node.tag != ATTRIBUTE or len(node.items) != 2:
         return None
     name = node.items[1]
-    return name.value if isinstance(name, Scalar) and not name.tag and isinstance(name.value, str) else None
+    return name.value if is_plain_scalar(name) and isinstance(name.value, str) else None
 
 
 def children(node: Node) -> list[tuple[Key, Node]]:

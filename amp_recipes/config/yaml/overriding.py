@@ -26,6 +26,7 @@ from amp_recipes.config.yaml.nodes import (
     children,
     dotted,
     is_plain_mapping,
+    is_plain_sequence,
 )
 from amp_recipes.config.yaml.reading import read_text
 from amp_recipes.config.yaml.tags import PLACEHOLDER, REFERENCES, TUPLE
@@ -256,13 +257,11 @@ def _node(value: Any, source: Source, mistakes: Mistakes, name: str, budget: Bud
     """`value` as nodes; None, with a mistake, where it is not plain data."""
     if not isinstance(value, AnyMapping | list | tuple):
         return _scalar_node(value, source, mistakes, name)
-    keys: list[Any] = list(range(len(value)))
-    if isinstance(value, AnyMapping):
-        keys = [_scalar_value(key) for key in value]
-        wrong = [key for key, plain in zip(value, keys, strict=True) if not isinstance(plain, _KeyTypes)]
-        if wrong:
-            mistakes.add(source, f"{name} has the key {_shown(wrong[0])}; expected a string, a number, true or false.")
-            return None
+    keys = _plain_keys(value)
+    wrong = [key for key in keys if not isinstance(key, _KeyTypes)]
+    if wrong:
+        mistakes.add(source, f"{name} has the key {_shown(wrong[0])}; expected a string, a number, true or false.")
+        return None
     if depth >= DEPTH:
         mistakes.add(source, f"{name} goes down more than {DEPTH} levels.")
         return None
@@ -277,6 +276,14 @@ def _node(value: Any, source: Source, mistakes: Mistakes, name: str, budget: Bud
     if isinstance(value, AnyMapping):
         return Mapping("", items, source, dict.fromkeys(items, source))
     return Sequence(TUPLE if isinstance(value, tuple) else "", list(items.values()), source)
+
+
+def _plain_keys(value: AnyMapping[Any, Any] | list[Any] | tuple[Any, ...]) -> list[Any]:
+    """The keys of a mapping, or the indices of a list; a key that a YAML cannot have as it is."""
+    if not isinstance(value, AnyMapping):
+        return list(range(len(value)))
+    plain = [_scalar_value(key) for key in value]
+    return [key if found is _NOT_PLAIN else found for key, found in zip(value, plain, strict=True)]
 
 
 def _scalar_node(value: Any, source: Source, mistakes: Mistakes, name: str) -> Scalar | None:
@@ -321,7 +328,7 @@ def _wrong_text(text: str) -> str:
 def _written_out(node: Node, path: KeyPath, mistakes: Mistakes, budget: Budget) -> Any:
     """The plain data that nodes stand for; aliases are written out, each counted. A tag is a mistake, and null."""
     budget.take_nodes(1, node.source)
-    if isinstance(node, Sequence) and node.tag in ("", TUPLE):
+    if is_plain_sequence(node):
         items = [_written_out(item, (*path, str(at)), mistakes, budget) for at, item in enumerate(node.items)]
         return tuple(items) if node.tag else items
     if node.tag:

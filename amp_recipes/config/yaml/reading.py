@@ -78,13 +78,7 @@ def read_text(text: str, name: str, mistakes: Mistakes, budget: Budget) -> Node 
     """
     if len(text) > FILE_BYTES:
         raise LimitError(f"{name}: is larger than {FILE_BYTES:,} bytes; put data into a data file.")
-    if found := Reader.NON_PRINTABLE.search(text):
-        source = _place(name, text, found.start())
-        mistakes.add(source, f"the character U+{ord(found.group()):04X} cannot stand in YAML; in quotes, write \\x..")
-        return None
-    if (found := _FIRST_CHARACTER.search(text)) and found[1] == "%":
-        source = _place(name, text, found.start(1))
-        mistakes.add(source, "directives (%) are not supported: YAML is read as 1.2; delete this line.")
+    if _has_wrong_character(text, name, mistakes):
         return None
     composer = _Composer(name, mistakes, budget, _Parser())
     try:
@@ -425,6 +419,20 @@ def _text_of(path: str, mistakes: Mistakes, where: Source) -> str | None:
         column = error.start - data.rfind(b"\n", 0, error.start)
         mistakes.add(Source(path, line, column), f"byte 0x{data[error.start]:02x} is not UTF-8; save it as UTF-8.")
         return None
+
+
+def _has_wrong_character(text: str, name: str, mistakes: Mistakes) -> bool:
+    """Whether text has a character that YAML cannot have there; it is then among the mistakes."""
+    if found := Reader.NON_PRINTABLE.search(text):
+        source = _place(name, text, found.start())
+        mistakes.add(source, f"the character U+{ord(found.group()):04X} cannot stand in YAML; in quotes, write \\x..")
+        return True
+    found = _FIRST_CHARACTER.search(text)
+    if found and found[1] == "%":
+        source = _place(name, text, found.start(1))
+        mistakes.add(source, "directives (%) are not supported: YAML is read as 1.2; delete this line.")
+        return True
+    return False
 
 
 def _too_deep(source: Source) -> LimitError:

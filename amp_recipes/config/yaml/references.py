@@ -41,6 +41,9 @@ from amp_recipes.config.yaml.nodes import (
     Unknown,
     children,
     dotted,
+    is_plain_mapping,
+    is_plain_scalar,
+    is_plain_sequence,
     plain_data,
     walk,
 )
@@ -279,7 +282,7 @@ class _Resolver:
                 self._other_keys[node] = {str(known): known for known in node.items if not isinstance(known, str)}
             others = self._other_keys[node]
             return node.items[others[key]] if key in others else None
-        if isinstance(node, Sequence) and node.tag in ("", TUPLE) and re.fullmatch("[0-9]{1,9}", key):
+        if is_plain_sequence(node) and re.fullmatch("[0-9]{1,9}", key):
             return node.items[int(key)] if int(key) < len(node.items) else None
         return None
 
@@ -316,7 +319,7 @@ class _Resolver:
         start, shown, key = "".join(f"[{above}]" for above in keys[1:depth]), short(reference), keys[depth]
         above = short(keys[0] + start)
         scope = self._scope(scalar)
-        if isinstance(node, Sequence) and node.tag in ("", TUPLE):
+        if is_plain_sequence(node):
             return f"<{shown}>: {above} is a list of {len(node.items)}; expected one of its indices, from 0."
         if not isinstance(node, Mapping):
             built = "built only later" if node.tag else "without keys"
@@ -448,7 +451,7 @@ def _rebuilt(node: Node, make: Callable[[Node], Node]) -> Node:
 
 def _operand(node: Node) -> str | None:
     """A value as it stands in a formula; None if it is no number."""
-    text = _number_text(node.value) if isinstance(node, Scalar) and not node.tag else ""
+    text = _number_text(node.value) if is_plain_scalar(node) else ""
     # (-3) ** 2 is 9, as for a number, where the text -3 ** 2 would be -9.
     if text.startswith(("+", "-")):
         return f"({text})"
@@ -467,9 +470,9 @@ def _number_text(value: Any) -> str:
 
 
 def _words(node: Node) -> str:
-    if isinstance(node, Mapping) and not node.tag:
+    if is_plain_mapping(node):
         return "a mapping"
-    if isinstance(node, Sequence) and node.tag in ("", TUPLE):
+    if is_plain_sequence(node):
         return "a tuple" if node.tag else "a list"
     return node.tag or short(getattr(node, "text", "") or str(getattr(node, "value", "")))
 

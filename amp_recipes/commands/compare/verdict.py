@@ -39,13 +39,10 @@ def compared(plan: Plan, outcomes: Sequence[Outcome], command: str) -> dict[str,
     """
     place, name = find_place(plan.metric, outcomes), metric_name(plan.metric)
     outcomes = [_judgeable(outcome, place, name) for outcome in outcomes]
-    of = {
-        precision: [outcome for outcome in outcomes if outcome.precision == precision] for precision in plan.precisions
-    }
-    values = {
-        precision: {outcome.seed: outcome.final(place)[name] for outcome in made if outcome.finished}
-        for precision, made in of.items()
-    }
+    of: dict[str, list[Outcome]] = {precision: [] for precision in plan.precisions}
+    for outcome in outcomes:
+        of[outcome.precision].append(outcome)
+    values = {precision: _final_values(made, place, name) for precision, made in of.items()}
     judged = judge(plan, of, values, place)
     reference = of[plan.reference]
     listed = [_of_precision(of[precision], values[precision], judged[precision], reference) for precision in of]
@@ -69,6 +66,11 @@ def compared(plan: Plan, outcomes: Sequence[Outcome], command: str) -> dict[str,
     }
 
 
+def _final_values(made: Sequence[Outcome], place: str, name: str) -> dict[int, float]:
+    """The final metric of the runs that finished, by seed."""
+    return {outcome.seed: outcome.final(place)[name] for outcome in made if outcome.finished}
+
+
 def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
     """The best place in which all runs that finished have the metric: "test", "best", "valid" or "train".
 
@@ -83,7 +85,7 @@ def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
     for place in places:
         if all(name in outcome.final(place) for outcome in finished):
             return place
-    known = sorted({f"{place}.{found}" for outcome in finished for place in PLACES for found in outcome.final(place)})
+    known = sorted({f"{place}.{found}" for place in PLACES for outcome in finished for found in outcome.final(place)})
     raise ConfigError(
         f"--metric {metric.name}: not all runs have it; expected one of {', '.join(known) or '(no metric at all)'}."
     )

@@ -215,9 +215,8 @@ def _read_range(key: str, text: str) -> Range | None:
         raise ValueError(f"a range goes from the smaller number to the larger: {above}..{below}.")
     if scale == "log" and low <= 0:
         raise ValueError(f"a range on a log scale has ends greater than 0, not {below}.")
-    if not (isinstance(low, int) and isinstance(high, int)):
-        low, high = float(low), float(high)
-    return Range(key, low, high, scale == "log")
+    is_whole = isinstance(low, int) and isinstance(high, int)
+    return Range(key, low, high, scale == "log") if is_whole else Range(key, float(low), float(high), scale == "log")
 
 
 def _number(text: str) -> float | int | None:

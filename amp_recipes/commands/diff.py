@@ -85,15 +85,15 @@ def compare_runs(run_a: str | Path, run_b: str | Path) -> RunDiff:
     Raises ConfigError for a folder that is no run, or a file in it that cannot be read.
     """
     try:
-        runs = [_Run(Path(folder)) for folder in (run_a, run_b)]
+        a, b = _Run(Path(run_a)), _Run(Path(run_b))
     except OSError as error:  # a folder that may not be entered
         raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}.") from error
-    sections = {**_changed_settings(*runs), **_changed_environment(*runs)}
-    results = [row for row in _pairs(*(run.results() for run in runs)) if row.name not in _ABOUT_RUN or row.a != row.b]
-    notes = [note for run in runs for note in run.notes]
-    if all(run.about("git").get("dirty") for run in runs):
+    sections = {**_changed_settings(a, b), **_changed_environment(a, b)}
+    results = [row for row in _pairs(a.results(), b.results()) if row.name not in _ABOUT_RUN or row.a != row.b]
+    notes = [*a.notes, *b.notes]
+    if a.about("git").get("dirty") and b.about("git").get("dirty"):
         notes.append("Both ran from a work tree with changes that were not committed; these are not compared.")
-    return RunDiff(runs[0].folder, runs[1].folder, sections, results, notes)
+    return RunDiff(a.folder, b.folder, sections, results, notes)
 
 
 def _changed_settings(a: _Run, b: _Run) -> dict[str, list[Difference]]:

@@ -75,9 +75,7 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
     Raises CheckpointError if there is no checkpoint, it is damaged, or the folder cannot be written; ConfigError where
     in the run's folder a link, or another thing that is no file, stands for one.
     """
-    for folder in (Path(run, "save"), Path(run)):
-        if folder.name == "save" or folder.name.startswith("CKPT+"):
-            refuse_link(folder)
+    _refuse_linked_checkpoints(Path(run))
     checkpoint = _best_checkpoint(Path(run))
     refuse_link(checkpoint.path)
     home = _home(Path(run), checkpoint.path)
@@ -97,6 +95,12 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
             f"The export to {str(folder)!r} was not written: {error.strerror or error}. Give another folder with --to."
         ) from error
     return Exported(folder, files, about, tuple(name for name in weights if name not in tensors))
+
+
+def _refuse_linked_checkpoints(run: Path) -> None:
+    for folder in (run / "save", run):
+        if folder.name == "save" or folder.name.startswith("CKPT+"):
+            refuse_link(folder)
 
 
 def _about(checkpoint: Checkpoint, home: Path) -> dict[str, Any]:

@@ -313,8 +313,7 @@ def _value(node: Node) -> Any:
 def written(value: Any) -> str:
     """A value as a YAML would have it; other text for every other value (the string "1", 1, 1.0 and true are four)."""
     if isinstance(value, list | tuple):
-        inner = ", ".join(repr(item) if isinstance(item, str) else written(item) for item in value)
-        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+        return _written_items(value)
     if isinstance(value, str):
         return value if _is_plain_text(value) else repr(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -322,6 +321,11 @@ def written(value: Any) -> str:
     if isinstance(value, datetime.date):
         return value.isoformat()
     return _WORDS[value] if value is None or isinstance(value, bool) else repr(value)
+
+
+def _written_items(values: list[Any] | tuple[Any, ...]) -> str:
+    inner = ", ".join(repr(item) if isinstance(item, str) else written(item) for item in values)
+    return f"({inner})" if isinstance(values, tuple) else f"[{inner}]"
 
 
 def _is_plain_text(text: str) -> bool:

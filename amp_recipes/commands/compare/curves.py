@@ -30,9 +30,7 @@ def loss_curves(of: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
 
 def metric_curves(of: Mapping[str, Sequence[Outcome]], place: str, name: str) -> dict[str, Any] | None:
     """The metric of each run after each epoch; None if it is known at the end only."""
-    outcomes = [outcome for made in of.values() for outcome in made]
-    stages = {epoch.stage for outcome in outcomes for epoch in outcome.epochs if name in epoch.values} - {"test"}
-    stage = next((stage for stage in (place, "valid", "train") if stage in stages), None)
+    stage = _shown_stage([outcome for made in of.values() for outcome in made], place, name)
     if stage is None:
         return None
     found = {precision: [_by_epoch(outcome, stage, name) for outcome in made] for precision, made in of.items()}
@@ -40,9 +38,7 @@ def metric_curves(of: Mapping[str, Sequence[Outcome]], place: str, name: str) ->
     return {
         "stage": stage,
         "epochs": epochs,
-        "by_precision": {
-            precision: [[run.get(epoch) for epoch in epochs] for run in runs] for precision, runs in found.items()
-        },
+        "by_precision": {precision: [list(map(run.get, epochs)) for run in runs] for precision, runs in found.items()},
     }
 
 
@@ -50,6 +46,12 @@ def _by_epoch(outcome: Outcome, stage: str, name: str) -> dict[int | None, float
     """The metric of a run by the number of its epoch."""
     epochs = [epoch for epoch in outcome.epochs if epoch.stage == stage and name in epoch.values]
     return {epoch.number: epoch.values[name] for epoch in epochs}
+
+
+def _shown_stage(outcomes: Sequence[Outcome], place: str, name: str) -> str | None:
+    """The stage whose metric is drawn, that of `place` if it was logged there; None if it is known at the end only."""
+    stages = {epoch.stage for outcome in outcomes for epoch in outcome.epochs if name in epoch.values} - {"test"}
+    return next((stage for stage in (place, "valid", "train") if stage in stages), None)
 
 
 def _shown_epochs(runs: Sequence[Mapping[int | None, float]], points: int) -> list[int]:

@@ -78,17 +78,22 @@ def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
     """
     finished = [outcome for outcome in outcomes if outcome.finished]
     name = metric_name(metric)
-    stage = metric.name.partition(".")[0]
-    # Without a metric to watch, the loss is that of validation: what a test has is not what was trained for.
-    places: Sequence[str] = PLACES if metric.chosen else ("valid", "train")
-    places = [stage] if name != metric.name else places
-    for place in places:
+    for place in _places(metric):
         if all(name in outcome.final(place) for outcome in finished):
             return place
     known = sorted({f"{place}.{found}" for place in PLACES for outcome in finished for found in outcome.final(place)})
     raise ConfigError(
         f"--metric {metric.name}: not all runs have it; expected one of {', '.join(known) or '(no metric at all)'}."
     )
+
+
+def _places(metric: Metric) -> Sequence[str]:
+    """Where the metric is looked for, the best place first."""
+    stage, _, _ = metric.name.partition(".")
+    if metric_name(metric) != metric.name:
+        return (stage,)
+    # Without a metric to watch, the loss is that of validation: what a test has is not what was trained for.
+    return PLACES if metric.chosen else ("valid", "train")
 
 
 def metric_name(metric: Metric) -> str:

@@ -93,6 +93,11 @@ def _panels(found: dict[str, Any]) -> list[_Panel]:
     if casts:
         count = min(_CASTING_SHOWN, len({str(row.get("module")) for row in casts}))
         panels.append(_Panel(lambda figure: _casts(figure.add_subplot(), casts), 1.2 + 0.2 * count))
+    return [*panels, *_panels_of_pins(found)]
+
+
+def _panels_of_pins(found: dict[str, Any]) -> list[_Panel]:
+    panels = []
     pins = part(found, "pins")
     if any(finite(pins.get(name)) is not None for name in ("error", "held_out_error")):
         panels.append(_Panel(lambda figure: _pins(figure.add_subplot(), pins), 3.0))

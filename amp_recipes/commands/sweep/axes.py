@@ -70,10 +70,6 @@ def read_axes(words: Sequence[str], trials: int | None) -> list[Axis]:
     """
     mistakes: list[str] = []
     axes: dict[str, Axis] = {}
-    if not words:
-        mistakes.append("--sweep-trials chooses among the values of --sweep, as in --sweep 'lr=1e-5..1e-2:log'.")
-    if trials is not None and trials < 1:
-        mistakes.append(f"--sweep-trials {trials}: expected 1 or more.")
     for word in words:
         try:
             axis = _read_axis(word)
@@ -84,14 +80,23 @@ def read_axes(words: Sequence[str], trials: int | None) -> list[Axis]:
         axes[axis.key] = axis
         if isinstance(axis, Range) and trials is None:
             mistakes.append(f"--sweep {word!r}: a range needs --sweep-trials N, the number of runs to choose from it.")
-    runs = math.prod(len(axis.choices) for axis in axes.values())
-    if trials is None and runs > MOST_RUNS:
-        mistakes.append(
-            f"the grid has {runs:,} runs, and {MOST_RUNS:,} are allowed; --sweep-trials N chooses N of them."
-        )
+    mistakes = [*_wrong_size(axes.values(), words, trials), *mistakes]
     if mistakes:
         raise ConfigError(join_mistakes(mistakes, "the sweep"))
     return [axes[key] for key in sorted(axes)]  # the same sweep whatever the order in which it is typed
+
+
+def _wrong_size(axes: Iterable[Axis], words: Sequence[str], trials: int | None) -> Iterator[str]:
+    """What is wrong with the number of runs."""
+    if not words:
+        yield "--sweep-trials chooses among the values of --sweep, as in --sweep 'lr=1e-5..1e-2:log'."
+    if trials is not None:
+        if trials < 1:
+            yield f"--sweep-trials {trials}: expected 1 or more."
+        return
+    runs = math.prod(len(axis.choices) for axis in axes)
+    if runs > MOST_RUNS:
+        yield f"the grid has {runs:,} runs, and {MOST_RUNS:,} are allowed; --sweep-trials N chooses N of them."
 
 
 def _refuse_overlap(key: str, others: Iterable[str]) -> None:

@@ -304,10 +304,11 @@ def _rows(results: Sequence[Result], best: Result | None, metric: str) -> list[l
     watched = [f"best {metric}"] if any(metric in (result.best or {}) for result in results) else []
     rows = [["run", *keys, *watched, *(f"{stage} {name}" for stage, name in metrics), "minutes", ""]]
     for result in results:
-        numbers = [(result.best or {}).get(metric)] if watched else []
-        numbers += [result.last.get(stage, {}).get(name) for stage, name in metrics]
-        note = "best" if result is best else result.status
         values = [describe_value(result.values[key]) for key in keys]
+        numbers = [result.last.get(stage, {}).get(name) for stage, name in metrics]
+        if watched:
+            numbers.insert(0, (result.best or {}).get(metric))
+        note = "best" if result is best else result.status
         rows.append([str(result.number), *values, *map(_cell, numbers), f"{result.seconds / 60:.1f}", note])
     return rows
 

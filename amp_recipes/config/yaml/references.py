@@ -143,6 +143,10 @@ class _Resolver:
         in_parentheses = text.startswith("(") and text.endswith(")") and "\n" not in text
         if not references and not in_parentheses:
             return self._without_reference(scalar, text)
+        return self._put_together(scalar, text, references, in_parentheses)
+
+    def _put_together(self, scalar: Scalar, text: str, references: list[str], in_parentheses: bool) -> Node:
+        """A number, a tuple or text, in which the values of references stand."""
         nodes = {reference: self.resolved(self._find(scalar, reference)) for reference in references}
         if any(isinstance(node, Unknown) for node in nodes.values()):
             return self._unknown(scalar)
@@ -325,12 +329,14 @@ class _Resolver:
             built = "built only later" if node.tag else "without keys"
             return f"<{shown}>: {above} is {_words(node)}, {built}."
         text = f"<{shown}>: {above} has no {short(key)}." if depth else f"<{shown}> refers to a key that is not there."
-        if len(self._mistakes) >= _HINTED_MISTAKES or len(key) > 100:
-            return text
-        hint = did_you_mean(key, list(node.items)[:_HINTED_KEYS])
+        is_hinted = len(self._mistakes) < _HINTED_MISTAKES and len(key) <= 100
+        return text + self._hint(key, node, scope, depth) if is_hinted else text
+
+    def _hint(self, key: str, node: Mapping, scope: Mapping, depth: int) -> str:
+        """What a key that is not in `node` may have meant."""
         if not depth and scope is not self._root and key in self._root.items:
-            hint = f" An included file is looked in alone; give it the value below its tag: {key}: !ref <{key}>."
-        return text + (hint or _elsewhere(key, scope))
+            return f" An included file is looked in alone; give it the value below its tag: {key}: !ref <{key}>."
+        return did_you_mean(key, list(node.items)[:_HINTED_KEYS]) or _elsewhere(key, scope)
 
     # Functions
 

@@ -27,13 +27,4 @@ __all__ = [
     "load_hparams",
     "parse_arguments",
 ]
-# Imported when they are first asked for: torch takes seconds, and `amp-recipes completion` does without.
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "brain": ("Brain", "Stage"),
-        "checkpoint": ("Checkpointer", "EpochCounter"),
-        "config": ("RunOptions", "create_experiment_directory", "load_hparams", "parse_arguments"),
-        "precision": ("AMPConfig", "TorchAutocast", "custom_bwd", "custom_fwd", "fwd_default_precision"),
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -27,8 +27,8 @@ from amp_recipes.config import (
     Purpose,
     RunOptions,
     ensure_experiment_directory,
+    ignored_options,
     near_misses,
-    unheeded,
     without_originals,
 )
 from amp_recipes.config.experiment import ENVIRONMENT_FILE, LOG_FILE, ORIGINAL_FILE, OVERRIDES_FILE, RESOLVED_FILE
@@ -50,7 +50,7 @@ from amp_recipes.stage import Stage
 
 if TYPE_CHECKING:
     from amp_recipes.checkpoint import Checkpointer
-    from amp_recipes.config.options.fields import OptionFields
+    from amp_recipes.config.options.run_options import OptionFields
     from amp_recipes.numerics import Diagnosis
 
     class Modules(nn.ModuleDict):
@@ -113,7 +113,7 @@ class Brain(OptionFields):
         hidden = hidden_options(type(self), self.run_opts)
         settings = Settings(self, self.run_opts, hidden)
         vars(self).update(without(hidden, self.run_opts))
-        for message in [*near_misses(given), *unheeded(given)]:
+        for message in [*near_misses(given), *ignored_options(given)]:
             logger.warning("hparams: %s", message)
         self.hparams = SimpleNamespace(**given)
         self.opt_class = opt_class

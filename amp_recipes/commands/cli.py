@@ -1,4 +1,4 @@
-"""The `amp-recipes` command: one entry of COMMANDS for each of its subcommands.
+"""Reads the command line of `amp-recipes` and runs the subcommand that it names: one entry of COMMANDS for each.
 
 What a command runs is imported when it is chosen: torch takes seconds, and `--version` and `completion` do without.
 """
@@ -124,18 +124,28 @@ def completion(arguments: argparse.Namespace) -> int:
 
 
 def _words(command: Command) -> Words:
-    """What may follow a subcommand, as its parser has it."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    command.add_arguments(parser)
-    actions = parser._actions  # argparse has no public way to ask; what completes for it goes this way
-    options = {
-        word: tuple(action.choices or ())
-        for action in actions
-        for word in action.option_strings
-        if word.startswith("--")
-    }
-    first = next((action for action in actions if not action.option_strings), None)
-    return Words(options, tuple(first.choices or ()) if first else (), command.passes_options)
+    """What may follow a subcommand."""
+    taken = _TakenArguments()
+    command.add_arguments(taken)  # type: ignore[arg-type]
+    first_choices = taken.positional[0] if taken.positional else ()
+    return Words({"--help": (), **taken.options}, first_choices, command.passes_options)
+
+
+class _TakenArguments:
+    """Stands where `add_arguments` expects a parser, since argparse has no public way to ask for what was added.
+
+    options: the values that each option takes, where they are few; positional: those of each other argument.
+    """
+
+    def __init__(self) -> None:
+        self.options: dict[str, tuple[str, ...]] = {}
+        self.positional: list[tuple[str, ...]] = []
+
+    def add_argument(self, name: str, choices: Sequence[str] = (), **_: object) -> None:
+        if name.startswith("--"):
+            self.options[name] = tuple(choices)
+        else:
+            self.positional.append(tuple(choices))
 
 
 COMMANDS = (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from amp_recipes.commands.tables import columns
 from amp_recipes.config.changes import differences, one_line, read_settings
 from amp_recipes.config.experiment import ENVIRONMENT_FILE, OVERRIDES_FILE, RESOLVED_FILE
 from amp_recipes.errors import ConfigError
@@ -58,7 +59,7 @@ class RunDiff:
     def as_json(self) -> str:
         """One JSON object: `runs`, `differ`, each section as `{name: [a, b]}`, `results` likewise, and `notes`."""
         parts = {**self.sections, "results": self.results}
-        pairs = {name: {it.name: [it.a, it.b] for it in found} for name, found in parts.items()}
+        pairs = {name: {row.name: [row.a, row.b] for row in found} for name, found in parts.items()}
         runs = [str(self.run_a), str(self.run_b)]
         return encode({"runs": runs, "differ": self.differ, **pairs, "notes": self.notes}, indent=2)
 
@@ -67,10 +68,10 @@ class RunDiff:
         lines = [one_line(f"a  {self.run_a}"), one_line(f"b  {self.run_b}")]
         for name, found in self.sections.items():
             if found:
-                told = (f"  {_cut(it.name)}: {_shown(it.a)} -> {_shown(it.b)}" for it in found)
+                told = (f"  {_cut(row.name)}: {_shown(row.a)} -> {_shown(row.b)}" for row in found)
                 lines += ["", f"{name} (a -> b)", *told]
         if self.results:
-            lines += ["", *_table(self.results)]
+            lines += ["", _table(self.results)]
         if same := [name for name, found in self.sections.items() if not found]:
             lines += ["", f"the same: {', '.join(same)}"]
         return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
@@ -84,23 +85,32 @@ def compare_runs(run_a: str | Path, run_b: str | Path) -> RunDiff:
     Raises ConfigError for a folder that is no run, or a file in it that cannot be read.
     """
     try:
-        runs = [_Run(Path(folder)) for folder in (run_a, run_b)]
+        a, b = _Run(Path(run_a)), _Run(Path(run_b))
     except OSError as error:  # a folder that may not be entered
         raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}.") from error
-    sections: dict[str, list[Difference]] = {}
-    for name in ("settings", "overrides"):
-        a, b = (getattr(run, name) for run in runs)
-        if a is not None and b is not None:
-            sections[name] = [Difference(change.name, change.was, change.now) for change in differences(a, b)]
-    if all(run.environment for run in runs):
-        for name in ("trust", "versions", "git"):
-            pairs = _pairs(*(run.about(name) for run in runs))
-            sections[name] = [pair for pair in pairs if pair.a != pair.b]
-    results = [it for it in _pairs(*(run.results() for run in runs)) if it.name not in _ABOUT_RUN or it.a != it.b]
-    notes = [note for run in runs for note in run.notes]
-    if all(run.about("git").get("dirty") for run in runs):
+    sections = {**_changed_settings(a, b), **_changed_environment(a, b)}
+    results = [row for row in _pairs(a.results(), b.results()) if row.name not in _ABOUT_RUN or row.a != row.b]
+    notes = [*a.notes, *b.notes]
+    if a.about("git").get("dirty") and b.about("git").get("dirty"):
         notes.append("Both ran from a work tree with changes that were not committed; these are not compared.")
-    return RunDiff(runs[0].folder, runs[1].folder, sections, results, notes)
+    return RunDiff(a.folder, b.folder, sections, results, notes)
+
+
+def _changed_settings(a: _Run, b: _Run) -> dict[str, list[Difference]]:
+    """What differs in the settings and the overrides, where both runs have kept them."""
+    found = {}
+    for name, old, new in (("settings", a.settings, b.settings), ("overrides", a.overrides, b.overrides)):
+        if old is not None and new is not None:
+            found[name] = [Difference(change.name, change.was, change.now) for change in differences(old, new)]
+    return found
+
+
+def _changed_environment(a: _Run, b: _Run) -> dict[str, list[Difference]]:
+    """What differs in trust, versions and git, where both runs have kept them."""
+    if not a.environment or not b.environment:
+        return {}
+    pairs = {name: _pairs(a.about(name), b.about(name)) for name in ("trust", "versions", "git")}
+    return {name: [pair for pair in found if pair.a != pair.b] for name, found in pairs.items()}
 
 
 class _Run:
@@ -209,16 +219,10 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def _table(results: list[Difference]) -> list[str]:
+def _table(results: list[Difference]) -> str:
     """Aligned columns: name, both values, and the second less the first where both are numbers and differ."""
-    rows = [("results", "a", "b", "b - a")]
-    for it in results:
-        rows.append((f"  {_cut(it.name)}", _number(it.a), _number(it.b), _change(it)))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in (1, 2, 3))]).rstrip()
-        for row in rows
-    ]
+    rows = [(f"  {_cut(row.name)}", _number(row.a), _number(row.b), _change(row)) for row in results]
+    return "\n".join(map(str.rstrip, columns([("results", "a", "b", "b - a"), *rows]).splitlines()))
 
 
 def _number(value: Any) -> str:

@@ -75,16 +75,38 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
     Raises CheckpointError if there is no checkpoint, it is damaged, or the folder cannot be written; ConfigError where
     in the run's folder a link, or another thing that is no file, stands for one.
     """
-    for folder in (Path(run, "save"), Path(run)):
-        if folder.name == "save" or folder.name.startswith("CKPT+"):
-            refuse_link(folder)
+    _refuse_linked_checkpoints(Path(run))
     checkpoint = _best_checkpoint(Path(run))
     refuse_link(checkpoint.path)
     home = _home(Path(run), checkpoint.path)
+    refuse_irregular(home / RESOLVED_FILE)
     weights = model_weights(checkpoint)
     tensors = _storable({name: value for name, value in weights.items() if isinstance(value, Tensor)}, checkpoint.path)
+    about = _about(checkpoint, home)
+    folder = home / "export" if to is None else Path(to)
+    if to is None:
+        refuse_link(folder)
+    try:
+        files = _write_export(folder, home, tensors, about)
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that it does not know
+        raise CheckpointError(f"{checkpoint.path}: safetensors does not hold its weights: {error}") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"The export to {str(folder)!r} was not written: {error.strerror or error}. Give another folder with --to."
+        ) from error
+    return Exported(folder, files, about, tuple(name for name in weights if name not in tensors))
+
+
+def _refuse_linked_checkpoints(run: Path) -> None:
+    for folder in (run / "save", run):
+        if folder.name == "save" or folder.name.startswith("CKPT+"):
+            refuse_link(folder)
+
+
+def _about(checkpoint: Checkpoint, home: Path) -> dict[str, Any]:
+    """Where exported weights come from. home: the run's folder."""
     metric, _ = best_by(checkpoint) or (None, None)
-    about = {
+    return {
         "run": str(home.resolve()),
         "checkpoint": str(checkpoint.path.resolve()),
         "metric": metric,
@@ -94,29 +116,20 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
         "amp_recipes": __version__,
         "torch": torch.__version__,
     }
-    folder = home / "export" if to is None else Path(to)
-    if to is None:
-        refuse_link(folder)
-    refuse_irregular(home / RESOLVED_FILE)
-    files = [WEIGHTS_FILE, ABOUT_FILE]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # safetensors takes strings only.
-        words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
-        _write(folder / WEIGHTS_FILE, lambda file: save_file(tensors, file, metadata={"format": "pt", **words}))
-        if (home / RESOLVED_FILE).is_file():
-            _write(folder / RESOLVED_FILE, lambda file: shutil.copyfile(home / RESOLVED_FILE, file))
-            files.insert(1, RESOLVED_FILE)
-        about["sha256"] = _sha256(folder / WEIGHTS_FILE)
-        _write(folder / ABOUT_FILE, lambda file: file.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8"))
-    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that it does not know
-        raise CheckpointError(f"{checkpoint.path}: safetensors does not hold its weights: {error}") from error
-    except OSError as error:
-        raise CheckpointError(
-            f"The export to {str(folder)!r} was not written: {error.strerror or error}. Give another folder with --to."
-        ) from error
-    left_out = tuple(name for name in weights if name not in tensors)
-    return Exported(folder, tuple(files), about, left_out)
+
+
+def _write_export(folder: Path, home: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> tuple[str, ...]:
+    """Write the files of an export, whose names are returned; the digest of the weights is added to `about`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # safetensors takes strings only.
+    words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
+    _write(folder / WEIGHTS_FILE, lambda file: save_file(tensors, file, metadata={"format": "pt", **words}))
+    has_settings = (home / RESOLVED_FILE).is_file()
+    if has_settings:
+        _write(folder / RESOLVED_FILE, lambda file: shutil.copyfile(home / RESOLVED_FILE, file))
+    about["sha256"] = _sha256(folder / WEIGHTS_FILE)
+    _write(folder / ABOUT_FILE, lambda file: file.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8"))
+    return (WEIGHTS_FILE, *([RESOLVED_FILE] if has_settings else []), ABOUT_FILE)
 
 
 def _best_checkpoint(run: Path) -> Checkpoint:
@@ -139,7 +152,7 @@ def _best_checkpoint(run: Path) -> Checkpoint:
 
 def _home(run: Path, checkpoint: Path) -> Path:
     """The output folder: the one above the checkpoint that has the run's settings, else the one that was given."""
-    folder = next((it for it in list(checkpoint.parents)[:3] if (it / RESOLVED_FILE).is_file()), None)
+    folder = next((above for above in list(checkpoint.parents)[:3] if (above / RESOLVED_FILE).is_file()), None)
     if folder is not None:
         return folder
     beside = checkpoint.parent.parent if checkpoint.parent.name == "save" else checkpoint.parent

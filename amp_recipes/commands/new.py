@@ -15,7 +15,7 @@ import re
 import shlex
 import tempfile
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 
@@ -94,19 +94,16 @@ def check_name(name: str, contents: Mapping[str, str]) -> None:
         return
     nearest = suggestion(name)
     candidates = (nearest, f"{nearest}_task", f"my_{nearest}")
-    good = next((it for it in candidates if it and _what_is_wrong(it, contents) is None), PLACEHOLDER)
+    good = next(
+        (candidate for candidate in candidates if candidate and _what_is_wrong(candidate, contents) is None),
+        PLACEHOLDER,
+    )
     raise ConfigError(f"a recipe cannot be called {name!r}: {wrong}. For example: amp-recipes new {good}")
 
 
 def _what_is_wrong(name: str, contents: Mapping[str, str]) -> str | None:
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        return "expected small letters a to z, digits and _, with a letter first"
-    if len(name) > _LONGEST_NAME:
-        return f"it has {len(name)} characters, and at most {_LONGEST_NAME} fit"
-    if name.endswith("_") or "__" in name:
-        return "every _ must stand between two words"
-    if keyword.iskeyword(name):
-        return "this is a keyword of Python"
+    if wrong := _wrong_form(name):
+        return wrong
     scripts = [text for path, text in contents.items() if path.endswith(".py")]
     own = {Path(path).stem for path in contents if path.endswith(".py")}
     if name in own:
@@ -114,10 +111,23 @@ def _what_is_wrong(name: str, contents: Mapping[str, str]) -> str | None:
     spec = spec_of(name)
     if spec is not None and spec.origin is not None:  # a folder without code in it has none
         return f"Python has a module of this name ({spec.origin}), which a file of yours would hide"
-    of_class = class_name(name)
+    return _wrong_class(class_name(name), scripts)
+
+
+def _wrong_form(name: str) -> str | None:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        return "expected small letters a to z, digits and _, with a letter first"
+    if len(name) > _LONGEST_NAME:
+        return f"it has {len(name)} characters, and at most {_LONGEST_NAME} fit"
+    if name.endswith("_") or "__" in name:
+        return "every _ must stand between two words"
+    return "this is a keyword of Python" if keyword.iskeyword(name) else None
+
+
+def _wrong_class(name: str, scripts: Iterable[str]) -> str | None:
     taken = set().union(*map(_names_in, scripts)) - {class_name(PLACEHOLDER)}
-    if of_class in taken or keyword.iskeyword(of_class) or hasattr(builtins, of_class):
-        return f"its class would be {of_class}, which means something else in its code"
+    if name in taken or keyword.iskeyword(name) or hasattr(builtins, name):
+        return f"its class would be {name}, which means something else in its code"
     return None
 
 

@@ -1,17 +1,17 @@
-"""What the subcommands of `amp-recipes` do: each takes the parsed command line, and returns the exit status."""
+"""Runs the subcommands of `amp-recipes`: each takes the parsed command line, and returns the exit status."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from amp_recipes.commands.child_runs import ChildRuns
 from amp_recipes.commands.diff import compare_runs
 from amp_recipes.commands.export import export_run
-from amp_recipes.commands.sweep.requests import shown, summary
+from amp_recipes.commands.requests import report
 from amp_recipes.commands.verify_resume.verify import verify_resume
 from amp_recipes.config import check as check_yaml
 from amp_recipes.config import parse_arguments
@@ -45,7 +45,7 @@ def check(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"there is no script {arguments.script}; expected: amp-recipes check SCRIPT YAML.")
     file, _, overrides = parse_arguments([str(arguments.hparams_file), *arguments.recipe_options])
     settings = check_yaml(file, overrides, recipe_folder=arguments.script.resolve().parent)
-    print(shown(settings) if overrides.request.action == "show_config" else summary(settings))
+    print(report(settings, overrides))
     return 0
 
 
@@ -75,7 +75,7 @@ def replay(arguments: argparse.Namespace) -> int:
 
 
 def _start(script: Path, words: Sequence[str], folder: str | None = None, module: str | None = None) -> int:
-    """Run a recipe's script as its user would, with this interpreter; its exit status.
+    """Run a recipe's script as its user would, with this interpreter; its exit status, 128 + n for signal n.
 
     module: its name, where it was started by `python -m`.
     """
@@ -83,9 +83,11 @@ def _start(script: Path, words: Sequence[str], folder: str | None = None, module
         raise ConfigError(f"there is no script {script}; expected the recipe's script, such as train.py.")
     start = ["-m", module] if module else [str(script)]
     try:
-        return subprocess.run([sys.executable, *start, *words], cwd=folder).returncode
+        with ChildRuns() as children:
+            status = children.run([sys.executable, *start, *words], folder=folder).status
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}; expected the folder in which the run was started.") from error
+    return status if status >= 0 else 128 - status
 
 
 def ops(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""YAML and command line in; validated run options and hyperparameters out."""
+"""Turns YAML and command line into validated run options and hyperparameters."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from amp_recipes.config.experiment import create_experiment_directory, ensure_experiment_directory
     from amp_recipes.config.hparams import Hparams, check, load_hparams, seed_everything
     from amp_recipes.config.options.arguments import Overrides, parse_arguments
-    from amp_recipes.config.options.other_names import unheeded, without_originals
+    from amp_recipes.config.options.other_names import ignored_options, without_originals
     from amp_recipes.config.options.run_options import Purpose, RunOptions, near_misses, options_table
 
 __all__ = [
@@ -19,22 +19,12 @@ __all__ = [
     "check",
     "create_experiment_directory",
     "ensure_experiment_directory",
+    "ignored_options",
     "load_hparams",
     "near_misses",
     "options_table",
     "parse_arguments",
     "seed_everything",
-    "unheeded",
     "without_originals",
 ]
-# Imported when they are first asked for: torch takes seconds, and `amp-recipes completion` does without.
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "options.arguments": ("Overrides", "parse_arguments"),
-        "experiment": ("create_experiment_directory", "ensure_experiment_directory"),
-        "hparams": ("Hparams", "check", "load_hparams", "seed_everything"),
-        "options.other_names": ("unheeded", "without_originals"),
-        "options.run_options": ("Purpose", "RunOptions", "near_misses", "options_table"),
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

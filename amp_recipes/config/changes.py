@@ -1,18 +1,30 @@
-"""Whether a start in the folder of an earlier run has the settings of that run, or which ones differ."""
+"""Compares the settings of a start with those of the earlier run in its folder."""
 
 from __future__ import annotations
 
 import datetime
 import math
 import os
+from collections.abc import Collection
 from collections.abc import Mapping as AnyMapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amp_recipes.config.options.run_options import OPTION_NAMES, RunOptions, validate_options
+from amp_recipes.config.options.run_options import OPTION_NAMES, OPTIONS, validate_options
 from amp_recipes.config.yaml.limits import EXPANDED_NODES, Budget
-from amp_recipes.config.yaml.nodes import KeyPath, Mapping, Mistakes, Node, Scalar, Sequence, children, dotted
+from amp_recipes.config.yaml.nodes import (
+    KeyPath,
+    Mapping,
+    Mistakes,
+    Node,
+    Scalar,
+    Sequence,
+    children,
+    dotted,
+    is_plain_mapping,
+    is_plain_scalar,
+)
 from amp_recipes.config.yaml.reading import plain_value, read_file, read_text
 from amp_recipes.config.yaml.tags import ATTRIBUTE, REF, TUPLE
 from amp_recipes.errors import ConfigError
@@ -21,7 +33,7 @@ from amp_recipes.files.run_files import read_json, refuse_irregular
 # What a resumed run may always change. Run options that say how a run is watched, where it goes, or how it is taken up
 # again; beside them keys of the YAML's top level, with all below them: how long to train, and what is told meanwhile.
 # What else follows from the number of epochs (the T_max of a scheduler) is compared as any other setting.
-BESIDE_TRAINING = frozenset(option.name for option in fields(RunOptions) if not option.metadata["changes_training"])
+BESIDE_TRAINING = frozenset(name for name, option in OPTIONS.items() if not option.metadata["changes_training"])
 _FREE_KEYS = frozenset({"number_of_epochs", "log_file", "log_interval", "progressbar", "train_log", "train_logger"})
 _EPOCH_COUNTERS = frozenset(
     f"!new:amp_recipes.{name}"
@@ -99,7 +111,7 @@ def differences(old: Mapping, new: Mapping) -> list[Change]:
         was, now = before.get(path), after.get(path)
         if was is None or now is None or not _are_same(was, now):
             free = all(setting.free for setting in (was, now) if setting is not None)
-            found.append(Change(dotted(path), *(None if it is None else str(it) for it in (was, now)), free))
+            found.append(Change(dotted(path), *(None if text is None else str(text) for text in (was, now)), free))
     return found
 
 
@@ -162,13 +174,14 @@ def _settings(root: Mapping) -> dict[KeyPath, _Setting]:
     options, mistakes = validate_options(given)
     folder = given.get("output_folder")
     flat = _Flat(root, folder if isinstance(folder, str) else "")
+    # Of another version's options, some values may be wrong today: those count as they are written.
+    valid = given.keys() - mistakes.keys()
     for key, node in root.items.items():
-        # Of another version's options, some values may be wrong today: those count as they are written.
-        if key not in given or key in mistakes:
+        if key not in valid:
             flat.add((str(key),), node, free=key in BESIDE_TRAINING | _FREE_KEYS)
-    for name, value in options.items():
-        if name not in mistakes and (name in given or name not in root.items):
-            flat.add_value((name,), "", value, free=name in BESIDE_TRAINING)
+    absent = options.keys() - mistakes.keys() - root.items.keys()
+    for name in (name for name in options if name in valid | absent):
+        flat.add_value((name,), "", options[name], free=name in BESIDE_TRAINING)
     return flat.settings
 
 
@@ -187,21 +200,17 @@ class _Flat:
         """Add what stands at and below a node. Raises ConfigError for a path that is longer than any person's."""
         if sum(map(len, path)) > _PATH_CHARACTERS:
             raise ConfigError(f"{node.source}: the keys that lead here have more than {_PATH_CHARACTERS:,} characters.")
-        if reference := self._reference(path, node):
+        reference = self._reference(path, node)
+        free_below = _free_below(path, node)
+        if reference:
             self.add_value(path, REF, reference, free)
-            return
-        free_below = _EPOCH_LIMIT if node.tag in _EPOCH_COUNTERS else ()
-        if not node.tag and "loader" in path[-1]:
-            free_below = _FREE_OF_LOADERS
-        if not children(node) or (_is_plain_list(node) and not free_below):
-            # That an object takes no arguments can be written in three ways, which are the same.
-            value = "" if node.tag not in ("", TUPLE) and not children(node) else _value(node)
-            self.add_value(path, "" if node.tag == TUPLE else node.tag, value, free)
-            return
-        if node.tag:
-            self.add_value(path, node.tag, "", free)
-        for key, child in children(node):
-            self.add((*path, str(key)), child, free or str(key) in free_below)
+        elif not children(node) or (_is_plain_list(node) and not free_below):
+            self.add_value(path, "" if node.tag == TUPLE else node.tag, _own_value(node), free)
+        else:
+            if node.tag:
+                self.add_value(path, node.tag, "", free)
+            for key, child in children(node):
+                self.add((*path, str(key)), child, free or str(key) in free_below)
 
     def add_value(self, path: KeyPath, tag: str, value: Any, free: bool) -> None:
         """Add one setting; a value of "" behind a tag is none."""
@@ -227,6 +236,18 @@ class _Flat:
         if value.rstrip("/") == self._folder:
             return "\0"
         return f"\0/{value.removeprefix(f'{self._folder}/')}" if value.startswith(f"{self._folder}/") else value
+
+
+def _free_below(path: KeyPath, node: Node) -> Collection[str]:
+    """The keys directly below a node that a resumed run may change."""
+    if not node.tag and "loader" in path[-1]:
+        return _FREE_OF_LOADERS
+    return _EPOCH_LIMIT if node.tag in _EPOCH_COUNTERS else ()
+
+
+def _own_value(node: Node) -> Any:
+    """The value behind the tag of a node; "" for an object without arguments, which can be written in three ways."""
+    return "" if node.tag not in ("", TUPLE) and not children(node) else _value(node)
 
 
 def _homes(root: Mapping) -> dict[int, KeyPath]:
@@ -274,14 +295,14 @@ def _check_size(root: Mapping) -> None:
 
 
 def _is_plain_list(node: Node) -> bool:
-    return isinstance(node, Sequence) and all(isinstance(item, Scalar) and not item.tag for item in node.items)
+    return isinstance(node, Sequence) and all(is_plain_scalar(item) for item in node.items)
 
 
 def _value(node: Node) -> Any:
     """The plain value of a node; of an object, its tag as text."""
     if isinstance(node, Scalar):
         return f"{node.tag} {node.value}" if node.tag else node.value
-    if isinstance(node, Mapping) and not node.tag:
+    if is_plain_mapping(node):
         return {key: _value(child) for key, child in node.items.items()}
     if isinstance(node, Sequence):
         items = [_value(item) for item in node.items]
@@ -292,8 +313,7 @@ def _value(node: Node) -> Any:
 def written(value: Any) -> str:
     """A value as a YAML would have it; other text for every other value (the string "1", 1, 1.0 and true are four)."""
     if isinstance(value, list | tuple):
-        inner = ", ".join(repr(item) if isinstance(item, str) else written(item) for item in value)
-        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+        return _written_items(value)
     if isinstance(value, str):
         return value if _is_plain_text(value) else repr(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -301,6 +321,11 @@ def written(value: Any) -> str:
     if isinstance(value, datetime.date):
         return value.isoformat()
     return _WORDS[value] if value is None or isinstance(value, bool) else repr(value)
+
+
+def _written_items(values: list[Any] | tuple[Any, ...]) -> str:
+    inner = ", ".join(repr(item) if isinstance(item, str) else written(item) for item in values)
+    return f"({inner})" if isinstance(values, tuple) else f"[{inner}]"
 
 
 def _is_plain_text(text: str) -> bool:

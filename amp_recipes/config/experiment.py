@@ -1,4 +1,4 @@
-"""What a run writes down about itself before it starts: its YAML, its overrides, its environment, its log."""
+"""Writes down what a run is before it starts: its YAML, its overrides, its environment, its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a YAML and overrides become hyperparameters: read and check, seed, call `!applyref:`, instantiate."""
+"""Loads a YAML: reads and checks it, seeds, calls the functions of `!applyref:`, and builds its objects."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from amp_recipes.commands.sweep.requests import obey
 from amp_recipes.config.options.arguments import Overrides, loading
-from amp_recipes.config.options.described import MAX_SEED
 from amp_recipes.config.options.run_options import OPTION_NAMES
 from amp_recipes.config.trust.checking import (
     Call,
@@ -32,15 +30,24 @@ from amp_recipes.config.trust.checking import (
 from amp_recipes.config.trust.instantiate import build
 from amp_recipes.config.trust.trust import Trust
 from amp_recipes.config.yaml.limits import FILE_BYTES
+from amp_recipes.config.yaml.mistakes import did_you_mean
 from amp_recipes.config.yaml.nodes import COMMAND_LINE, Mistakes, Source
 from amp_recipes.config.yaml.nodes import Mapping as MappingNode
 from amp_recipes.config.yaml.overriding import to_nodes
 from amp_recipes.config.yaml.writing import to_yaml
 from amp_recipes.errors import ConfigError
+from amp_recipes.files.lazy_names import from_commands
+from amp_recipes.options import MAX_SEED
 
 logger = logging.getLogger(__name__)
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+
+class MissingKeyError(ConfigError, KeyError):
+    """A recipe reads a key of its hyperparameters that the YAML does not have."""
+
+    __str__ = ConfigError.__str__  # a KeyError would show its message in quotes
 
 
 class Hparams(dict[str, Any]):
@@ -65,6 +72,11 @@ class Hparams(dict[str, Any]):
         self.overrides = overrides
         self.trust = trust
         self.sources = dict(sources or {})
+
+    def __missing__(self, key: Any) -> Any:
+        raise MissingKeyError(
+            f"{self.path} has no key {key!r}.{did_you_mean(str(key), [str(known) for known in self])}"
+        )
 
     def place_of(self, name: str, value: Any) -> str:
         """Where the YAML gives an argument that value: `x.yaml:12: loader_kwargs.batch_size: `; empty if it does not.
@@ -126,19 +138,14 @@ def load_hparams(
     Raises ConfigError that names all mistakes together, with file, line and column, before anything is instantiated;
     or one that names the key whose object could not be built.
     """
-    caller = sys._getframe(1).f_globals.get("__file__")
-    names = (*_trust_names(trust), *(overrides.request.trust if isinstance(overrides, Overrides) else ()))
+    caller = _caller_file()
+    names = (*_trust_names(trust), *_trusted_by_command_line(overrides))
     trusted = Trust(names, recipe_folders(caller))
-    code_folder = _code_folder(caller)
-
-    def checked(given: Mapping[str, Any] | str | None) -> Settings:
-        with loading:  # what the YAML names is imported
-            return check_settings(path, given, trusted, code_folder)
-
     if isinstance(overrides, Overrides) and overrides.request.action != "run":
-        raise SystemExit(obey(overrides, os.fspath(path), checked))
+        raise SystemExit(_run_request(path, overrides, trusted, _code_folder(caller)))
     original = _bytes_of(path)
-    settings = checked(overrides)
+    with loading:  # what the YAML names is imported
+        settings = check_settings(path, overrides, trusted)
     _warn_of_resolved(path, original, overrides)
     loaded = Loaded(original, settings.tree, trusted, names)
     _seed_if_set(settings.options)
@@ -163,14 +170,24 @@ def check(
     recipe_folder: where the recipe's own Python files are; default: the folder of the file that calls this.
     Imports the modules that the YAML names and may name. Raises ConfigError that names all mistakes together.
     """
-    names = (*_trust_names(trust), *(overrides.request.trust if isinstance(overrides, Overrides) else ()))
+    names = (*_trust_names(trust), *_trusted_by_command_line(overrides))
     if recipe_folder is None:
-        caller = sys._getframe(1).f_globals.get("__file__")
+        caller = _caller_file()
         with loading:
             return check_settings(path, overrides, Trust(names, recipe_folders(caller)), _code_folder(caller))
     folder = os.path.realpath(recipe_folder)
     with loading, _as_script_folder(folder):
         return check_settings(path, overrides, Trust(names, [folder]), folder)
+
+
+def _run_request(path: str | os.PathLike[str], overrides: Overrides, trust: Trust, code_folder: str | None) -> int:
+    """Do what the command line asks for instead of a run; the exit status."""
+
+    def check_with(given: Overrides) -> Settings:
+        with loading:
+            return check_settings(path, given, trust, code_folder)
+
+    return from_commands("requests", "run_request")(overrides, os.fspath(path), check_with)
 
 
 @contextmanager
@@ -335,6 +352,14 @@ def _identity(path: str | os.PathLike[str], overrides: Mapping[str, Any] | str |
     return os.path.realpath(path), overrides_text(overrides)
 
 
+def _caller_file() -> str | None:
+    """The file whose code called the function that calls this; None in a notebook."""
+    frame = inspect.currentframe()
+    for _ in range(2):
+        frame = frame.f_back if frame is not None else None
+    return None if frame is None else frame.f_globals.get("__file__")
+
+
 def _code_folder(caller: str | None) -> str | None:
     """The folder of the file that loads a YAML, whose code says which keys it reads."""
     return os.path.dirname(os.path.realpath(caller)) if caller and not _is_ours(caller) else None
@@ -347,6 +372,10 @@ def _is_ours(file: str) -> bool:
 def _seed_if_set(options: Mapping[str, Any]) -> None:
     if options.get("seed") is not None:
         seed_everything(options["seed"])
+
+
+def _trusted_by_command_line(overrides: Mapping[str, Any] | str | None) -> tuple[str, ...]:
+    return overrides.request.trust if isinstance(overrides, Overrides) else ()
 
 
 def _trust_names(trust: Iterable[str]) -> tuple[str, ...]:

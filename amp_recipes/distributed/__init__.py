@@ -1,24 +1,29 @@
 """What a process knows of its neighbours: rank, who writes files, whether all agree, what of the model is its own."""
 
-from amp_recipes.distributed.checks import check
-from amp_recipes.distributed.collectives import Poll, agree, from_main_process, gather, mean, sums, wait_for_all
-from amp_recipes.distributed.ddp import averaging, differing, evaluating, start_alike
-from amp_recipes.distributed.failures import collective, show_ranks_in_errors, timeout_text
-from amp_recipes.distributed.processes import (
-    data_rank,
-    data_world_size,
-    host_group,
-    initialized,
-    is_main_process,
-    local_rank,
-    main_process_first,
-    pick_device,
-    rank,
-    start,
-    world_size,
-)
-from amp_recipes.distributed.rendezvous import launched
-from amp_recipes.distributed.sharing import is_sharded, keeping_gathered, leaves, no_sync, total, wrap
+from typing import TYPE_CHECKING
+
+from amp_recipes.files.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from amp_recipes.distributed.checks import check
+    from amp_recipes.distributed.collectives import Poll, agree, from_main_process, gather, mean, sums, wait_for_all
+    from amp_recipes.distributed.ddp import averaging, differing, evaluating, start_alike
+    from amp_recipes.distributed.failures import collective, show_ranks_in_errors, timeout_text
+    from amp_recipes.distributed.processes import (
+        data_rank,
+        data_world_size,
+        host_group,
+        initialized,
+        is_main_process,
+        local_rank,
+        main_process_first,
+        pick_device,
+        rank,
+        start,
+        world_size,
+    )
+    from amp_recipes.distributed.rendezvous import launched
+    from amp_recipes.distributed.sharing import is_sharded, keeping_gathered, leaves, no_sync, total, wrap
 
 __all__ = [
     "Poll",
@@ -55,3 +60,4 @@ __all__ = [
     "world_size",
     "wrap",
 ]
+__getattr__, __dir__ = lazy_names(__name__)

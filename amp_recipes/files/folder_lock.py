@@ -1,4 +1,4 @@
-"""One run at a time in an output folder: who holds it, and that nobody holds it after its death.
+"""Locks an output folder, so that one run at a time writes there; nobody holds the lock after its death.
 
 The lock is a POSIX record lock on `<folder>/.lock`. The kernel drops it when its process ends, however it ends, so
 there is no stale lock to recognize. `flock` would live on in forked loader workers that outlive a killed parent.

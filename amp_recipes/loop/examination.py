@@ -12,6 +12,7 @@ from typing import Any
 from amp_recipes import data, numerics
 from amp_recipes.data import close_loader, generator_states, set_epoch, set_generator_states
 from amp_recipes.errors import ConfigError, DataError, RecipeError
+from amp_recipes.files.lazy_names import from_commands
 from amp_recipes.loop.loader_pass import Pass
 from amp_recipes.loop.rehearsal import BeforeStep, rehearsal, training_trial
 from amp_recipes.stage import Stage
@@ -47,10 +48,8 @@ def diagnose(
 
 
 def _draw(folder: Path) -> None:
-    from amp_recipes.commands.report import draw_diagnosis
-
     try:
-        draw_diagnosis(folder)
+        from_commands("report", "draw_diagnosis")(folder)
     except ConfigError as error:  # without matplotlib: the findings are written all the same
         logger.warning("%s", error)
 

@@ -23,12 +23,4 @@ __all__ = [
     "write_report",
 ]
 # Imported when they are first asked for: a run that stays finite, in fp32, needs none of them.
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "diagnosis": ("Diagnosis", "Questions", "diagnose"),
-        "nonfinite": ("locate", "read_replay", "write_report"),
-        "pins.unrunnable": ("Unrunnable", "find_unrunnable", "first_line"),
-        "trial": ("Trial",),
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -21,24 +21,23 @@ LAYERS = {
     "interrupts": 1,
     "records": 1,
     "stage": 1,
+    "options": 1,
     "files": 1,
     "modules": 1,
     "distributed": 2,
     "precision": 2,
     "state": 2,
     "checkpoint": 3,
-    "config": 3,
     "data": 3,
     "loggers": 3,
     "numerics": 4,
     "loop": 5,
-    "brain": 6,
-    "__init__": 7,
-    "commands": 8,
-    "templates": 8,
+    "config": 6,
+    "brain": 7,
+    "__init__": 8,
+    "commands": 9,
+    "templates": 9,
 }
-# What still runs up, until the next commits cut it.
-TO_CUT = {("config", "commands")}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -70,7 +69,7 @@ def imports_of(path: Path) -> list[tuple[ast.AST, str]]:
 
 
 def may_import(room: str, other: str) -> bool:
-    return other == room or LAYERS[other] < LAYERS[room] or (room, other) in TO_CUT
+    return other == room or LAYERS[other] < LAYERS[room]
 
 
 def test_every_room_has_a_layer():
@@ -83,8 +82,7 @@ def test_a_file_imports_only_from_layers_above_it():
         room = room_of(path)
         for node, name in imports_of(path):
             other = name.split(".")[1] if "." in name else None
-            late = other == "commands" and node.col_offset > 0  # where a command is asked for
-            if other in LAYERS and not (late or may_import(room, other)):
+            if other in LAYERS and not may_import(room, other):
                 wrong.append(f"{shown(path, node)} imports {name}: {room} (layer {LAYERS[room]}) may not know {other} "
                              f"(layer {LAYERS[other]})")  # fmt: skip
     assert not wrong, "pass in what they need, or move the shared part to a lower layer"
@@ -118,16 +116,12 @@ def test_no_import_circles_between_files():
 
 
 def test_imports_stand_at_the_top():
-    """Only an optional dependency may be imported inside a function, and `commands`, which imports all others."""
+    """Only an optional dependency may be imported inside a function."""
     inside = set()
     for path in MODULES:
         functions = [node for node in nodes_of(path) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         lines = {line for function in functions for line in range(function.lineno, function.end_lineno + 1)}
-        inside |= {
-            shown(path, node)
-            for node, name in imports_of(path)
-            if node.lineno in lines and not name.startswith("amp_recipes.commands")
-        }
+        inside |= {shown(path, node) for node, name in imports_of(path) if node.lineno in lines}
     assert inside == set(), "an import inside a function hides a circle"
 
 

@@ -1,4 +1,4 @@
-"""`amp-recipes compare`: trains a recipe at each precision and several seeds, and says whether one is worse."""
+"""Trains a recipe at each precision and several seeds, and says whether one is worse (`amp-recipes compare`)."""
 
 import argparse
 from pathlib import Path

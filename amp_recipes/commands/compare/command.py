@@ -1,4 +1,4 @@
-"""What `amp-recipes compare` takes, and the order in which it works: plan, runs, verdict, files."""
+"""Runs `amp-recipes compare`: plan, runs, verdict, files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from amp_recipes.commands.child_runs import ChildRuns
 from amp_recipes.commands.compare.outcome import Outcome, read_outcome
 from amp_recipes.commands.compare.plan import Plan, make_plan
 from amp_recipes.commands.compare.runs import CannotCompare, Ended, Runs
@@ -19,7 +20,6 @@ from amp_recipes.commands.compare.shown import as_markdown, report
 from amp_recipes.commands.compare.significance import require_scipy
 from amp_recipes.commands.compare.verdict import compared, find_place
 from amp_recipes.commands.report.compare_page import draw_comparison
-from amp_recipes.commands.sweep.sweep import Signals
 from amp_recipes.config.yaml.mistakes import printable
 from amp_recipes.errors import AmpRecipesError, ConfigError, PrecisionError
 from amp_recipes.files.folder_lock import lock_folder, unlock_folder
@@ -64,11 +64,11 @@ def _run(arguments: argparse.Namespace, say: Any) -> int:
     )
     lock_folder(plan.folder)
     try:
-        with Signals() as signals:
-            outcomes = _train(plan, signals, say)
-        if signals.requested is not None:
-            say(f"{signals.requested.name}: ends here; the same command goes on with the comparison.")
-            return 128 + signals.requested
+        with ChildRuns() as children:
+            outcomes = _train(plan, children, say)
+        if children.requested is not None:
+            say(f"{children.requested.name}: ends here; the same command goes on with the comparison.")
+            return 128 + children.requested
         found = compared(plan, outcomes, _command(arguments))
         _write(plan.folder, found, say, arguments.json)
     finally:
@@ -76,7 +76,7 @@ def _run(arguments: argparse.Namespace, say: Any) -> int:
     return ONE_WORSE if found["worse"] else FAILED if found["undecided"] else NONE_WORSE
 
 
-def _train(plan: Plan, signals: Signals, say: Any) -> list[Outcome]:
+def _train(plan: Plan, children: ChildRuns, say: Any) -> list[Outcome]:
     """Make all runs and read what they left."""
     say(f"{plan.script} {plan.hparams_file}: {len(plan.runs)} runs, one after another, into {plan.folder}")
     for line in _warnings(plan):
@@ -88,7 +88,7 @@ def _train(plan: Plan, signals: Signals, say: Any) -> list[Outcome]:
         if outcomes[-1].finished:
             find_place(plan.metric, outcomes)  # a metric that is not there is told after the first run, not the last
 
-    Runs(plan, signals, say).make_all(look)
+    Runs(plan, children, say).make_all(look)
     return outcomes
 
 

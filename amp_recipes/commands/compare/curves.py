@@ -16,13 +16,13 @@ _ALL_POINTS = 20_000  # of all curves of a kind
 
 def loss_curves(of: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
     """The training loss of each run, averaged within equal shares of the longest run's updates; None: no loss there."""
-    longest = max((len(it.losses) for made in of.values() for it in made), default=0)
+    longest = max((len(outcome.losses) for made in of.values() for outcome in made), default=0)
     points = min(longest, _points(of))
     edges = [longest * index // points for index in range(points + 1)] if points else [0]
     return {
         "updates": edges[1:],
         "by_precision": {
-            name: [[_mean_between(it.losses, *ends) for ends in pairwise(edges)] for it in made]
+            name: [[_mean_between(outcome.losses, *ends) for ends in pairwise(edges)] for outcome in made]
             for name, made in of.items()
         },
     }
@@ -30,25 +30,35 @@ def loss_curves(of: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
 
 def metric_curves(of: Mapping[str, Sequence[Outcome]], place: str, name: str) -> dict[str, Any] | None:
     """The metric of each run after each epoch; None if it is known at the end only."""
-    stages = {epoch.stage for made in of.values() for it in made for epoch in it.epochs if name in epoch.values}
-    stage = next((stage for stage in (place, "valid", "train") if stage in stages and stage != "test"), None)
+    stage = _shown_stage([outcome for made in of.values() for outcome in made], place, name)
     if stage is None:
         return None
-    found = {
-        precision: [
-            {epoch.number: epoch.values[name] for epoch in it.epochs if epoch.stage == stage and name in epoch.values}
-            for it in made
-        ]
-        for precision, made in of.items()
-    }
-    epochs = sorted({number for runs in found.values() for run in runs for number in run if number is not None})
-    every = math.ceil(len(epochs) / _points(of)) if epochs else 1
-    epochs = epochs[::-every][::-1]  # the last one among them
+    found = {precision: [_by_epoch(outcome, stage, name) for outcome in made] for precision, made in of.items()}
+    epochs = _shown_epochs([run for runs in found.values() for run in runs], _points(of))
     return {
         "stage": stage,
         "epochs": epochs,
-        "by_precision": {name: [[run.get(it) for it in epochs] for run in runs] for name, runs in found.items()},
+        "by_precision": {precision: [list(map(run.get, epochs)) for run in runs] for precision, runs in found.items()},
     }
+
+
+def _by_epoch(outcome: Outcome, stage: str, name: str) -> dict[int | None, float]:
+    """The metric of a run by the number of its epoch."""
+    epochs = [epoch for epoch in outcome.epochs if epoch.stage == stage and name in epoch.values]
+    return {epoch.number: epoch.values[name] for epoch in epochs}
+
+
+def _shown_stage(outcomes: Sequence[Outcome], place: str, name: str) -> str | None:
+    """The stage whose metric is drawn, that of `place` if it was logged there; None if it is known at the end only."""
+    stages = {epoch.stage for outcome in outcomes for epoch in outcome.epochs if name in epoch.values} - {"test"}
+    return next((stage for stage in (place, "valid", "train") if stage in stages), None)
+
+
+def _shown_epochs(runs: Sequence[Mapping[int | None, float]], points: int) -> list[int]:
+    """About as many of the runs' epochs as there are points, the last one among them."""
+    epochs = sorted({number for run in runs for number in run if number is not None})
+    every = math.ceil(len(epochs) / points) if epochs else 1
+    return epochs[::-every][::-1]
 
 
 def _mean_between(losses: Sequence[float], first: int, end: int) -> float | None:

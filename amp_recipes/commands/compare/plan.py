@@ -10,7 +10,6 @@ from typing import Any
 
 from amp_recipes.config import parse_arguments
 from amp_recipes.config.changes import differences
-from amp_recipes.config.options.described import MAX_SEED
 from amp_recipes.config.options.run_options import display
 from amp_recipes.config.trust.checking import Settings, read_settings
 from amp_recipes.config.yaml.limits import Budget
@@ -19,6 +18,7 @@ from amp_recipes.config.yaml.nodes import Mistakes
 from amp_recipes.config.yaml.reading import read_text
 from amp_recipes.config.yaml.writing import to_yaml
 from amp_recipes.errors import ConfigError
+from amp_recipes.options import MAX_SEED
 from amp_recipes.precision import AMPConfig
 
 _MOST_RUNS = 1000

@@ -7,18 +7,17 @@ import json
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from amp_recipes.commands.child_runs import OUTPUT_FILE, ChildRuns, EndedChild, killed_by
 from amp_recipes.commands.compare.outcome import as_number
 from amp_recipes.commands.compare.plan import Plan, PlannedRun, setting_differences
-from amp_recipes.commands.sweep.sweep import OUTPUT_FILE, Signals
 from amp_recipes.config.changes import one_line
 from amp_recipes.errors import ConfigError
-from amp_recipes.files.run_files import read_json, regular_only, write_atomically
+from amp_recipes.files.run_files import read_json, write_atomically
 from amp_recipes.interrupts import SIGNALS
 from amp_recipes.loggers.text import format_seconds
 
@@ -26,7 +25,6 @@ RECORD_FILE = "compare_run.json"
 SCHEMA_VERSION = 1
 """Version of the layout of `compare_run.json`."""
 
-_READ_BYTES = 1 << 16  # of the end of what a run has said
 _MESSAGE_CHARACTERS = 300
 _CHANGES_SHOWN = 5
 # The last line of a traceback, or of an exception that is shown without one.
@@ -61,9 +59,9 @@ class Ended:
 class Runs:
     """Makes the runs of a plan that are not there yet. say: called with each line for the user."""
 
-    def __init__(self, plan: Plan, signals: Signals, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, children: ChildRuns, say: Callable[[str], None]) -> None:
         self.plan = plan
-        self._signals = signals
+        self._children = children
         self._say = say
         self._script = hashlib.sha256(plan.script.read_bytes()).hexdigest()
         self._seconds: dict[str, list[float]] = {}  # of runs that finished, by precision
@@ -77,23 +75,22 @@ class Runs:
         """
         before = {run: self._earlier(run) for run in self.plan.runs}
         _refuse_others(self.plan, before)
-        for index, run in enumerate(self.plan.runs):
-            if self._signals.requested is not None:
+        for count, run in enumerate(self.plan.runs, start=1):
+            if self._children.requested is not None:
                 break
-            earlier = before[run].get("ended")
-            ended = earlier if earlier is not None and earlier.is_result else self._make(run, before[run])
+            is_there = _is_there(before[run])
+            ended = before[run]["ended"] if is_there else self._make(run, before[run])
             if ended is None:
                 break
             if not ended.message:
                 self._seconds.setdefault(run.precision, []).append(ended.seconds)
-            if index == 0 and ended.message and not ended.diverged:
+            if count == 1 and ended.message and not ended.diverged:
                 raise CannotCompare(
                     f"The reference, {run}, did not finish: {ended.message}\nThe end of what it said is in "
                     f"{run.folder / OUTPUT_FILE}."
                 )
-            counted = f"{index + 1}/{len(self.plan.runs)}"
-            again = ", as before" if ended is earlier else ""
-            self._say(f"{counted:>7}  {run!s:<{self._shown}}  {_outcome(ended)}{again}{self._left(index + 1, before)}")
+            told = f"{_outcome(ended)}{', as before' if is_there else ''}{self._left(count, before)}"
+            self._say(f"{f'{count}/{len(self.plan.runs)}':>7}  {run!s:<{self._shown}}  {told}")
             look(ended)
 
     def _make(self, run: PlannedRun, before: dict[str, Any]) -> Ended | None:
@@ -108,19 +105,15 @@ class Runs:
             *(f"--precision={run.precision}", f"--seed={run.seed}", f"--output_folder={run.folder}"),
             "--noprogressbar=true",
         ]
-        output = run.folder / OUTPUT_FILE
-        began = time.monotonic()
-        with open(output, "ab", opener=regular_only) as stream:
-            start = stream.tell()
-            status = self._signals.run(command, stream)
-        seconds = time.monotonic() - began
-        if status != 0 and self._signals.requested is not None:
+        child = self._children.run(command, run.folder / OUTPUT_FILE)
+        if child.status != 0 and self._children.requested is not None:
             return None
-        if status in _ASKED_TO_END:
+        if child.status in _ASKED_TO_END:
             raise CannotCompare(f"{run} was asked to end by somebody else; the same command goes on with it.")
-        kind, message = ("", "") if status == 0 else why_it_failed(_end_of(output, start), status)
-        ended = Ended(run, message, kind == "NonfiniteError", seconds, self._script)
-        self._note(run, {"ended": True, "message": message, "diverged": ended.diverged, "seconds": round(seconds, 3)})
+        kind, message = ("", "") if child.status == 0 else why_it_failed(child)
+        ended = Ended(run, message, kind == "NonfiniteError", child.seconds, self._script)
+        state = {"message": message, "diverged": ended.diverged, "seconds": round(child.seconds, 3)}
+        self._note(run, {"ended": True, **state})
         return ended
 
     def _note(self, run: PlannedRun, state: dict[str, Any]) -> None:
@@ -161,24 +154,17 @@ class Runs:
         return f"; {', '.join(parts)}"
 
 
-def why_it_failed(said: str, status: int) -> tuple[str, str]:
-    """The kind of the exception that ended a process, and what to show for it in a line.
-
-    said: the end of its output; status: its exit status, as subprocess has it.
-    """
-    if status < 0:
-        name = signal.Signals(-status).name
-        hint = " (the machine may have run out of memory)" if name == "SIGKILL" else ""
-        return "", f"killed by {name}{hint}"
-    # Of a progress bar, which returns to the line's start, only what is seen in the end.
-    lines = [line.rstrip().rpartition("\r")[2] for line in said.split("\n")]
-    lines = [line for line in lines if line.strip()]
-    for line in reversed(lines):
-        found = _EXCEPTION.fullmatch(line)
-        if found:
-            text = f"{found[1]}: {found[2]}" if found[2] else found[1]
-            return found[1], _cut(text)
-    return "", _cut(f"exit status {status}" + (f": {lines[-1].strip()}" if lines else ""))
+def why_it_failed(child: EndedChild) -> tuple[str, str]:
+    """The kind of the exception that ended a process, and what to show for it in a line."""
+    if killed := killed_by(child.status):
+        hint = " (the machine may have run out of memory)" if child.status == -signal.SIGKILL else ""
+        return "", f"{killed}{hint}"
+    lines = child.last_lines
+    for found in filter(None, map(_EXCEPTION.fullmatch, reversed(lines))):
+        kind, text = found.groups()
+        return kind, _cut(f"{kind}: {text}" if text else kind)
+    last = f": {lines[-1].strip()}" if lines else ""
+    return "", _cut(f"exit status {child.status}{last}")
 
 
 def _refuse_others(plan: Plan, before: dict[PlannedRun, dict[str, Any]]) -> None:
@@ -210,14 +196,6 @@ def _set_aside(folder: Path, say: Callable[[str], None]) -> None:
 def _outcome(ended: Ended) -> str:
     took = format_seconds(ended.seconds)
     return f"did not finish: {ended.message} ({took})" if ended.message else f"finished in {took}"
-
-
-def _end_of(file: Path, start: int) -> str:
-    """What a process wrote into the file behind `start`, at most the last part of it."""
-    with open(file, "rb", opener=regular_only) as stream:
-        size = stream.seek(0, 2)
-        stream.seek(max(start, size - _READ_BYTES))
-        return stream.read().decode("utf-8", errors="replace")
 
 
 def _cut(text: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from amp_recipes.commands.compare.verdict import REFERENCE
+from amp_recipes.commands.tables import markdown_table
 from amp_recipes.loggers.text import format_bytes, format_seconds, format_value
 
 _STATIONS = 4  # of the training at which the loss is told
@@ -24,7 +25,7 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
     for entry in found["precisions"][1:]:
         yield f"- {entry['headline']}"
     yield ""
-    yield from aligned(list(_table(found)))
+    yield markdown_table(list(_table(found)))
     yield ""
     yield (
         f"{_metric(found)}: mean ± standard deviation over seeds, {_better(found)} is better; validation and test ran "
@@ -38,7 +39,7 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield "Training loss: mean (lowest to highest seed)"
         yield ""
-        yield from aligned(losses)
+        yield markdown_table(losses)
     failures = list(_failures(found))
     if failures:
         yield ""
@@ -46,14 +47,6 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
     for note in found["notes"]:
         yield ""
         yield f"Note: {note}"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of an aligned Markdown table, whose first row is its head."""
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
-    for row in [rows[0], ["-" * width for width in widths], *rows[1:]]:
-        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
 
 
 def _table(found: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -86,15 +79,16 @@ def _losses(found: Mapping[str, Any]) -> Iterator[list[str]]:
     rows = sorted({max(0, -(-count * part // _STATIONS) - 1) for part in range(1, _STATIONS + 1)})
     yield ["update", *of]
     for row in rows:
-        cells = []
-        for runs in of.values():
-            there = [run[row] for run in runs if run[row] is not None]
-            if not there:
-                cells.append("-")
-                continue
-            ends = f" ({format_value(min(there))} to {format_value(max(there))})" if len(there) > 1 else ""
-            cells.append(f"{format_value(sum(there) / len(there))}{ends}")
-        yield [f"{updates[row]:,}", *cells]
+        yield [f"{updates[row]:,}", *(_range([run[row] for run in runs]) for runs in of.values())]
+
+
+def _range(losses: list[float | None]) -> str:
+    """The mean of the losses that there are, with the lowest and the highest of several."""
+    there = [loss for loss in losses if loss is not None]
+    if not there:
+        return "-"
+    ends = f" ({format_value(min(there))} to {format_value(max(there))})" if len(there) > 1 else ""
+    return f"{format_value(sum(there) / len(there))}{ends}"
 
 
 def _failures(found: Mapping[str, Any]) -> Iterator[str]:

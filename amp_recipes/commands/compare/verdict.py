@@ -39,11 +39,10 @@ def compared(plan: Plan, outcomes: Sequence[Outcome], command: str) -> dict[str,
     """
     place, name = find_place(plan.metric, outcomes), metric_name(plan.metric)
     outcomes = [_judgeable(outcome, place, name) for outcome in outcomes]
-    of = {precision: [it for it in outcomes if it.precision == precision] for precision in plan.precisions}
-    values = {
-        precision: {outcome.seed: outcome.final(place)[name] for outcome in made if outcome.finished}
-        for precision, made in of.items()
-    }
+    of: dict[str, list[Outcome]] = {precision: [] for precision in plan.precisions}
+    for outcome in outcomes:
+        of[outcome.precision].append(outcome)
+    values = {precision: _final_values(made, place, name) for precision, made in of.items()}
     judged = judge(plan, of, values, place)
     reference = of[plan.reference]
     listed = [_of_precision(of[precision], values[precision], judged[precision], reference) for precision in of]
@@ -67,6 +66,11 @@ def compared(plan: Plan, outcomes: Sequence[Outcome], command: str) -> dict[str,
     }
 
 
+def _final_values(made: Sequence[Outcome], place: str, name: str) -> dict[int, float]:
+    """The final metric of the runs that finished, by seed."""
+    return {outcome.seed: outcome.final(place)[name] for outcome in made if outcome.finished}
+
+
 def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
     """The best place in which all runs that finished have the metric: "test", "best", "valid" or "train".
 
@@ -74,17 +78,22 @@ def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
     """
     finished = [outcome for outcome in outcomes if outcome.finished]
     name = metric_name(metric)
-    stage = metric.name.partition(".")[0]
-    # Without a metric to watch, the loss is that of validation: what a test has is not what was trained for.
-    places: Sequence[str] = PLACES if metric.chosen else ("valid", "train")
-    places = [stage] if name != metric.name else places
-    for place in places:
+    for place in _places(metric):
         if all(name in outcome.final(place) for outcome in finished):
             return place
-    known = sorted({f"{place}.{found}" for outcome in finished for place in PLACES for found in outcome.final(place)})
+    known = sorted({f"{place}.{found}" for place in PLACES for outcome in finished for found in outcome.final(place)})
     raise ConfigError(
         f"--metric {metric.name}: not all runs have it; expected one of {', '.join(known) or '(no metric at all)'}."
     )
+
+
+def _places(metric: Metric) -> Sequence[str]:
+    """Where the metric is looked for, the best place first."""
+    stage, _, _ = metric.name.partition(".")
+    if metric_name(metric) != metric.name:
+        return (stage,)
+    # Without a metric to watch, the loss is that of validation: what a test has is not what was trained for.
+    return PLACES if metric.chosen else ("valid", "train")
 
 
 def metric_name(metric: Metric) -> str:
@@ -97,32 +106,37 @@ def judge(
     plan: Plan, of: Mapping[str, Sequence[Outcome]], values: Mapping[str, Mapping[int, float]], place: str
 ) -> dict[str, Judged]:
     """The verdict on each precision. values: the final metric of the runs that finished, by seed."""
-    reference, unit = values[plan.reference], _named(place, metric_name(plan.metric))
-    seedless = {name for name, made in of.items() if seeds_change_nothing(made)}
-    tests = {name: worse_than(reference, values[name], plan.metric.mode) for name in plan.precisions[1:]}
-    failed = {name: [it for it in made if not it.finished] for name, made in of.items()}
-    # A recipe that does not finish at the reference either is no worse for that.
-    fails = {name for name in plan.precisions[1:] if len(failed[name]) > len(failed[plan.reference])}
-    same = {name: [it for it in (plan.reference, name) if it in seedless] for name in tests}
-    held = {name: it for name, it in tests.items() if it is not None and name not in fails and not same[name]}
-    corrected = dict(zip(held, holm([it.p for it in held.values()]), strict=True))
+    reference = values[plan.reference]
     found = {plan.reference: Judged(REFERENCE, "the others are compared with it")}
+    held: dict[str, Tested] = {}
     for name in plan.precisions[1:]:
-        if name in fails:
-            count = f"{len(failed[name])} of {len(of[name])} runs did not finish"
-            found[name] = Judged(WORSE, f"{count} ({_first_sentence(failed[name][0].message)})", tests[name])
-        elif same[name]:
-            reason = f"all seeds give the same losses in {', '.join(same[name])}, so they say nothing of seed noise"
-            found[name] = Judged(NONE, reason)
-        elif name not in held:
+        tested = worse_than(reference, values[name], plan.metric.mode)
+        if judged := _without_test(plan, of, name, tested):
+            found[name] = judged
+        elif tested is None:
             found[name] = Judged(NONE, _too_few(plan, name, len(reference), len(values[name])))
         else:
-            noise = spread([*reference.values()])
-            reason = _reason(plan, held[name], corrected[name], len(held), unit, noise)
-            verdict = WORSE if corrected[name] <= ALPHA else EQUAL
-            detectable = held[name].detectable(ALPHA / len(held))
-            found[name] = Judged(verdict, reason, held[name], corrected[name], detectable)
-    return found
+            held[name] = tested
+    unit, noise = _named(place, metric_name(plan.metric)), spread([*reference.values()])
+    for (name, tested), p in zip(held.items(), holm([tested.p for tested in held.values()]), strict=True):
+        reason = _reason(plan, tested, p, len(held), unit, noise)
+        verdict = WORSE if p <= ALPHA else EQUAL
+        found[name] = Judged(verdict, reason, tested, p, tested.detectable(ALPHA / len(held)))
+    return {name: found[name] for name in plan.precisions}
+
+
+def _without_test(plan: Plan, of: Mapping[str, Sequence[Outcome]], name: str, tested: Tested | None) -> Judged | None:
+    """The verdict, if it follows from runs that did not finish or that do not differ by their seeds; else None."""
+    failed = [outcome for outcome in of[name] if not outcome.finished]
+    failed_at_reference = sum(not outcome.finished for outcome in of[plan.reference])
+    # A recipe that does not finish at the reference either is no worse for that.
+    if len(failed) > failed_at_reference:
+        count = f"{len(failed)} of {len(of[name])} runs did not finish"
+        return Judged(WORSE, f"{count} ({_first_sentence(failed[0].message)})", tested)
+    same = [precision for precision in (plan.reference, name) if seeds_change_nothing(of[precision])]
+    if same:
+        return Judged(NONE, f"all seeds give the same losses in {', '.join(same)}, so they say nothing of seed noise")
+    return None
 
 
 def seeds_change_nothing(made: Sequence[Outcome]) -> bool:
@@ -182,9 +196,12 @@ def _too_few(plan: Plan, name: str, reference: int, tested: int) -> str:
 def _of_precision(
     made: Sequence[Outcome], values: Mapping[int, float], judged: Judged, reference: Sequence[Outcome]
 ) -> dict[str, Any]:
-    step, memory = _median(made, lambda it: it.step_seconds), _median(made, lambda it: it.memory_bytes)
-    of_step = _median(reference, lambda it: it.step_seconds)
-    of_memory = _median(reference, lambda it: it.memory_bytes)
+    step, memory = (
+        _median(made, lambda outcome: outcome.step_seconds),
+        _median(made, lambda outcome: outcome.memory_bytes),
+    )
+    of_step = _median(reference, lambda outcome: outcome.step_seconds)
+    of_memory = _median(reference, lambda outcome: outcome.memory_bytes)
     tested = judged.tested
     return {
         "precision": made[0].precision,
@@ -207,8 +224,8 @@ def _of_precision(
         "step_ratio": step / of_step if step and of_step else None,
         "memory_bytes": memory,
         "memory_ratio": memory / of_memory if memory and of_memory else None,
-        "memory_of": next((it.memory_of for it in made if it.memory_of), None),
-        "runs": [_of_run(it, values) for it in made],
+        "memory_of": next((outcome.memory_of for outcome in made if outcome.memory_of), None),
+        "runs": [_of_run(outcome, values) for outcome in made],
     }
 
 
@@ -227,7 +244,7 @@ def _of_run(outcome: Outcome, values: Mapping[int, float]) -> dict[str, Any]:
 
 
 def _median(made: Sequence[Outcome], what: Callable[[Outcome], float | None]) -> float | None:
-    told = [value for it in made if (value := what(it)) is not None]
+    told = [value for outcome in made if (value := what(outcome)) is not None]
     return statistics.median(told) if told else None
 
 
@@ -248,7 +265,7 @@ def _notes(plan: Plan, outcomes: Sequence[Outcome]) -> Iterable[str]:
         "CPUs": ("cpu",),
         "GPUs": ("gpus",),
     }.items():
-        found = {repr(_entry(it.environment, *keys)) for it in outcomes if it.environment}
+        found = {repr(_entry(outcome.environment, *keys)) for outcome in outcomes if outcome.environment}
         if len(found) > 1:
             yield f"Not all runs had the same {what}: {', '.join(sorted(found))}."
 

@@ -1,4 +1,4 @@
-"""Rows of bars and of numbers, one row for each name, that say their values beside what they show."""
+"""Draws rows of bars and of numbers, one row for each name, with their values beside them."""
 
 from __future__ import annotations
 
@@ -83,15 +83,11 @@ def stacked_bars(axes: Any, rows: Sequence[Counter[str]]) -> None:
     factor, unit = next(((size, name) for size, name in _UNITS if largest >= size), _UNITS[-1])
     for row, sizes in enumerate(rows):
         left = 0.0
-        others = sum(size for name, size in sizes.items() if name not in askers)
-        parts = [(sizes[name], *_ASKERS[index]) for index, name in enumerate(askers)]
-        for size, colour, hatch in [*parts, (others, GREY, "")]:
-            if size:
-                axes.barh(
-                    row, size / factor, left=left, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5,
-                    height=0.66,
-                )  # fmt: skip
-                left += size / factor
+        for size, colour, hatch in _parts(sizes, askers):
+            axes.barh(
+                row, size / factor, left=left, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5, height=0.66
+            )
+            left += size / factor
         axes.annotate(f"{left:,.3g}", (left, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     named = [*zip(askers, _ASKERS, strict=False), *([("others", (GREY, ""))] if len(totals) > len(askers) else [])]
     handles = [
@@ -101,6 +97,13 @@ def stacked_bars(axes: Any, rows: Sequence[Counter[str]]) -> None:
     axes.legend(handles=handles, loc="lower right", handlelength=1.4)
     axes.set_xlim(0, largest / factor * 1.5)  # room for the legend
     axes.set_xlabel(unit)
+
+
+def _parts(sizes: Counter[str], askers: Sequence[str]) -> list[tuple[float, str, str]]:
+    """Size, colour and hatching of each part that is not empty: those of the askers, then of all others together."""
+    others = sum(size for name, size in sizes.items() if name not in askers)
+    parts = [(sizes[name], *_ASKERS[index]) for index, name in enumerate(askers)]
+    return [part for part in [*parts, (others, GREY, "")] if part[0]]
 
 
 def label_rows(axes: Any, names: Sequence[str], above: str) -> None:

@@ -40,7 +40,7 @@ def draw_comparison(folder: Path) -> Path | None:
     if found is None or not entries:
         return None
     colours = {str(it.get("precision")): SERIES[index % len(SERIES)] for index, it in enumerate(entries)}
-    headline = "\n".join(wrapped(str(it.get("headline")), _VERDICT_CHARACTERS, 3) for it in entries[1:])
+    headline = "\n".join(wrapped(str(entry.get("headline")), _VERDICT_CHARACTERS, 3) for entry in entries[1:])
     inches = [0.3 + 0.155 * (headline.count("\n") + 1), 3.9, 3.2]
     with page(12, sum(inches)) as figure:
         rows = figure.add_gridspec(len(inches), 1, height_ratios=inches)
@@ -60,7 +60,7 @@ def draw_comparison(folder: Path) -> Path | None:
         axes.set_title("Time per update")
         _bars(axes, entries, ("step_seconds", "step_ratio"), (1e3, "ms"), colours)
         axes = figure.add_subplot(below[2])
-        counted = next((words(it.get("memory_of"), 20) for it in entries if it.get("memory_of")), "")
+        counted = next((words(entry.get("memory_of"), 20) for entry in entries if entry.get("memory_of")), "")
         axes.set_title(f"Peak memory of the {counted}" if counted else "Peak memory")
         _bars(axes, entries, ("memory_bytes", "memory_ratio"), (2**-20, "MiB"), colours)
         return save(figure, folder / PICTURE_FILE)
@@ -81,33 +81,34 @@ def _by_epoch(axes: Any, curves: dict[str, Any], metric: dict[str, Any], colours
 
 def _bands(axes: Any, x: Sequence[float], by_precision: dict[str, Any], colours: dict[str, str]) -> None:
     """A line for each precision's mean over seeds, and a band from its lowest to its highest seed."""
-    shown, everything = {}, []
-    for name, runs in by_precision.items():
-        columns = list(zip(*(finite_list(run) for run in runs), strict=False)) if isinstance(runs, list) else []
-        there = [[value for value in column if math.isfinite(value)] for column in columns][: len(x)]
-        points = [(at, values) for at, values in zip(x, there, strict=False) if values]
-        if points:
-            shown[name] = points
-            everything += [value for _, values in points for value in values]
+    shown = {name: points for name, runs in by_precision.items() if (points := _points_of(runs, x))}
     if not shown:
         axes.text(0.5, 0.5, "no values", ha="center", color=GREY, transform=axes.transAxes)
         return
     axes.margins(x=0.01)
-    if is_wide(everything):
+    if is_wide([value for points in shown.values() for _, values in points for value in values]):
         axes.set_yscale("log")
     labels = []
     for index, (name, points) in enumerate(shown.items()):
         colour, style = colours.get(name, GREY), ("-", "--", "-.", ":")[index % 4]
-        at = [place for place, _ in points]
-        means = [sum(values) / len(values) for _, values in points]
+        at, values = zip(*points, strict=True)
+        means = [sum(there) / len(there) for there in values]
         marker = MARKERS[index % len(MARKERS)] if len(at) == 1 else ""
         axes.plot(at, means, color=colour, linestyle=style, marker=marker, linewidth=1.6)
-        axes.fill_between(
-            at, [min(values) for _, values in points], [max(values) for _, values in points], color=colour, alpha=0.15,
-            linewidth=0,
-        )  # fmt: skip
+        axes.fill_between(at, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, linewidth=0)
         labels.append((words(name), colour, means[-1]))
     label_ends(axes, labels)
+
+
+def _points_of(runs: Any, x: Sequence[float]) -> list[tuple[float, list[float]]]:
+    """The places of a curve at which some seed has a value, with those values."""
+    curves = [finite_list(run) for run in runs] if isinstance(runs, list) else []
+    points = []
+    for at, column in zip(x, zip(*curves, strict=False), strict=False):
+        values = [value for value in column if math.isfinite(value)]
+        if values:
+            points.append((at, values))
+    return points
 
 
 def _results(axes: Any, entries: Sequence[dict[str, Any]], metric: dict[str, Any], colours: dict[str, str]) -> None:
@@ -115,12 +116,7 @@ def _results(axes: Any, entries: Sequence[dict[str, Any]], metric: dict[str, Any
     better = "lower" if metric.get("mode") == "min" else "higher"
     name = f"{words(metric.get('place'))} {words(metric.get('name'))}"
     axes.set_title(f"Final {name} of each seed ({better} is better)")
-    by_seed: dict[Any, list[tuple[int, float]]] = {}
-    for place, entry in enumerate(entries):
-        for run in dicts(entry.get("runs")):
-            value = finite(run.get("value"))
-            if value is not None:
-                by_seed.setdefault(run.get("seed"), []).append((place, value))
+    by_seed = _values_by_seed(entries)
     for points in by_seed.values():
         axes.plot(*zip(*points, strict=True), color=GREY, linewidth=0.8, alpha=0.6, zorder=1)
     for place, entry in enumerate(entries):
@@ -139,6 +135,17 @@ def _results(axes: Any, entries: Sequence[dict[str, Any]], metric: dict[str, Any
     axes.set_xticks(range(len(entries)), [words(entry.get("precision"), 12) for entry in entries])
     axes.set_xlim(-0.6, len(entries) - 0.4)
     axes.margins(y=0.18)
+
+
+def _values_by_seed(entries: Sequence[dict[str, Any]]) -> dict[Any, list[tuple[int, float]]]:
+    """For each seed the place of each precision, and the final metric there."""
+    by_seed: dict[Any, list[tuple[int, float]]] = {}
+    for place, entry in enumerate(entries):
+        for run in dicts(entry.get("runs")):
+            value = finite(run.get("value"))
+            if value is not None:
+                by_seed.setdefault(run.get("seed"), []).append((place, value))
+    return by_seed
 
 
 def _bars(

@@ -65,7 +65,7 @@ def draw_diagnosis(folder: Path) -> Path | None:
         return None
     rows = _rows(panels)
     headline = _headline(found)
-    inches = [0.3 + 0.155 * (headline.count("\n") + 1), *(max(it.inches for it in row) for row in rows)]
+    inches = [0.3 + 0.155 * (headline.count("\n") + 1), *(max(panel.inches for panel in row) for row in rows)]
     with page(_WIDTH_INCHES, sum(inches)) as figure:
         grid = figure.add_gridspec(len(inches), 1, height_ratios=inches)
         top = figure.add_subplot(grid[0])
@@ -93,6 +93,11 @@ def _panels(found: dict[str, Any]) -> list[_Panel]:
     if casts:
         count = min(_CASTING_SHOWN, len({str(row.get("module")) for row in casts}))
         panels.append(_Panel(lambda figure: _casts(figure.add_subplot(), casts), 1.2 + 0.2 * count))
+    return [*panels, *_panels_of_pins(found)]
+
+
+def _panels_of_pins(found: dict[str, Any]) -> list[_Panel]:
+    panels = []
     pins = part(found, "pins")
     if any(finite(pins.get(name)) is not None for name in ("error", "held_out_error")):
         panels.append(_Panel(lambda figure: _pins(figure.add_subplot(), pins), 3.0))
@@ -173,7 +178,7 @@ def _underflow(axes: Any, underflow: dict[str, Any]) -> None:
         ("flushed to 0", BLUE, "-", flushed),
         ("subnormal", PURPLE, "--", finite_list(underflow.get("subnormal"))),
     ):
-        points = [it for it in zip(octaves, shares, strict=False) if all(map(math.isfinite, it))]
+        points = [point for point in zip(octaves, shares, strict=False) if all(map(math.isfinite, point))]
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=".", linewidth=1.6)
             labels.append((name, colour, points[0][1]))
@@ -193,17 +198,22 @@ def _scales(axes: Any, underflow: dict[str, Any], octaves: Sequence[float], over
         axes.axvspan(high - width, high, color=GREEN, alpha=0.15, linewidth=0)
         middle = (max(least, high - width) + min(most, high)) / 2
         axes.text(middle, 4, f"window: {width:.1f} octaves", ha="center", va="top", color=GREEN)
-    init_scale = finite(underflow.get("init_scale"))
-    if init_scale is not None and init_scale > 0:
-        at = math.log2(init_scale)
-        axes.axvline(at, color=BLACK, linewidth=1.2)
-        text = f"init_scale\n2^{at:g}" if at == int(at) else f"init_scale\n{init_scale:g}"
-        left = at > (least + most) / 2
-        axes.annotate(
-            text, (at, 0.1), xytext=(-5 if left else 5, 0), textcoords="offset points", fontweight="bold",
-            ha="right" if left else "left",
-        )  # fmt: skip
+    _init_scale(axes, finite(underflow.get("init_scale")), middle=(least + most) / 2)
     axes.set_xlim(least, most)
+
+
+def _init_scale(axes: Any, scale: float | None, middle: float) -> None:
+    """Mark the scale to begin with, its name on the side of the picture's middle."""
+    if scale is None or scale <= 0:
+        return
+    at = math.log2(scale)
+    axes.axvline(at, color=BLACK, linewidth=1.2)
+    text = f"init_scale\n2^{at:g}" if at == int(at) else f"init_scale\n{scale:g}"
+    left = at > middle
+    axes.annotate(
+        text, (at, 0.1), xytext=(-5 if left else 5, 0), textcoords="offset points", fontweight="bold",
+        ha="right" if left else "left",
+    )  # fmt: skip
 
 
 def _overflow(octaves: Sequence[float], underflow: dict[str, Any]) -> float | None:
@@ -236,7 +246,7 @@ def _casts(axes: Any, casts: Sequence[dict[str, Any]]) -> None:
         size = finite(row.get("bytes"))
         if size is not None and size > 0:
             of.setdefault(str(row.get("module") or "(outside of modules)"), Counter())[str(row.get("by"))] += size
-    ranked = sorted(of.items(), key=lambda it: -it[1].total())
+    ranked = sorted(of.items(), key=lambda entry: -entry[1].total())
     shown = ranked[:_CASTING_SHOWN]
     of = f"{len(shown)} of {len(ranked)} modules" if len(ranked) > len(shown) else "all modules"
     axes.set_title(f"Bytes cast in a step, {of}")
@@ -251,12 +261,7 @@ def _pins(axes: Any, pins: dict[str, Any]) -> None:
     """The gradient error with the pins, on the batches of the search and on others, against the tolerance."""
     modules = pins.get("modules")
     modules = modules if isinstance(modules, list) else []
-    verified = pins.get("verified")
-    proof = ", verified" if verified is True else ", NOT verified" if verified is False else ""
-    more = (
-        f"with {len(modules)} more module{'' if len(modules) == 1 else 's'} in fp32" if modules else "without more pins"
-    )
-    axes.set_title(f"Gradient error {more}{proof}")
+    axes.set_title(_title_of_pins(len(modules), pins.get("verified")))
     rows = {"error": "batches of the search", "held_out_error": "held-out batches"}
     if modules and "error_without" in pins:
         rows = {"error_without": "without them", **rows}
@@ -273,6 +278,12 @@ def _pins(axes: Any, pins: dict[str, Any]) -> None:
     axes.set_yticks(range(len(rows)), list(rows.values()))
     axes.set_ylim(len(rows) - 0.4, -0.9)
     axes.set_xlabel("\n".join(_told_of_pins(pins, modules)), loc="left")
+
+
+def _title_of_pins(count: int, verified: Any) -> str:
+    more = f"with {count} more module{'' if count == 1 else 's'} in fp32" if count else "without more pins"
+    proofs = {True: ", verified", False: ", NOT verified"}
+    return f"Gradient error {more}{proofs[verified] if isinstance(verified, bool) else ''}"
 
 
 def _told_of_pins(pins: dict[str, Any], modules: Sequence[Any]) -> list[str]:
@@ -302,11 +313,18 @@ def _training(axes: Any, curves: dict[str, Any], low: str) -> None:
         for curve in group:
             updates = range(1, len(curve) + 1)
             axes.plot(updates, curve, color=colour, linestyle=style, linewidth=width, marker="." * (len(curve) < 20))
-        ends = [[loss for loss in curve if math.isfinite(loss)][-1] for curve in group]
-        broken = sum(not all(map(math.isfinite, curve)) for curve in group)
-        if ends:
-            labels.append((f"{name}\n(nonfinite)" if broken else name, colour, sum(ends) / len(ends)))
+        if group:
+            labels.append((f"{name}{_broken(group)}", colour, sum(map(_end, group)) / len(group)))
     label_ends(axes, labels)
+
+
+def _end(curve: Sequence[float]) -> float:
+    return [loss for loss in curve if math.isfinite(loss)][-1]
+
+
+def _broken(curves: Sequence[Sequence[float]]) -> str:
+    """What to add to the name of curves of which one has a value that is not finite."""
+    return "" if all(math.isfinite(loss) for curve in curves for loss in curve) else "\n(nonfinite)"
 
 
 def _curves(value: Any) -> list[list[float]]:

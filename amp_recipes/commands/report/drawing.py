@@ -1,4 +1,4 @@
-"""What all pages have in common: colours, labels that do not overlap, numbers from files, and how a page is saved.
+"""Provides what all pages share: colours, labels that do not overlap, numbers from files, and saving.
 
 The colours are those of M. Okabe and K. Ito (Color Universal Design, 2008), which people who see fewer colours can
 tell apart; and no page leaves a meaning to colour alone.
@@ -192,8 +192,8 @@ def label_ends(axes: Any, labels: Sequence[tuple[str, str, float]], left: bool =
     for text, colour, value in labels:
         at = (float(scale.transform([value])[0]) - bottom) / (top - bottom)
         heights.append([min(1.0, max(0.0, at)) if math.isfinite(at) else 0.0, text, colour])
-    heights.sort(key=lambda it: it[0])
-    places = _apart([it[0] for it in heights])
+    heights.sort(key=lambda label: label[0])
+    places = _apart([label[0] for label in heights])
     for place, (_, text, colour) in zip(places, heights, strict=True):
         axes.annotate(
             text, (0.0 if left else 1.0, place), xycoords="axes fraction", xytext=(5, 5 if left else 0),

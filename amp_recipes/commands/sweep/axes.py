@@ -1,4 +1,4 @@
-"""What the words behind `--sweep` say: which keys are swept, over which values, and how a run with some is named."""
+"""Reads the words behind `--sweep`: which keys are swept, over which values, and the name of a run with some."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -70,31 +70,42 @@ def read_axes(words: Sequence[str], trials: int | None) -> list[Axis]:
     """
     mistakes: list[str] = []
     axes: dict[str, Axis] = {}
-    if not words:
-        mistakes.append("--sweep-trials chooses among the values of --sweep, as in --sweep 'lr=1e-5..1e-2:log'.")
-    if trials is not None and trials < 1:
-        mistakes.append(f"--sweep-trials {trials}: expected 1 or more.")
     for word in words:
         try:
             axis = _read_axis(word)
-            if axis.key in axes:
-                raise ValueError(f"{axis.key} is swept twice; give all its values at once, as in lr=1e-3,1e-4.")
-            for other in axes:
-                if f"{axis.key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{axis.key}."):
-                    raise ValueError(f"{other} is swept too, and one of the two holds the other.")
+            _refuse_overlap(axis.key, axes)
         except ValueError as error:
             mistakes.append(f"--sweep {word!r}: {error}")
             continue
         axes[axis.key] = axis
         if isinstance(axis, Range) and trials is None:
             mistakes.append(f"--sweep {word!r}: a range needs --sweep-trials N, the number of runs to choose from it.")
-    if trials is None and (runs := math.prod(len(axis.choices) for axis in axes.values())) > MOST_RUNS:
-        mistakes.append(
-            f"the grid has {runs:,} runs, and {MOST_RUNS:,} are allowed; --sweep-trials N chooses N of them."
-        )
+    mistakes = [*_wrong_size(axes.values(), words, trials), *mistakes]
     if mistakes:
         raise ConfigError(join_mistakes(mistakes, "the sweep"))
     return [axes[key] for key in sorted(axes)]  # the same sweep whatever the order in which it is typed
+
+
+def _wrong_size(axes: Iterable[Axis], words: Sequence[str], trials: int | None) -> Iterator[str]:
+    """What is wrong with the number of runs."""
+    if not words:
+        yield "--sweep-trials chooses among the values of --sweep, as in --sweep 'lr=1e-5..1e-2:log'."
+    if trials is not None:
+        if trials < 1:
+            yield f"--sweep-trials {trials}: expected 1 or more."
+        return
+    runs = math.prod(len(axis.choices) for axis in axes)
+    if runs > MOST_RUNS:
+        yield f"the grid has {runs:,} runs, and {MOST_RUNS:,} are allowed; --sweep-trials N chooses N of them."
+
+
+def _refuse_overlap(key: str, others: Iterable[str]) -> None:
+    """Raise ValueError if another swept key is the same, or one of the two holds the other."""
+    for other in others:
+        if key == other:
+            raise ValueError(f"{key} is swept twice; give all its values at once, as in lr=1e-3,1e-4.")
+        if key.startswith(f"{other}.") or other.startswith(f"{key}."):
+            raise ValueError(f"{other} is swept too, and one of the two holds the other.")
 
 
 def grid(axes: Sequence[Axis]) -> Iterator[Combination]:
@@ -177,6 +188,11 @@ def _read_axis(word: str) -> Axis:
         return ranges[0]
     if any(ranges):
         raise ValueError("a range stands alone; give the values or the range.")
+    return Choices(key, _distinct(texts))
+
+
+def _distinct(texts: Sequence[str]) -> tuple[Choice, ...]:
+    """A choice for each text. Raises ValueError where two are the same value."""
     choices: dict[str, Choice] = {}
     for text in texts:
         choice = Choice(text, parse_value(text))
@@ -184,7 +200,7 @@ def _read_axis(word: str) -> Axis:
             earlier = choices[repr(choice.value)].text
             raise ValueError(f"{earlier} and {text} are the same value, and a run is made once for each.")
         choices[repr(choice.value)] = choice
-    return Choices(key, tuple(choices.values()))
+    return tuple(choices.values())
 
 
 def _read_range(key: str, text: str) -> Range | None:
@@ -204,9 +220,8 @@ def _read_range(key: str, text: str) -> Range | None:
         raise ValueError(f"a range goes from the smaller number to the larger: {above}..{below}.")
     if scale == "log" and low <= 0:
         raise ValueError(f"a range on a log scale has ends greater than 0, not {below}.")
-    if not (isinstance(low, int) and isinstance(high, int)):
-        low, high = float(low), float(high)
-    return Range(key, low, high, scale == "log")
+    is_whole = isinstance(low, int) and isinstance(high, int)
+    return Range(key, low, high, scale == "log") if is_whole else Range(key, float(low), float(high), scale == "log")
 
 
 def _number(text: str) -> float | int | None:
@@ -221,19 +236,25 @@ def _split(text: str) -> list[str]:
     waiting: list[str] = []  # closing brackets and quotes, the innermost last
     characters = iter(text)
     for character in characters:
-        quoted = waiting[-1] if waiting and waiting[-1] in "'\"" else ""
         if character == "," and not waiting:
             parts.append("")
             continue
         if waiting and character == waiting[-1]:
             waiting.pop()  # two quotes inside quotes end them and open them again, which comes to the same
-        elif quoted == '"' and character == "\\":
+        elif waiting[-1:] == ['"'] and character == "\\":
             character += next(characters, "")
-        elif not quoted and character in "'\"" and (not parts[-1].strip() or parts[-1].rstrip()[-1] in "'[{(,:"):
-            waiting.append(character)  # elsewhere it is an apostrophe
-        elif not quoted and character in _CLOSING:
-            waiting.append(_CLOSING[character])
+        elif closing := _closing(character, parts[-1], waiting):
+            waiting.append(closing)
         parts[-1] += character
     if waiting:
         raise ValueError(f"a closing {waiting[-1]} is missing; a value that holds a lone bracket or quote is quoted.")
     return [part.strip() for part in parts]
+
+
+def _closing(character: str, before: str, waiting: Sequence[str]) -> str:
+    """What closes a bracket or quote that a character opens; empty if it opens none."""
+    if waiting and waiting[-1] in "'\"":
+        return ""
+    if character in "'\"":  # elsewhere it is an apostrophe
+        return character if before.strip() == "" or before.rstrip()[-1] in "'[{(,:" else ""
+    return _CLOSING.get(character, "")

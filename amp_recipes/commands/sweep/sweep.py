@@ -10,17 +10,13 @@ import json
 import math
 import os
 import shlex
-import signal
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from amp_recipes.commands.child_runs import OUTPUT_FILE, ChildRuns, killed_by
 from amp_recipes.commands.sweep.axes import (
     Axis,
     Choice,
@@ -33,24 +29,20 @@ from amp_recipes.commands.sweep.axes import (
     read_axes,
 )
 from amp_recipes.commands.sweep.trials import import_optuna, open_study, run_trials
+from amp_recipes.commands.tables import markdown_table
 from amp_recipes.config.yaml.mistakes import join_mistakes
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.folder_lock import lock_folder, unlock_folder
-from amp_recipes.files.run_files import read_json, regular_only, write_atomically
-from amp_recipes.interrupts import SIGNALS, is_default
+from amp_recipes.files.run_files import read_json, write_atomically
 
 SCHEMA_VERSION = 1
 """Version of the layout of `sweep.json` and `sweep_run.json`."""
 
-OUTPUT_FILE = "output.txt"
 RECORD_FILE = "sweep_run.json"
 # A run with `debug` or `test_only` leaves its summary in a folder of its own.
 _SUMMARY_FILES = ("summary.json", "debug/summary.json")
 _MISTAKES_SHOWN = 10
 _TAIL_LINES = 10
-_TAIL_BYTES = 8_192
-# Whatever the sweep is sent, it ends: so the run gets a signal that ends it too, whatever its `save_signals` are.
-_PASSED_ON = {signum: signal.SIGTERM for signum in SIGNALS} | {signal.SIGINT: signal.SIGINT}
 
 
 @dataclass(frozen=True)
@@ -104,9 +96,8 @@ class Result:
         """In a few words how the run ended; empty if it ended well."""
         if self.interrupted:
             return "interrupted"
-        if self.exit_status < 0:
-            return f"killed by {signal.Signals(-self.exit_status).name}"
-        return f"failed with exit status {self.exit_status}" if self.exit_status else ""
+        failed = f"failed with exit status {self.exit_status}" if self.exit_status else ""
+        return killed_by(self.exit_status) or failed
 
 
 def run_sweep(
@@ -135,8 +126,8 @@ def run_sweep(
     folder = Path(settings.output_folder) / "sweep"
     lock_folder(folder)
     try:
-        with Signals() as signals:
-            runs = _Runs([sys.executable, script, hparams_file, *options], options, folder, settings, signals)
+        with ChildRuns() as children:
+            runs = _Runs([sys.executable, script, hparams_file, *options], options, folder, settings, children)
             if optuna is None:
                 _run_grid(axes, runs)
             else:
@@ -146,9 +137,9 @@ def run_sweep(
             _report(runs, [script, hparams_file, *options], sweep)
     finally:
         unlock_folder(folder)
-    if signals.requested is not None:
-        print(f"{signals.requested.name}: the sweep ends here; the same command goes on with it.", flush=True)
-        return 128 + signals.requested
+    if children.requested is not None:
+        print(f"{children.requested.name}: the sweep ends here; the same command goes on with it.", flush=True)
+        return 128 + children.requested
     return int(any(result.exit_status for result in runs.results.values()))
 
 
@@ -163,10 +154,9 @@ def _check_all(axes: Sequence[Axis], trials: int | None, check: Callable[[dict[s
     for combination in grid(axes) if trials is None else covering(axes):
         try:
             checked = check({key: choice.value for key, choice in combination.items()})
+            settings = settings or checked
         except ConfigError as error:
             mistakes.setdefault(str(error), f"--sweep with {describe(combination)}: {error}")
-        else:
-            settings = settings or checked
         if len(mistakes) == _MISTAKES_SHOWN:
             break
     if own_mistake is not None and str(own_mistake) in mistakes:
@@ -177,70 +167,24 @@ def _check_all(axes: Sequence[Axis], trials: int | None, check: Callable[[dict[s
     return settings
 
 
-class Signals:
-    """Within it, what would end this process is passed on to the run under way, and `requested` says so.
-
-    The runs are in sessions of their own: a Ctrl-C reaches each once, from here. Ignored signals and handlers of others
-    stay as they are.
-    """
-
-    def __init__(self) -> None:
-        self.requested: signal.Signals | None = None
-        self._child: subprocess.Popen[bytes] | None = None
-        self._earlier: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
-            for signum in _PASSED_ON:
-                if is_default(signum):
-                    self._earlier[signum] = signal.signal(signum, self._pass_on)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for signum, earlier in self._earlier.items():
-            signal.signal(signum, earlier)
-
-    def run(self, command: list[str], output: Any) -> int:
-        """The exit status of the command, as subprocess has it; all it says goes to `output`."""
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        self._child = child
-        try:
-            if self.requested is not None:  # it came while the process was started
-                child.send_signal(_PASSED_ON[self.requested])
-            return child.wait()
-        except BaseException:
-            child.terminate()
-            child.wait()
-            raise
-        finally:
-            self._child = None
-
-    def _pass_on(self, signum: int, frame: FrameType | None) -> None:
-        self.requested = signal.Signals(signum)
-        if self._child is not None:
-            self._child.send_signal(_PASSED_ON[self.requested])
-
-
 class _Runs:
     """Makes runs, one after the other, each in its folder, and keeps their results by the folder's name."""
 
     def __init__(
-        self, command: list[str], options: list[str], folder: Path, settings: RunSettings, signals: Signals
+        self, command: list[str], options: list[str], folder: Path, settings: RunSettings, children: ChildRuns
     ) -> None:
         self.folder = folder
         self.settings = settings
         self.results: dict[str, Result] = {}
         self._command = command
-        self._signals = signals
+        self._children = children
         # A record that was made under others is not of this sweep.
         self.under = {"options": options, "fingerprint": settings.fingerprint}
 
     @property
     def interrupted(self) -> bool:
         """Whether no further run is to start."""
-        return self._signals.requested is not None
+        return self._children.requested is not None
 
     def run(self, values: Combination, number: int, total: int) -> Result:
         """The result of the run with these values: made now, or taken from what was finished before."""
@@ -270,19 +214,17 @@ class _Runs:
         overrides = [f"--{key}={choice.text}" for key, choice in values.items()]
         command = [*self._command, *overrides, f"--output_folder={folder}"]
         output = folder / OUTPUT_FILE
-        start = time.monotonic()
-        with open(output, "ab", opener=regular_only) as stream:
-            before = stream.tell()
-            exit_status = self._signals.run(command, stream)
-        seconds = earlier_seconds + time.monotonic() - start
-        result = Result(number, folder, values, exit_status, seconds, interrupted=self.interrupted and exit_status != 0)
-        if exit_status == 0:
+        ended = self._children.run(command, output)
+        interrupted = self.interrupted and ended.status != 0
+        result = Result(number, folder, values, ended.status, earlier_seconds + ended.seconds, interrupted=interrupted)
+        if ended.status == 0:
             summary = _read_summary(folder)
             result.last, result.best = summary.get("last") or {}, summary.get("best")
         self._write_record(result)
         print(self._outcome(result), flush=True)
-        if exit_status != 0 and not result.interrupted:
-            print("\n".join([f"  the end of {output}:", *_tail(output, before)]), flush=True)
+        if ended.status != 0 and not interrupted:
+            lines = ended.last_lines[-_TAIL_LINES:] or ["(nothing)"]
+            print("\n".join([f"  the end of {output}:", *(f"    {line}" for line in lines)]), flush=True)
         return result
 
     def _outcome(self, result: Result) -> str:
@@ -319,21 +261,14 @@ def _run_grid(axes: Sequence[Axis], runs: _Runs) -> None:
 def _report(runs: _Runs, words: list[str], sweep: SweepRequest) -> None:
     """Print the table, best run first, and write it into the sweep's folder."""
     metric, mode = runs.settings.metric, runs.settings.mode
-    sign = -1.0 if mode == "max" else 1.0
-
-    def rank(result: Result) -> tuple[bool, float, int]:
-        score = result.score(metric)
-        ranked = score is not None and math.isfinite(score)
-        return not ranked, sign * score if ranked else 0.0, result.number
-
-    results = sorted(runs.results.values(), key=rank)
-    best = results[0] if results and not rank(results[0])[0] else None
-    table = "\n".join(_table(results, best, metric))
+    results = sorted(runs.results.values(), key=lambda result: _rank(result, metric, mode))
+    best = results[0] if results and _has_score(results[0], metric) else None
+    table = markdown_table(_rows(results, best, metric))
     better = "higher" if mode == "max" else "lower"
-    stage = "validation" if any("valid" in result.last for result in runs.results.values()) else "training"
+    stage = "validation" if any("valid" in result.last for result in results) else "training"
     ranking = f"By {metric} on the {stage} set, {better} is better; in the best epoch if the run watched it."
-    typed = ["--sweep", *sweep.axes, *([] if sweep.trials is None else ["--sweep-trials", str(sweep.trials)])]
-    command = shlex.join(["python", *words, *typed])
+    trials = [] if sweep.trials is None else ["--sweep-trials", str(sweep.trials)]
+    command = shlex.join(["python", *words, "--sweep", *sweep.axes, *trials])
     _write(runs.folder / "sweep.md", f"# Sweep\n\n    {command}\n\n{ranking}\n\n{table}\n")
     listed = {
         "schema_version": SCHEMA_VERSION,
@@ -349,31 +284,46 @@ def _report(runs: _Runs, words: list[str], sweep: SweepRequest) -> None:
         print(f"The best is run {best.number}: {best.folder}", flush=True)
 
 
-def _table(results: Sequence[Result], best: Result | None, metric: str) -> Iterator[str]:
-    """The lines of an aligned Markdown table."""
+def _has_score(result: Result, metric: str) -> bool:
+    score = result.score(metric)
+    return score is not None and math.isfinite(score)
+
+
+def _rank(result: Result, metric: str, mode: str) -> tuple[bool, float, int]:
+    """What results are sorted by, the best first; those without a score come last, in the order of their numbers."""
+    if not _has_score(result, metric):
+        return True, 0.0, result.number
+    score = float(result.score(metric) or 0.0)
+    return False, -score if mode == "max" else score, result.number
+
+
+def _rows(results: Sequence[Result], best: Result | None, metric: str) -> list[list[str]]:
+    """The rows of the table: values, the watched metric, the metrics of validation (or training) and test."""
     keys = list(dict.fromkeys(key for result in results for key in result.values))
+    metrics = _stage_metrics(results)
+    watched = [f"best {metric}"] if any(metric in (result.best or {}) for result in results) else []
+    rows = [["run", *keys, *watched, *(f"{stage} {name}" for stage, name in metrics), "minutes", ""]]
+    for result in results:
+        values = [describe_value(result.values[key]) for key in keys]
+        numbers = [result.last.get(stage, {}).get(name) for stage, name in metrics]
+        if watched:
+            numbers.insert(0, (result.best or {}).get(metric))
+        note = "best" if result is best else result.status
+        rows.append([str(result.number), *values, *map(_cell, numbers), f"{result.seconds / 60:.1f}", note])
+    return rows
+
+
+def _stage_metrics(results: Sequence[Result]) -> list[tuple[str, str]]:
+    """The stages and metrics that have a column: those of training only where nothing was validated."""
     stages = [stage for stage in ("valid", "test") if any(stage in result.last for result in results)]
     if "valid" not in stages:
         stages.insert(0, "train")
-    metrics = [
-        (stage, name)
-        for stage in stages
-        for name in dict.fromkeys(name for result in results for name in result.last.get(stage, {}))
-    ]
-    watched = [f"best {metric}"] if any(result.best and metric in result.best for result in results) else []
-    rows = [["run", *keys, *watched, *(f"{stage} {name}" for stage, name in metrics), "minutes", ""]]
-    for result in results:
-        shown = [describe_value(result.values[key]) for key in keys]
-        numbers = [(result.best or {}).get(metric)] if watched else []
-        numbers += [result.last.get(stage, {}).get(name) for stage, name in metrics]
-        shown += ["" if number is None else f"{_as_float(number):.4g}" for number in numbers]
-        note = "best" if result is best else result.status
-        rows.append([str(result.number), *shown, f"{result.seconds / 60:.1f}", note])
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
-    rows.insert(1, ["-" * width for width in widths])
-    for row in rows:
-        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+    found = [(stage, name) for stage in stages for result in results for name in result.last.get(stage, {})]
+    return list(dict.fromkeys(found))
+
+
+def _cell(number: Any) -> str:
+    return "" if number is None else f"{_as_float(number):.4g}"
 
 
 def _as_dict(result: Result) -> dict[str, Any]:
@@ -426,14 +376,3 @@ def _to_json(content: dict[str, Any]) -> str:
 
 def _write(file: Path, text: str) -> None:
     write_atomically(file, text.encode())
-
-
-def _tail(file: Path, start: int) -> list[str]:
-    """The last lines of what was written behind `start`, indented."""
-    with open(file, "rb") as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(start, size - _TAIL_BYTES))
-        text = stream.read().decode("utf-8", errors="replace")
-    # Of a progress bar, which returns to the line's start, only what is seen in the end.
-    lines = [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
-    return [f"    {line}" for line in [line for line in lines if line.strip()][-_TAIL_LINES:]] or ["    (nothing)"]

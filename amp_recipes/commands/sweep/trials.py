@@ -94,12 +94,8 @@ def run_trials(
         if state == states.RUNNING:
             study.tell(trial.number, value, states.FAIL if value is None else states.COMPLETE)
         elif state == states.FAIL and value is not None and trial.number not in mended:
-            again = {"again": trial.number}
-            study.add_trial(
-                optuna.trial.create_trial(
-                    params=trial.params, distributions=distributions, value=value, user_attrs=again
-                )
-            )
+            mend = {"value": value, "user_attrs": {"again": trial.number}}
+            study.add_trial(optuna.trial.create_trial(params=trial.params, distributions=distributions, **mend))
 
 
 def _earlier_trials(optuna: ModuleType, study: Any, keys: set[str]) -> tuple[list[Any], set[int]]:

@@ -1,4 +1,4 @@
-"""What to do here in place of options and values that SpeechBrain's Brain, Lightning's Trainer and others have."""
+"""Says what to do in place of options and values of SpeechBrain's Brain, Lightning's Trainer and others."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def without_originals(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in _ORIGINAL or _asks(name, value)}
 
 
-def unheeded(hparams: Mapping[str, Any]) -> list[str]:
+def ignored_options(hparams: Mapping[str, Any]) -> list[str]:
     """What to say of hparams that are options of the original Brain and do nothing here."""
     found = [name for name in hparams if name in _ORIGINAL and _asks(name, hparams[name])]
     return [f"{name!r} does nothing here.{instead_of(name)}" for name in found]

@@ -1,24 +1,33 @@
-"""Which options a run has, what each means, and what values each takes."""
+"""Puts the options that the rooms declare together as `RunOptions`, and validates them."""
 
 from __future__ import annotations
 
-import copy
 import difflib
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from amp_recipes.config.options.fields import OptionFields
-from amp_recipes.config.options.other_names import instead_of, value_here
+from amp_recipes.checkpoint.options import CheckpointOptions
+from amp_recipes.config.options.option_values import choices_of, value_of
+from amp_recipes.config.options.other_names import instead_of
 from amp_recipes.config.yaml.mistakes import did_you_mean, join_mistakes
+from amp_recipes.distributed.options import ProcessOptions
 from amp_recipes.errors import ConfigError
+from amp_recipes.loggers.options import OutputOptions
+from amp_recipes.loop.options import EarlyStoppingOptions, OptimizationOptions, SpikeOptions, TrialOptions
+from amp_recipes.options import composed_of
+from amp_recipes.precision.options import LossScaleOptions, PrecisionOptions
+from amp_recipes.state.options import RandomnessOptions
 
-_INTEGER_BITS = 64  # no option counts further
-_SHOWN_CHARACTERS = 200  # of a value, in a message
+if TYPE_CHECKING:
+
+    class OptionFields(
+        PrecisionOptions, LossScaleOptions, OptimizationOptions, SpikeOptions, EarlyStoppingOptions,
+        RandomnessOptions, TrialOptions, OutputOptions, CheckpointOptions, ProcessOptions,
+    ):  # fmt: skip
+        """Each option as an attribute, for checkers of types: at run time no class inherits from a group."""
+else:
+    OptionFields = object
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,19 @@ class Purpose:
     folder: str | None = None
 
 
-@dataclass(frozen=True, init=False, eq=False, repr=False)
-class RunOptions(OptionFields, Mapping[str, Any]):
+@composed_of(
+    PrecisionOptions,
+    LossScaleOptions,
+    OptimizationOptions,
+    SpikeOptions,
+    EarlyStoppingOptions,
+    RandomnessOptions,
+    TrialOptions,
+    OutputOptions,
+    CheckpointOptions,
+    ProcessOptions,
+)
+class RunOptions(Mapping[str, Any], OptionFields):
     """The options of one run: typed, validated, readable as attributes and as a mapping.
 
     `RunOptions(precision="bf16", seed=3)` sets two options; the others have their defaults. `explicit`
@@ -42,7 +62,7 @@ class RunOptions(OptionFields, Mapping[str, Any]):
     """
 
     def __init__(self, **options: Any) -> None:
-        self._set(options, "RunOptions")
+        vars(self).update(_attributes(options, "RunOptions", Purpose()))  # it is frozen for everybody else
 
     @classmethod
     def from_mapping(
@@ -50,68 +70,87 @@ class RunOptions(OptionFields, Mapping[str, Any]):
     ) -> RunOptions:
         """The options that `mapping` sets; `where` opens each error message."""
         options = cls.__new__(cls)
-        options._set({} if mapping is None else mapping, where, purpose)
+        vars(options).update(_attributes({} if mapping is None else mapping, where, purpose))
         return options
 
     @property
     def purpose(self) -> Purpose:
         """What the command line asks for beside the options: no YAML can say it, and it is not written down."""
-        return self._purpose
+        return vars(self)["_purpose"]
 
     @property
     def explicit(self) -> frozenset[str]:
         """Names of the options that were set, also where they were set to their default."""
-        return self._explicit
+        return vars(self)["_explicit"]
 
     def with_defaults_from(self, hparams: Mapping[str, Any] | None, where: str = "hparams") -> RunOptions:
         """These options, those not explicit taken from `hparams` where it has a key of that name."""
-        names = OPTION_NAMES - self.explicit
+        names = OPTIONS.keys() - self.explicit
         found = {name: hparams[name] for name in names if name in hparams} if hparams else {}
         if not found:
             return self
         explicit = {name: self[name] for name in self.explicit}
         return self.from_mapping({**found, **explicit}, where, self.purpose)
 
-    def _set(self, options: Mapping[str, Any], where: str, purpose: Purpose = Purpose()) -> None:
-        values, mistakes = validate_options(options)
-        if mistakes:
-            raise ConfigError(join_mistakes([f"{where}: {text}" for text in mistakes.values()], where))
-        for name, value in values.items():
-            object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
-        object.__setattr__(self, "_explicit", frozenset(options))
-        object.__setattr__(self, "_purpose", purpose)
-
     def __getitem__(self, name: str) -> Any:
-        if name not in OPTION_NAMES:
+        if name not in OPTIONS:
             raise KeyError(name)
         return getattr(self, name)
 
     def __iter__(self) -> Iterator[str]:
-        return (declared.name for declared in fields(self))
+        return iter(OPTIONS)
 
     def __len__(self) -> int:
-        return len(OPTION_NAMES)
+        return len(OPTIONS)
 
     def __repr__(self) -> str:
         explicit = (f"{name}={self[name]!r}" for name in self if name in self.explicit)
         return f"RunOptions({', '.join(explicit)})"
 
 
+OPTIONS: dict[str, Field[Any]] = {declared.name: declared for declared in fields(RunOptions)}  # type: ignore[arg-type]
+"""The dataclass field of each option; its meaning, range and group are in the `metadata`."""
+OPTION_NAMES = frozenset(OPTIONS)
+OPTION_TYPES: dict[str, Any] = {name: OPTIONS[name].type for name in sorted(OPTIONS)}
 FRAMEWORK_KEYS = frozenset({"lr_scheduler", "tensor_parallel_plan"})
 """Keys of a YAML that are no run options and that the framework reads."""
 
-OPTION_NAMES = frozenset(declared.name for declared in fields(RunOptions))
-OPTION_TYPES: dict[str, Any] = dict(sorted(get_type_hints(RunOptions).items()))
-_SCHEMA = OmegaConf.structured(RunOptions)  # to be copied: to make it anew takes four times as long
-OmegaConf.set_readonly(_SCHEMA, False)  # OmegaConf copies the flag of a frozen dataclass
+
+def option_choices(name: str) -> tuple[str, ...]:
+    """The values that an option with a closed list of values takes; empty for the others."""
+    return choices_of(OPTIONS[name])
 
 
-def options_by_group() -> dict[str, list[Any]]:
+def options_by_group(with_rare: bool = True) -> dict[str, list[Field[Any]]]:
     """The dataclass fields of `RunOptions` under their group's title, in the order of the class."""
-    groups: dict[str, list[Any]] = {}
-    for declared in fields(RunOptions):
-        groups.setdefault(declared.metadata["group"], []).append(declared)
+    groups: dict[str, list[Field[Any]]] = {}
+    for declared in OPTIONS.values():
+        if with_rare or not declared.metadata["rare"]:
+            groups.setdefault(declared.metadata["group"], []).append(declared)
     return groups
+
+
+def validate_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The value of every option as its type, and what is wrong with `options`, by name.
+
+    The caller decides how to report the mistakes: a YAML knows the line, a dict does not.
+    """
+    if not isinstance(options, Mapping):
+        kind = type(options).__name__
+        return {}, {"": f"run options must be a mapping of names to values, but are a {kind}"}
+    values, mistakes = {name: _default_of(declared) for name, declared in OPTIONS.items()}, {}
+    for name, value in options.items():
+        if name not in OPTIONS:
+            mistakes[name] = f"there is no run option {name!r}.{instead_of(name) or did_you_mean(name, OPTIONS)}"
+            continue
+        try:
+            values[name] = value_of(OPTIONS[name], value)
+        except ValueError as error:
+            mistakes[name] = str(error)
+    if not mistakes and values["min_scale"] > values["init_scale"]:
+        floor, start = values["min_scale"], values["init_scale"]
+        mistakes["min_scale"] = f"min_scale is {floor!r}, but must be at most init_scale ({start!r})."
+    return values, mistakes
 
 
 def options_table() -> str:
@@ -130,12 +169,6 @@ def options_table() -> str:
     return "\n\n".join(tables) + "\n"
 
 
-def option_choices(name: str) -> tuple[str, ...]:
-    """The values that an option with a closed list of values takes; empty for the others."""
-    hint = OPTION_TYPES[name]
-    return get_args(hint) if all(isinstance(choice, str) for choice in get_args(hint)) else ()
-
-
 def display(value: Any) -> str:
     """A default as one types it on the command line; empty for an absent one."""
     if value is None:
@@ -145,35 +178,6 @@ def display(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return str(value)
-
-
-def validate_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The value of every option as its type, and what is wrong with `options`, by name.
-
-    The caller decides how to report the mistakes: a YAML knows the line, a dict does not.
-    """
-    if not isinstance(options, Mapping):
-        kind = type(options).__name__
-        return {}, {"": f"run options must be a mapping of names to values, but are a {kind}"}
-    schema = copy.deepcopy(_SCHEMA)
-    mistakes: dict[str, str] = {}
-    for name, value in options.items():
-        if name not in OPTION_NAMES:
-            mistakes[name] = f"there is no run option {name!r}.{instead_of(name) or did_you_mean(name, OPTION_NAMES)}"
-            continue
-        try:
-            OmegaConf.update(schema, name, _plain(name, value))
-        except (OmegaConfBaseException, ValueError):
-            mistakes[name] = f"{name} is {_shown(value)}, but must be {_expected(name)}.{_nearest(name, value)}"
-    values: dict[str, Any] = OmegaConf.to_container(schema, resolve=False)  # type: ignore[assignment]
-    for declared in fields(RunOptions):
-        within, value = declared.metadata["within"], values[declared.name]
-        if declared.name not in mistakes and within and value is not None and not within.holds(value):
-            mistakes[declared.name] = f"{declared.name} is {_shown(value)}, but must be {within.text}."
-    if not mistakes and values["min_scale"] > values["init_scale"]:
-        floor, start = values["min_scale"], values["init_scale"]
-        mistakes["min_scale"] = f"min_scale is {floor!r}, but must be at most init_scale ({start!r})."
-    return values, mistakes
 
 
 def near_misses(keys: Iterable[str]) -> list[str]:
@@ -186,70 +190,13 @@ def near_misses(keys: Iterable[str]) -> list[str]:
     return said
 
 
-def _plain(name: str, value: Any) -> Any:
-    """`value` as OmegaConf takes it; ValueError where its own conversion would guess."""
-    hint = OPTION_TYPES[name]
-    if isinstance(value, os.PathLike):
-        value = str(value)
-    elif getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of NumPy's
-        value = value.item()
-    if hint == list[str]:
-        value = [value] if isinstance(value, str) else value
-        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-            raise ValueError(name)
-        return list(value)
-    if hint is bool:
-        if not isinstance(value, bool | str) and value not in (0, 1):
-            raise ValueError(name)
-    elif value is False and "off" in option_choices(name):
-        return "off"  # as YAML 1.1 reads the word
-    elif isinstance(value, bool) or (isinstance(value, int) and value.bit_length() > _INTEGER_BITS):
-        raise ValueError(name)
-    if name == "device" and value is not None:
-        import torch  # takes seconds, and the names of the options are wanted without it
-
-        try:
-            value = str(torch.device(value))
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(name) from error
-    # OmegaConf reads ${...} and ??? in a string as its own syntax and lets them pass any type.
-    if isinstance(value, str) and ("${" in value or value == "???"):
-        raise ValueError(name)
-    return value
+def _attributes(options: Mapping[str, Any], where: str, purpose: Purpose) -> dict[str, Any]:
+    """What a `RunOptions` holds. Raises ConfigError that names every mistake."""
+    values, mistakes = validate_options(options)
+    if mistakes:
+        raise ConfigError(join_mistakes([f"{where}: {text}" for text in mistakes.values()], where))
+    return {**values, "_explicit": frozenset(options), "_purpose": purpose}
 
 
-def _shown(value: Any) -> str:
-    """A value for a message: not at length, and not where Python refuses to write it (a number of 10,000 digits)."""
-    if isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
-        return f"a whole number of {value.bit_length():,} bits"
-    try:
-        text = repr(value)
-    except ValueError:  # such a number in a list
-        return f"a {type(value).__name__}"
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
-
-
-def _expected(name: str) -> str:
-    hint = OPTION_TYPES[name]
-    if choices := option_choices(name):
-        return f"{', '.join(choices[:-1])} or {choices[-1]}"
-    if name == "device":
-        return "a device that torch knows, such as cpu, cuda, cuda:1 or mps"
-    words = {
-        list[str]: "a list of strings",
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        int | None: "a whole number or null",
-        float | None: "a number or null",
-        str | None: "a string (without ${...}) or null",
-    }
-    return words[hint]
-
-
-def _nearest(name: str, value: Any) -> str:
-    choices = ("cpu", "cuda", "mps", "xpu") if name == "device" else option_choices(name)
-    here = value_here(value) if choices else ""
-    if here.partition(":")[0] in choices:
-        return f" Did you mean {here}?"
-    return did_you_mean(value, choices) if isinstance(value, str) else ""
+def _default_of(declared: Field[Any]) -> Any:
+    return declared.default if declared.default_factory is MISSING else declared.default_factory()

@@ -1,4 +1,4 @@
-"""What `--help` says of the YAML's own keys: names, values as they are written, and the comments beside them."""
+"""Lists the YAML's own keys for `--help`: names, values as they are written, and the comments beside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a YAML and with what was given beside it: all of it at once, before anything is built."""
+"""Checks a YAML and what was given beside it: all mistakes at once, before anything is built."""
 
 from __future__ import annotations
 
@@ -116,8 +116,10 @@ def check_settings(
 ) -> Settings:
     """As `read_settings`, and the objects that the YAML names are looked up and their arguments compared.
 
-    recipe_folder: with the recipe's Python files, which say what keys they read. Raises ConfigError that names every
-    mistake in the YAML, in what it includes, in the overrides and in the arguments of objects; builds nothing.
+    recipe_folder: with the recipe's Python files, which are read to find keys of the YAML that nothing reads (a check
+    asks for it, a run does not: that is most of a check's time); None: they are not read. Raises ConfigError that
+    names every mistake in the YAML, in what it includes, in the overrides and in the arguments of objects; builds
+    nothing.
     """
     mistakes, budget = Mistakes(), Budget()
     root = read_tree(path, trust.folders, mistakes, budget)

@@ -1,4 +1,4 @@
-"""Which functions read a command line: a YAML that could call one would start the script again, in its own words."""
+"""Finds functions that read a command line: a YAML that calls one would start the script again, in its own words."""
 
 from __future__ import annotations
 
@@ -42,16 +42,22 @@ def reads_command_line(subject: Any, is_own: Callable[[str], bool]) -> str:
         seen.add((id(item), owner))
         if reader := _reader(item):
             return reader
-        if inspect.isclass(item):
-            if reader := next(filter(None, map(_reader, item.__mro__)), ""):
-                return reader
-            own_bases = [base for base in item.__mro__ if is_own(base.__module__)]
-            pending += [(method, item) for base in own_bases for method in _called_unnamed(base)]
+        if not inspect.isclass(item):
+            pending += _followed(item, owner, is_own)
             continue
-        function, owner = _function_of(item, owner)
-        if function is not None and is_own(str(function.__module__)):
-            pending += [(value, owner) for value in _named_by(function, owner)]
+        if reader := next(filter(None, map(_reader, item.__mro__)), ""):
+            return reader
+        own_bases = [base for base in item.__mro__ if is_own(base.__module__)]
+        pending += [(method, item) for base in own_bases for method in _called_unnamed(base)]
     return ""
+
+
+def _followed(value: Any, owner: type | None, is_own: Callable[[str], bool]) -> list[tuple[Any, type | None]]:
+    """What the code of a function names, each with the class of its `self`; empty for the code of others."""
+    function, owner = _function_of(value, owner)
+    if function is None or not is_own(str(function.__module__)):
+        return []
+    return [(named, owner) for named in _named_by(function, owner)]
 
 
 def _reader(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Where a module's code lies, or would lie, told without an import; and how far it is the recipe's own."""
+"""Finds where a module's code lies, or would lie, without an import; and how far it is the recipe's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the arguments that a YAML gives fit the class or function that it names: by name, by number, by type.
+"""Checks that arguments of a YAML fit the class or function that it names: by name, by number, by type.
 
 Only what is certain is a mistake: a signature that cannot be read accepts everything, and so does an annotation that
 says nothing of plain data. Where Python itself is lenient (a list for a tuple, 1 for 1.0 or true) so are we.
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from amp_recipes.config.yaml.mistakes import did_you_mean
-from amp_recipes.config.yaml.nodes import Mapping, Node, Scalar, Sequence, Source
+from amp_recipes.config.yaml.nodes import Mapping, Node, Scalar, Sequence, Source, is_plain_scalar
 from amp_recipes.config.yaml.tags import TUPLE
 
 _UNREADABLE = (ValueError, TypeError, AttributeError)
@@ -68,25 +68,28 @@ class Callee:
 
         partial: for `!name:`, whose caller gives the arguments that are missing.
         """
-        name, parameters = self.name, self.parameters
-        if parameters is None:
+        if self.parameters is None:
             return
         given: dict[str, Node] = {}
         if isinstance(node, Mapping):
-            yield from _wrong_names(name, parameters, node)
+            yield from _wrong_names(self.name, self.parameters, node)
             given = {key: item for key, item in node.items.items() if isinstance(key, str)}
         elif isinstance(node, Sequence):
-            by_position = [parameter.name for parameter in parameters.values() if parameter.kind in _POSITIONAL]
-            if len(node.items) > len(by_position) and not _has(parameters, inspect.Parameter.VAR_POSITIONAL):
-                takes = f"{len(by_position)} ({', '.join(by_position)})" if by_position else "none"
-                yield (
-                    node.items[len(by_position)].source,
-                    f"{name} takes {takes} by position, but {len(node.items)} are given.",
-                )
+            by_position = [parameter.name for parameter in self.parameters.values() if parameter.kind in _POSITIONAL]
+            yield from self._too_many(by_position, node)
             given = dict(zip(by_position, node.items, strict=False))
-        if not partial and (missing := _missing(parameters, given)):
-            yield node.source, f"{name} needs {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'} below."
+        missing = [] if partial else _missing(self.parameters, given)
+        if missing:
+            them = "it" if len(missing) == 1 else "them"
+            yield node.source, f"{self.name} needs {', '.join(missing)}: give {them} below."
         yield from self._wrong_types(given)
+
+    def _too_many(self, by_position: list[str], node: Sequence) -> Iterator[tuple[Source, str]]:
+        """That more arguments are given by position than are taken, told where the first of them stands."""
+        if len(node.items) > len(by_position) and not _has(self.parameters, inspect.Parameter.VAR_POSITIONAL):
+            takes = f"{len(by_position)} ({', '.join(by_position)})" if by_position else "none"
+            first = node.items[len(by_position)]
+            yield first.source, f"{self.name} takes {takes} by position, but {len(node.items)} are given."
 
     def _wrong_types(self, given: dict[str, Node]) -> Iterator[tuple[Source, str]]:
         for argument, item in given.items():
@@ -162,14 +165,8 @@ def _unwrapped(target: Any) -> Any:
 
 def _hints_of(target: Any) -> dict[str, Any]:
     """The annotations that can be resolved, where they say what the code that runs takes and returns."""
-    function = _unwrapped(target)
-    if inspect.isclass(target):
-        if any(hasattr(target, name) for name in _CONVERTING) or type(target).__call__ is not type.__call__:
-            return {}
-        # What a class takes is said by the first of the two that it, or the nearest class above it, defines.
-        definer = next((base for base in target.__mro__ if {"__init__", "__new__"} & vars(base).keys()), object)
-        function = _unwrapped(vars(definer).get("__init__") or definer.__new__)
-    if hasattr(function, "__wrapped__") or hasattr(function, "__signature__"):
+    function = _called(target)
+    if function is None or hasattr(function, "__wrapped__") or hasattr(function, "__signature__"):
         return {}  # copied by functools.wraps from a function that may be called with other arguments
     function = getattr(function, "__func__", function)
     annotations, namespace = getattr(function, "__annotations__", {}), getattr(function, "__globals__", {})
@@ -183,6 +180,17 @@ def _hints_of(target: Any) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if isinstance(hint, collections.abc.Hashable)}
 
 
+def _called(target: Any) -> Any:
+    """The function that runs when a class or function is called; None where that is not certain."""
+    if not inspect.isclass(target):
+        return _unwrapped(target)
+    if any(hasattr(target, name) for name in _CONVERTING) or type(target).__call__ is not type.__call__:
+        return None
+    # What a class takes is said by the first of the two that it, or the nearest class above it, defines.
+    definer = next((base for base in target.__mro__ if {"__init__", "__new__"} & vars(base).keys()), object)
+    return _unwrapped(vars(definer).get("__init__") or definer.__new__)
+
+
 def _fits(node: Node, hint: Any) -> bool:
     """Whether a node may be of the type of an annotation; true where that cannot be known."""
     if not isinstance(node, Scalar | Sequence | Mapping) or node.tag not in ("", TUPLE):
@@ -193,11 +201,12 @@ def _fits(node: Node, hint: Any) -> bool:
     if origin is typing.Annotated:
         return _fits(node, inner[0])
     if origin is typing.Literal:
-        if not isinstance(node, Scalar):
-            return False
-        is_named = isinstance(node.value, str) and any(isinstance(x, enum.Enum) for x in inner)  # perhaps by its text
-        return is_named or any(type(x) is type(node.value) and x == node.value for x in inner)
-    kind = origin or hint
+        return isinstance(node, Scalar) and _is_choice(node.value, inner)
+    return _fits_kind(node, origin or hint, inner)
+
+
+def _fits_kind(node: Scalar | Sequence | Mapping, kind: Any, inner: tuple[Any, ...]) -> bool:
+    """The same for a class, whose parameters are `inner`: dict, (str, int)."""
     if kind in (None, type(None)):
         return _is_null(node)
     if kind in _NOT_PLAIN:
@@ -205,12 +214,22 @@ def _fits(node: Node, hint: Any) -> bool:
     if kind is collections.abc.Callable:
         return not isinstance(node, Scalar)
     if kind in _MAPPINGS:
-        return isinstance(node, Mapping) and (len(inner) != 2 or all(_fits(x, inner[1]) for x in node.items.values()))
+        return isinstance(node, Mapping) and _values_fit(node, inner)
     if kind in _LISTS or kind in _ANY_ITERABLE:
         return _fits_list(node, kind, inner)
     if isinstance(node, Scalar):
         return _scalar_fits(node.value, kind)
     return kind not in (bool, int, float, complex, str) and not _takes_path(kind)
+
+
+def _is_choice(value: Any, choices: tuple[Any, ...]) -> bool:
+    if isinstance(value, str) and any(isinstance(choice, enum.Enum) for choice in choices):
+        return True  # perhaps by its text
+    return any(type(choice) is type(value) and choice == value for choice in choices)
+
+
+def _values_fit(node: Mapping, inner: tuple[Any, ...]) -> bool:
+    return len(inner) != 2 or all(_fits(item, inner[1]) for item in node.items.values())
 
 
 def _fits_list(node: Scalar | Sequence | Mapping, kind: Any, inner: tuple[Any, ...]) -> bool:
@@ -242,7 +261,7 @@ def _takes_path(kind: Any) -> bool:
 
 
 def _is_null(node: Node) -> bool:
-    return isinstance(node, Scalar) and not node.tag and node.value is None
+    return is_plain_scalar(node) and node.value is None
 
 
 def _shown(node: Node) -> str:
@@ -251,7 +270,7 @@ def _shown(node: Node) -> str:
         return "null" if node.value is None else reprlib.repr(node.value)
     if isinstance(node, Mapping):
         return "a mapping"
-    values = [item for item in node.items if isinstance(item, Scalar) and not item.tag]
+    values = [item for item in node.items if is_plain_scalar(item)]
     if len(values) == len(node.items) <= _SHOWN_ITEMS:
         return f"[{', '.join(map(_shown, values))}]"
     return f"a list of {len(node.items)}"
@@ -261,12 +280,15 @@ def _words(hint: Any) -> str:
     """An annotation in words."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_words(option) for option in inner))
+        return " or ".join(dict.fromkeys(map(_words, inner)))
     if origin is typing.Annotated:
         return _words(inner[0])
     if origin is typing.Literal:
-        return " or ".join(repr(choice) for choice in inner)
-    kind = origin or hint
+        return " or ".join(map(repr, inner))
+    return _kind_words(origin or hint, inner)
+
+
+def _kind_words(kind: Any, inner: tuple[Any, ...]) -> str:
     if kind in _NOT_PLAIN:
         return _NOT_PLAIN[kind]
     if kind in _LISTS or kind in _ANY_ITERABLE:

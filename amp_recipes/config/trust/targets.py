@@ -10,7 +10,7 @@ from typing import Any
 from amp_recipes.config.trust.signatures import Callee
 from amp_recipes.config.trust.trust import Trust
 from amp_recipes.config.yaml.mistakes import did_you_mean
-from amp_recipes.config.yaml.nodes import Mapping, Mistakes, Node, Scalar, Sequence, Unknown, walk
+from amp_recipes.config.yaml.nodes import Mapping, Mistakes, Node, Scalar, Unknown, attribute_name, walk
 from amp_recipes.config.yaml.tags import ATTRIBUTE
 from amp_recipes.errors import ConfigError
 
@@ -86,24 +86,25 @@ class _Failure:
 
 def _check_attribute(node: Node, names: _Names, mistakes: Mistakes) -> None:
     """`!ref <key.attribute>`, which was resolved to a call of getattr; nobody else may call it."""
-    items = node.items if isinstance(node, Sequence) else []
-    name = items[1].value if len(items) == 2 and isinstance(items[1], Scalar) and not items[1].tag else None
-    if not isinstance(name, str):
+    name = attribute_name(node)
+    if name is None:
         mistakes.add(node.source, "getattr takes an object and the name of an attribute; write !ref <key.attribute>.")
-    elif not (name.isascii() and name.isidentifier()) or name.startswith("_"):
+        return
+    if not (name.isascii() and name.isidentifier()) or name.startswith("_"):
         mistakes.add(node.source, f"{name!r} is no public attribute: expected one name that begins with a letter.")
-    else:
-        kind, _, owner = items[0].tag.partition(":")
-        if kind == "!module":
-            _check_member(node, owner, name, names, mistakes)
-            return
-        try:
-            known = names.attributes(kind, owner) if kind in ("!new", "!apply") else set()
-        except ConfigError:  # told where the object itself is checked
-            return
-        if known and name not in known:
-            public = [attribute for attribute in known if not attribute.startswith("_")]
-            mistakes.add(node.source, f"{items[0].tag} gives no {name!r}.{did_you_mean(name, public)}")
+        return
+    owner_tag = node.items[0].tag
+    kind, _, owner = owner_tag.partition(":")
+    if kind == "!module":
+        _check_member(node, owner, name, names, mistakes)
+        return
+    try:
+        known = names.attributes(kind, owner) if kind in ("!new", "!apply") else set()
+    except ConfigError:  # told where the object itself is checked
+        return
+    if known and name not in known:
+        public = [attribute for attribute in known if not attribute.startswith("_")]
+        mistakes.add(node.source, f"{owner_tag} gives no {name!r}.{did_you_mean(name, public)}")
 
 
 def _has_only_fields(made: Any) -> bool:

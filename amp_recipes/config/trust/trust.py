@@ -1,4 +1,4 @@
-"""Which objects a YAML may name: what the recipe's own folders define, positive lists, and what the user trusts.
+"""Decides which objects a YAML may name: the recipe's own, those on the lists, and what the user trusts.
 
 What counts is the object that a name leads to, not the name: `data.os.system`, a recipe's `from os import system` and
 an inherited `Module.apply` are refused. No module is imported before it is known to be allowed.
@@ -7,10 +7,8 @@ an inherited `Module.apply` are refused. No module is imported before it is know
 from __future__ import annotations
 
 import builtins
-import collections
 import copy
 import difflib
-import functools
 import importlib
 import inspect
 import os
@@ -24,10 +22,8 @@ from types import MethodType, ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 
 from amp_recipes.config.trust.entry_points import reads_command_line
-from amp_recipes.config.trust.late_building import LateClass
 from amp_recipes.config.trust.module_files import (
     bare_folder,
     files_of,
@@ -38,7 +34,6 @@ from amp_recipes.config.trust.module_files import (
 )
 from amp_recipes.config.trust.trusted_names import (
     STANDARD,
-    VALUE_TYPES,
     amp_recipes_objects,
     key_of,
     listed_keys,
@@ -48,12 +43,12 @@ from amp_recipes.config.trust.trusted_names import (
     standard_objects,
     walkable_modules,
 )
+from amp_recipes.config.trust.values import description_of, held_by, home_of, is_container, is_harmless, subject_of
 from amp_recipes.config.yaml.mistakes import did_you_mean
 from amp_recipes.errors import ConfigError
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
-_CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _LISTED_PACKAGES = frozenset({"amp_recipes", "torch"})  # judged by their lists even where they lie in a recipe's folder
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _STANDARD_LIBRARY = tuple({os.path.realpath(sysconfig.get_paths()[key]) for key in ("stdlib", "platstdlib")})
@@ -96,11 +91,11 @@ class Trust:
                 _parts_of(entry)
                 names += [entry, entry.removeprefix("builtins.")]
         self.folders: tuple[str, ...] = tuple(folders)
-        self._names = frozenset(names)
+        self.names = frozenset(names)
         self._recipe_folders = tuple(os.path.realpath(folder) for folder in recipe_folders)
         self._recipe_modules: dict[str, bool] = {}
         self._suggestions_left = _SUGGESTIONS
-        self._rehearses = False  # whether this only tries what one more trusted name would admit
+        self.rehearses = False  # whether this only tries what one more trusted name would admit
 
     def locate(self, name: str) -> Any:
         """The object that a dotted name leads to. Raises NotTrusted or NotFound."""
@@ -126,7 +121,7 @@ class Trust:
         """The module of that name. Raises NotTrusted or NotFound, also where the name leads to something else."""
         found = self.locate(name)
         if not isinstance(found, ModuleType):
-            raise NotFound(f"{name} is no module, but {_description(found)}.")
+            raise NotFound(f"{name} is no module, but {description_of(found)}.")
         return found
 
     def attribute(self, owner: Any, name: str) -> Any:
@@ -137,21 +132,21 @@ class Trust:
             raise NotFound(f"{name!r} is no attribute: expected one name without dots.")
         if isinstance(owner, ModuleType):
             return self._attribute_of_module(owner, name, what)
-        self._check_value(owner, what)
+        self.check_value(owner, what)
         try:
             value = getattr(owner, name)
         except AttributeError as error:
             known = [known for known in dir(owner) if not known.startswith("_")]
             hint = did_you_mean(name, known)
-            raise NotFound(f"{_description(owner)} has no attribute {name!r}.{hint}") from error
-        self._check_value(value, what)
+            raise NotFound(f"{description_of(owner)} has no attribute {name!r}.{hint}") from error
+        self.check_value(value, what)
         return value
 
-    def _check_value(self, value: Any, what: str) -> None:
+    def check_value(self, value: Any, what: str) -> None:
         """Raise NotTrusted unless a YAML may read this attribute of an object, or read attributes of this object."""
         if problem := self._problem(value, None, of_an_object=True):
             reason, home = problem
-            raise self._refusal(what, reason, [_entry_for_home(home)], lambda trust: trust._check_value(value, what))
+            raise self._refusal(what, reason, [_entry_for_home(home)], lambda trust: trust.check_value(value, what))
 
     def _attribute_of_module(self, owner: ModuleType, name: str, what: str) -> Any:
         if sys.modules.get(owner.__name__) is not owner:
@@ -174,19 +169,7 @@ class Trust:
 
     def _step(self, owner: Any, part: str, walked: str, wanted: str) -> Any:
         """What `part` is in `owner`, one step of a walk; a module must be what its name says, and allowed."""
-        if not isinstance(owner, ModuleType):
-            # A rehearsal goes on where the walk has ended, so it must not run an object's own code.
-            get = inspect.getattr_static if self._rehearses and not inspect.isclass(owner) else getattr
-            value = get(owner, part, _MISSING)
-        elif walked not in sys.modules and submodule_exists(owner, walked):
-            self._imported(walked, wanted)
-            value = getattr(owner, part, _MISSING)
-        elif self._rehearses or (walked.partition(".")[0] in _LISTED_PACKAGES and not self._is_named(walked)):
-            value = vars(owner).get(part, _MISSING)  # torch imports what it is asked for and has not yet
-            if value is _MISSING and self._rehearses and "__getattr__" in vars(owner):
-                raise _NotImported
-        else:
-            value = getattr(owner, part, _MISSING)
+        value = self._member(owner, part, walked, wanted)
         if value is _MISSING:
             place, _, _ = walked.rpartition(".")
             raise NotFound(f"{wanted}: {place} has no {part!r}.{self._near_member(owner, part, walked)}")
@@ -198,9 +181,26 @@ class Trust:
             self._check_module(walked, wanted)
         return value
 
+    def _member(self, owner: Any, part: str, walked: str, wanted: str) -> Any:
+        """What `part` is in `owner`, or `_MISSING`; a submodule is imported if it is allowed."""
+        if not isinstance(owner, ModuleType):
+            # A rehearsal goes on where the walk has ended, so it must not run an object's own code.
+            get = inspect.getattr_static if self.rehearses and not inspect.isclass(owner) else getattr
+            return get(owner, part, _MISSING)
+        if walked not in sys.modules and submodule_exists(owner, walked):
+            self._imported(walked, wanted)
+            return getattr(owner, part, _MISSING)
+        is_of_lists = walked.partition(".")[0] in _LISTED_PACKAGES and not self._is_named(walked)
+        if not self.rehearses and not is_of_lists:
+            return getattr(owner, part, _MISSING)
+        value = vars(owner).get(part, _MISSING)  # torch imports what it is asked for and has not yet
+        if value is _MISSING and self.rehearses and "__getattr__" in vars(owner):
+            raise _NotImported
+        return value
+
     def _imported(self, module_name: str, wanted: str) -> ModuleType:
         self._check_module(module_name, wanted)
-        if module_name not in sys.modules and self._rehearses:
+        if module_name not in sys.modules and self.rehearses:
             raise _NotImported
         try:
             importlib.import_module(module_name)
@@ -216,7 +216,7 @@ class Trust:
 
     def _check_module(self, module_name: str, wanted: str) -> None:
         """Raise NotTrusted unless a YAML may go through this module, or import it, to reach `wanted`."""
-        named = self._is_named(module_name) or (self._is_named(wanted) and module_name in parents(self._names))
+        named = self._is_named(module_name) or (self._is_named(wanted) and module_name in parents(self.names))
         if named or module_name in walkable_modules() or self._is_recipe(module_name):
             return
         folder = next((bare for file in files_of(module_name) for bare in self._bare_folders(file) if bare), "")
@@ -226,7 +226,7 @@ class Trust:
     def _judged(self, value: Any, walked: str, module: str, wanted: str) -> Any:
         """`value`, which a walk to `wanted` found in `module`. Raises NotTrusted."""
         exact = {walked, wanted, walked.removeprefix("builtins."), wanted.removeprefix("builtins.")}
-        if self._names.isdisjoint(exact) and (problem := self._problem(value, module)):
+        if self.names.isdisjoint(exact) and (problem := self._problem(value, module)):
             reason, home = problem
             is_at_home = walked.partition(".")[0] in (walked, home.partition(".")[0])
             entries = [_entry_for(wanted) if is_at_home else _entry_for_home(home), wanted]
@@ -243,10 +243,10 @@ class Trust:
 
     def _is_enough(self, entry: str, attempt: Callable[[Trust], Any]) -> bool:
         """Whether an attempt would succeed with one more trusted name, as far as can be known without an import."""
-        if self._rehearses or entry in ("", "builtins", *_LISTED_PACKAGES):
+        if self.rehearses or entry in ("", "builtins", *_LISTED_PACKAGES):
             return False
         rehearsal = copy.copy(self)
-        rehearsal._names, rehearsal._rehearses = self._names | {entry, entry.removeprefix("builtins.")}, True
+        rehearsal.names, rehearsal.rehearses = self.names | {entry, entry.removeprefix("builtins.")}, True
         try:
             attempt(rehearsal)
         except _NotImported:
@@ -265,23 +265,27 @@ class Trust:
         pending, seen = [value], set()
         while pending:
             item = pending.pop()
-            kind = type(item)
-            if kind in _PLAIN or id(item) in seen:
+            if type(item) in _PLAIN or id(item) in seen:
                 continue
             seen.add(id(item))
-            pending += _held_by(item)
-            if kind in (dict, *_CONTAINERS) or issubclass(kind, VALUE_TYPES):  # not isinstance: `__class__` can lie
-                continue
-            subject = _subject(item)
-            home, qualified = _home(subject)
-            is_instance = subject is kind
-            if is_instance and of_an_object and _is_harmless(item, home):
-                continue
-            what = f"it is {'an instance of ' if is_instance else ''}{qualified}"
-            if not self._is_allowed(subject, home, qualified, module):
-                return what, qualified
-            if reader := self._command_line_reader(item if type(item) is MethodType else subject, home, qualified):
-                return f"{what}, which starts a script: it reads a command line ({reader})", qualified
+            pending += held_by(item)
+            if not is_container(item) and (problem := self._problem_of_one(item, module, of_an_object)):
+                return problem
+        return None
+
+    def _problem_of_one(self, item: Any, module: str | None, of_an_object: bool) -> tuple[str, str] | None:
+        """The same for a value, whatever it holds."""
+        subject = subject_of(item)
+        home, qualified = home_of(subject)
+        is_instance = subject is type(item)
+        if is_instance and of_an_object and is_harmless(item, home):
+            return None
+        what = f"it is {'an instance of ' if is_instance else ''}{qualified}"
+        if not self._is_allowed(subject, home, qualified, module):
+            return what, qualified
+        called = item if type(item) is MethodType else subject
+        if reader := self._command_line_reader(called, home, qualified):
+            return f"{what}, which starts a script: it reads a command line ({reader})", qualified
         return None
 
     def _is_allowed(self, subject: Any, home: str | None, qualified: str, module: str | None) -> bool:
@@ -306,7 +310,7 @@ class Trust:
 
     def _is_named(self, name: str) -> bool:
         """Whether the user trusts this name, or a package or module above it."""
-        return not self._names.isdisjoint({name, name.removeprefix("builtins."), *parents([name])})
+        return not self.names.isdisjoint({name, name.removeprefix("builtins."), *parents([name])})
 
     def _is_recipe(self, module_name: str) -> bool:
         """Whether a module's file lies in one of the recipe's folders."""
@@ -318,18 +322,20 @@ class Trust:
         is_name = all(map(_IDENTIFIER.fullmatch, module_name.split(".")))
         if not is_name or module_name.partition(".")[0] in _LISTED_PACKAGES:
             return False
-        module = sys.modules.get(module_name)
         if module_name == "__main__":
-            spec = getattr(module, "__spec__", None)
-            if spec is not None and spec.name.partition(".")[0] in _LISTED_PACKAGES:
-                return False
-            file = getattr(module, "__file__", None)
-            return file is None or self._is_recipe_file(file)  # without a file, a person types it
+            return self._is_recipe_script(sys.modules.get(module_name))
         spec = spec_of(module_name)
         if spec is not None and spec.origin is not None and not spec.has_location:
             return False  # of the interpreter itself: its origin is `built-in` or `frozen`, which is no file
         files = files_of(module_name)
         return bool(files) and all(map(self._is_recipe_file, files))
+
+    def _is_recipe_script(self, main: ModuleType | None) -> bool:
+        spec = getattr(main, "__spec__", None)
+        if spec is not None and spec.name.partition(".")[0] in _LISTED_PACKAGES:
+            return False
+        file = getattr(main, "__file__", None)
+        return file is None or self._is_recipe_file(file)  # without a file, a person types it
 
     def _is_recipe_file(self, file: str) -> bool:
         real = os.path.realpath(file)
@@ -346,47 +352,65 @@ class Trust:
     def _may_suggest(self) -> bool:
         """Whether a name may be looked for that is near to a wrong one."""
         self._suggestions_left -= 1
-        return not self._rehearses and self._suggestions_left >= 0
+        return not self.rehearses and self._suggestions_left >= 0
 
     def _near_top(self, wanted: str) -> str:
         """The nearest of the names that a YAML may use to one whose first part does not exist."""
         if not self._may_suggest():
             return ""
+        near = self._nearest_name(wanted)
+        return f" Did you mean {near}?" if near else ""
+
+    def _nearest_name(self, wanted: str) -> str:
         top, _, rest = wanted.partition(".")
-        folders = [Path(folder) for folder in self._recipe_folders if os.path.isdir(folder)]
-        files = [path for folder in folders for path in folder.iterdir()]
-        own = {path.stem for path in files if path.suffix == ".py" or (path / "__init__.py").is_file()}
-        own |= {name.partition(".")[0] for name in self._names}
+        own = self._own_tops()
         listed = {name.partition(".")[0] for name in listed_names() if "." in name}
-        (nearest,) = difflib.get_close_matches(top, sorted(own | listed), 1) or [""]
+        nearest = next(iter(difflib.get_close_matches(top, sorted(own | listed), 1)), "")
         corrected = f"{nearest}.{rest}"
         if nearest in own and rest and _is_findable(corrected):
-            return f" Did you mean {corrected}?"
-        near = nearest_listed(corrected) if nearest in listed else ""
+            return corrected
+        if nearest in listed and (near := nearest_listed(corrected)):
+            return near
         # `nn.Linear` and `Linear` lack their module; `speechbrain.nnet.linear.Linear` is another one.
-        anywhere = nearest_listed(wanted, anywhere=True) if nearest or "." not in rest else ""
-        if near := near or anywhere or nearest:
-            return f" Did you mean {near}?"
+        if nearest or "." not in rest:
+            return nearest_listed(wanted, anywhere=True) or nearest
         return ""
+
+    def _own_tops(self) -> set[str]:
+        """The first parts of the names that the recipe defines and the user trusts."""
+        own = {name.partition(".")[0] for name in self.names}
+        for folder in filter(os.path.isdir, self._recipe_folders):
+            paths = Path(folder).iterdir()
+            own |= {path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").is_file()}
+        return own
 
     def _near_member(self, owner: Any, part: str, walked: str) -> str:
         """The nearest name that a YAML may use in `owner`, or the same name in another of torch's modules."""
         if not self._may_suggest():
             return ""
         place = walked.rpartition(".")[0]
-        below = [name.removeprefix(f"{place}.") for name in listed_names() if name.startswith(f"{place}.")]
-        known = {name.partition(".")[0] for name in below}
-        if not isinstance(owner, ModuleType):
-            known |= {name for name in dir(owner) if not name.startswith("_")}
-        elif place.partition(".")[0] not in _LISTED_PACKAGES or self._is_named(place):
-            public = {name: value for name, value in vars(owner).items() if not name.startswith("_")}
-            known |= {name for name, value in public.items() if not self._problem(value, place)}
+        known = self._known_members(owner, place)
         if same := [name for name in known if name.lower() == part.lower()]:
             return f" Did you mean {place}.{same[0]}?"
         if near := did_you_mean(part, known, f"{place}."):
             return near
         elsewhere = nearest_listed(walked, anywhere=True)
         return f" Did you mean {elsewhere}?" if elsewhere else ""
+
+    def _known_members(self, owner: Any, place: str) -> set[str]:
+        """The names in the module or class at `place` that a YAML may use."""
+        start = f"{place}."
+        known = {name.removeprefix(start).partition(".")[0] for name in listed_names() if name.startswith(start)}
+        if not isinstance(owner, ModuleType):
+            return known | set(filter(_is_public, dir(owner)))
+        if place.partition(".")[0] in _LISTED_PACKAGES and not self._is_named(place):
+            return known
+        public = filter(_is_public, vars(owner))
+        return known | {name for name in public if not self._problem(vars(owner)[name], place)}
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_")
 
 
 def _parts_of(name: str) -> list[str]:
@@ -440,55 +464,3 @@ def _is_of_lists(name: str) -> bool:
     """Whether a name is of Python, torch or amp_recipes, of which only single objects are trusted."""
     top = name.partition(".")[0]
     return top in _LISTED_PACKAGES or top in sys.stdlib_module_names
-
-
-def _subject(value: Any) -> Any:
-    """What decides about a value: itself if it is a class or function, what it binds, or else its class."""
-    while True:
-        if type(value) is MethodType:
-            value = value.__func__
-        elif type(value) in (functools.partial, LateClass):
-            value = value.func
-        else:
-            return value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
-
-
-def _held_by(value: Any) -> list[Any]:
-    """What a container holds: a function in it can be had with `random.choice`, and called with `max(key=...)`."""
-    kind = type(value)
-    if issubclass(kind, dict):
-        return [*dict.keys(value), *dict.values(value)]
-    if issubclass(kind, np.ndarray):
-        return value.ravel().tolist() if value.dtype.hasobject else []
-    base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
-    return list(base.__iter__(value)) if base else []
-
-
-def _is_harmless(value: Any, home: str | None) -> bool:
-    """Whether an attribute's value, an instance of a class that nobody listed, is data: nothing to call or go through.
-
-    Frames, generators and other kinds of the interpreter lead to `__builtins__`.
-    """
-    if issubclass(type(value), torch.nn.Module):
-        return True
-    return home not in (None, "builtins") and not callable(value) and not issubclass(type(value), ModuleType)
-
-
-def _home(subject: Any) -> tuple[str | None, str]:
-    """The module that defines a class or function (None where it does not say), and its full name."""
-    name = getattr(subject, "__qualname__", None) or getattr(subject, "__name__", repr(subject))
-    home = getattr(subject, "__module__", None)
-    if not isinstance(home, str):  # a method of C: the class that defines it tells, not the one that inherits it
-        owner = getattr(subject, "__objclass__", getattr(subject, "__self__", None))
-        if owner is None or isinstance(owner, ModuleType):
-            return None, str(name)
-        classes = [*owner.__mro__, *type(owner).__mro__] if inspect.isclass(owner) else type(owner).__mro__
-        home = next((known.__module__ for known in classes if subject.__name__ in vars(known)), None)
-    return home, f"{home}.{name}"
-
-
-def _description(value: Any) -> str:
-    """What a value is, in a few words."""
-    if inspect.isclass(value):
-        return f"the class {value.__name__}"
-    return f"the function {value.__name__}" if inspect.isroutine(value) else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""What a YAML may name without being told to: the positive lists of torch, of the standard library and of amp_recipes.
+"""Lists what a YAML may name without being told to: of torch, of the standard library and of amp_recipes.
 
 A name is here only if no arguments that a YAML can give make it read, write, import, execute or walk attributes. That
 is why `getattr`, `operator.attrgetter`, `functools.partial` (`!name:` with arguments makes one), `torch.load`,

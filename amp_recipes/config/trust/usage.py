@@ -1,4 +1,4 @@
-"""Which keys of a YAML the recipe's own code reads: how a misspelt key is found that nothing in the YAML refers to."""
+"""Finds keys of a YAML that nothing reads, by reading the recipe's own code: one of them may be misspelt."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -18,7 +19,6 @@ from amp_recipes.config.yaml.mistakes import slip_of
 from amp_recipes.config.yaml.nodes import Mapping, Mistakes, Scalar, dotted, is_plain_mapping, walk
 from amp_recipes.config.yaml.tags import REFERENCES
 
-# The keys that a Brain itself looks for in its hparams, beside the run options.
 # What a mapping for a loader (`loader_kwargs`, `dataloader_options`) may hold.
 LOADER_KEYS = frozenset(inspect.signature(DataLoader).parameters)
 
@@ -56,31 +56,39 @@ def find_unread_keys(root: Mapping, folder: str, mistakes: Mistakes) -> tuple[st
     names = names_in(folder)
     if names is None or not names.mentioned:
         return ()
-    referred = {name for _, node in walk(root) if isinstance(node, Scalar) for name in _references(node)}
-    known = names.mentioned | referred
+    known = names.mentioned | _referred(root)
     _compare(root, "", FRAMEWORK_KEYS | names.read, known, mistakes)
     for path, node in walk(root):
-        if not isinstance(node, Mapping) or not is_plain_mapping(node):
-            continue
-        if path == ("modules",):
-            _compare(node, "modules.", names.modules, known, mistakes)
-        elif "loader" in path[-1]:
-            _compare(node, f"{dotted(path)}.", LOADER_KEYS, known, mistakes)
+        if isinstance(node, Mapping) and is_plain_mapping(node):
+            if path == ("modules",):
+                _compare(node, "modules.", names.modules, known, mistakes)
+            elif "loader" in path[-1]:
+                _compare(node, f"{dotted(path)}.", LOADER_KEYS, known, mistakes)
     read = OPTION_NAMES | FRAMEWORK_KEYS | known
-    return tuple(key for key in root.items if isinstance(key, str) and key not in read and not key.startswith("_"))
+    return tuple(key for key in root.items if _is_public(key) and key not in read)
+
+
+def _referred(root: Mapping) -> set[str]:
+    """The keys that the YAML itself refers to."""
+    return {name for _, node in walk(root) if isinstance(node, Scalar) for name in _references(node)}
+
+
+def _is_public(key: Any) -> bool:
+    return isinstance(key, str) and not key.startswith("_")
 
 
 def _compare(
     mapping: Mapping, start: str, read: frozenset[str] | set[str], known: set[str], mistakes: Mistakes
 ) -> None:
-    """Note the keys that are neither read nor known, and near to one that is read and missing."""
-    missing = sorted(read - mapping.items.keys())
-    options = [] if start else sorted(OPTION_NAMES - mapping.items.keys())
-    strange = [key for key in mapping.items if isinstance(key, str) and key not in read and key not in known]
+    """Note the keys that are neither read nor known, and near to one that is read and missing.
+
+    start: the keys above, empty at the top level, where a key may also be a slip of a run option.
+    """
+    options = frozenset() if start else OPTION_NAMES
+    missing, missing_options = (sorted(names - mapping.items.keys()) for names in (read, options))
+    strange = [key for key in mapping.items if _is_public(key) and key not in read | known | options]
     for key in strange[:_SUGGESTIONS]:
-        if key.startswith("_") or (not start and key in OPTION_NAMES):
-            continue
-        if nearest := slip_of(key, missing, _CUTOFF, plurals=True) or slip_of(key, options, _OPTION_CUTOFF):
+        if nearest := slip_of(key, missing, _CUTOFF, plurals=True) or slip_of(key, missing_options, _OPTION_CUTOFF):
             source = mapping.key_sources.get(key, mapping.items[key].source)
             text = f"{start}{key} is read by nothing: not by this YAML, the recipe's code or the framework."
             mistakes.add(source, f"{text} Did you mean {start}{nearest}?")

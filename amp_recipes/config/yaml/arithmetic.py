@@ -1,4 +1,4 @@
-"""The arithmetic that a `!ref` may hold (`<hidden> * 2`): what counts as such, and its result."""
+"""Evaluates the arithmetic that a `!ref` may hold (`<hidden> * 2`)."""
 
 from __future__ import annotations
 

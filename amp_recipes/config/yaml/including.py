@@ -1,4 +1,4 @@
-"""How the files that `!include:` names become part of the tree, and which files may be named."""
+"""Puts the files that `!include:` names into the tree, and decides which files may be named."""
 
 from __future__ import annotations
 
@@ -144,24 +144,30 @@ class _Including:
             self.budget.take_nodes(len(given.items), given.source)  # what aliases multiply is merged each time
             self._move_scope(given, target)
             for key, value in given.items.items():
-                key_path, old = (*path, str(key)), target.items.get(key)
+                old = target.items.get(key)
                 value = _keys_of_reference(value) if _holds_keys(old) else value
                 if isinstance(old, Mapping) and isinstance(value, Mapping) and value.tag in ("", old.tag):
-                    pending.append((old, value, key_path))
-                    continue
-                if old is not None and is_plain_mapping(value):
-                    if _is_call_without_arguments(old):
-                        value = self._with_arguments(old, value)
-                    elif not _holds_nothing(old):
-                        where = target.key_sources.get(key, old.source)
-                        text = f"{dotted(key_path)}: a mapping is given here, but {where} holds a value without keys."
-                        self.mistakes.add(given.key_sources.get(key, value.source), text)
-                        continue
-                if old is None and (nearest := _slip(key, target)):
-                    text = f"{dotted(key_path)} is no key of the included file, but nearly one of its keys."
-                    text += f" Did you mean {nearest}?"
-                    self.mistakes.add(given.key_sources.get(key, value.source), text)
-                _put(target, key, value, given)
+                    pending.append((old, value, (*path, str(key))))
+                else:
+                    self._merge_key(target, given, key, value, (*path, str(key)))
+
+    def _merge_key(self, target: Mapping, given: Mapping, key: Key, value: Node, path: KeyPath) -> None:
+        """Put one value, which is no mapping for a mapping, where it belongs."""
+        old = target.items.get(key)
+        source = given.key_sources.get(key, value.source)
+        if old is None:
+            if nearest := _slip(key, target):
+                text = f"{dotted(path)} is no key of the included file, but nearly one of its keys."
+                self.mistakes.add(source, f"{text} Did you mean {nearest}?")
+        elif is_plain_mapping(value):
+            if _is_call_without_arguments(old):
+                value = self._with_arguments(old, value)
+            elif not _holds_nothing(old):
+                where = target.key_sources.get(key, old.source)
+                text = f"{dotted(path)}: a mapping is given here, but {where} holds a value without keys."
+                self.mistakes.add(source, text)
+                return
+        _put(target, key, value, given)
 
     def _with_arguments(self, call: Node, arguments: Node) -> Mapping:
         assert isinstance(arguments, Mapping)
@@ -234,7 +240,7 @@ def _referred(reference: Scalar) -> Node | None:
     match = _REFERENCE_TO_KEYS.fullmatch(str(reference.value).strip())
     node: Node | None = reference.scope if match else None
     for part in match[1].split("[") if match else ():
-        node = node.items.get(part.strip("]")) if isinstance(node, Mapping) and not node.tag else None
+        node = node.items.get(part.strip("]")) if is_plain_mapping(node) else None
     return node
 
 

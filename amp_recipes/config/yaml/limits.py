@@ -1,4 +1,4 @@
-"""How large a YAML may be, in every way in which a small file can be made to fill a machine."""
+"""Limits how large a YAML may be, in every way in which a small file can be made to fill a machine."""
 
 from __future__ import annotations
 

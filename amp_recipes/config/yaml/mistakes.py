@@ -1,4 +1,4 @@
-"""How mistakes are told, all at once and with the nearest known name, and what a terminal is shown."""
+"""Formats mistakes for people: all at once, with the nearest known name, safe for a terminal."""
 
 from __future__ import annotations
 

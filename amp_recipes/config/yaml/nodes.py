@@ -1,13 +1,13 @@
-"""What a YAML is before anything is built: nodes that know their tag and where each came from."""
+"""Defines the nodes of a YAML before anything is built: each knows its tag and where it came from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from amp_recipes.config.yaml.mistakes import join_mistakes
-from amp_recipes.config.yaml.tags import TUPLE
+from amp_recipes.config.yaml.tags import ATTRIBUTE, TUPLE
 from amp_recipes.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -81,9 +81,27 @@ class Unknown:
 Node: TypeAlias = "Scalar | Sequence | Mapping | Unknown"
 
 
-def is_plain_mapping(node: Any) -> bool:
+def is_plain_mapping(node: Any) -> TypeGuard[Mapping]:
     """Whether a node is a mapping of keys, not the description of an object."""
     return isinstance(node, Mapping) and not node.tag
+
+
+def is_plain_scalar(node: Any) -> TypeGuard[Scalar]:
+    """Whether a node is a single value, not a reference or the description of an object."""
+    return isinstance(node, Scalar) and not node.tag
+
+
+def is_plain_sequence(node: Any) -> TypeGuard[Sequence]:
+    """Whether a node is a list or a tuple of values, not the description of an object."""
+    return isinstance(node, Sequence) and node.tag in ("", TUPLE)
+
+
+def attribute_name(node: Node) -> str | None:
+    """The name in what a reference to an attribute (`!ref <model.weight>`) was resolved to; None for another node."""
+    if not isinstance(node, Sequence) or node.tag != ATTRIBUTE or len(node.items) != 2:
+        return None
+    name = node.items[1]
+    return name.value if is_plain_scalar(name) and isinstance(name.value, str) else None
 
 
 def children(node: Node) -> list[tuple[Key, Node]]:

@@ -1,4 +1,4 @@
-"""Which overrides fit a YAML, and how their values, which are plain data only, become part of its tree."""
+"""Writes overrides, which are plain data only, into a YAML's tree, and refuses those that do not fit."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from amp_recipes.config.yaml.nodes import (
     children,
     dotted,
     is_plain_mapping,
+    is_plain_sequence,
 )
 from amp_recipes.config.yaml.reading import read_text
 from amp_recipes.config.yaml.tags import PLACEHOLDER, REFERENCES, TUPLE
@@ -129,7 +130,7 @@ class _Overriding:
     def below(self, node: Mapping | Sequence, overrides: dict[Any, Any], path: KeyPath, where: Source) -> None:
         """Write overrides below `node`, which stands at `path`, and in the YAML at the line `where`."""
         for given, value in overrides.items():
-            key, given_path = _find_key(node, given), (*path, str(given))
+            key = _find_key(node, given)
             if key is not None:
                 self._write(node, key[0], value, (*path, str(key[0])), where)
             elif not path and given in OPTION_NAMES and not isinstance(value, dict):
@@ -138,29 +139,28 @@ class _Overriding:
                 # No such key: a name with a dot in it may be one key of the YAML.
                 joined = {f"{given}.{deeper}": item for deeper, item in value.items()}
                 self.below(node, joined, path, where)
-            elif isinstance(node, Sequence):
-                text = f"{_standing(path, where)} is a list of {len(node.items)}; expected one of its indices, from 0."
-                self.mistakes.add(self.source, f"{self._name(given_path)}: {text}")
             else:
-                text = f"{self._name(given_path)} is neither a key of the YAML nor a run option."
-                hint = instead_of(dotted(given_path)) or self._suggestion(dotted(given_path))
-                if path and node.tag.startswith(_OBJECTS):
-                    text += f" A further argument of {_standing(path, where)} must be written there first."
-                self.mistakes.add(self.source, text + hint)
+                self.mistakes.add(self.source, self._no_such_key(node, (*path, str(given)), where))
+
+    def _no_such_key(self, node: Mapping | Sequence, path: KeyPath, where: Source) -> str:
+        """That `node`, at the line `where`, has no key or index that the path ends with."""
+        above = path[:-1]
+        if isinstance(node, Sequence):
+            text = f"{_standing(above, where)} is a list of {len(node.items)}; expected one of its indices, from 0."
+            return f"{self._name(path)}: {text}"
+        text = f"{self._name(path)} is neither a key of the YAML nor a run option."
+        hint = instead_of(dotted(path)) or self._suggestion(dotted(path))
+        if above and node.tag.startswith(_OBJECTS):
+            text += f" A further argument of {_standing(above, where)} must be written there first."
+        return text + hint
 
     def _write(self, parent: Mapping | Sequence, key: Any, value: Any, path: KeyPath, where: Source) -> None:
         """Write one override over what stands at `key`, or below it."""
         old = parent.items[key]
         where = parent.key_sources.get(key, where) if isinstance(parent, Mapping) else old.source
         if not isinstance(value, dict) or _takes_a_mapping(old):
-            if old.tag.startswith(_OBJECTS) and not (value is None or value is False):
-                text = f"replaces the {old.tag} at {_line(where)} by {_shown(value)}, and plain data is no object"
-                self.mistakes.add(self.source, f"{self._name(path)} {text}; null or false leaves it out.")
-            elif isinstance(old, Sequence) and isinstance(value, str) and re.fullmatch(r"\(.*\)", value):
-                # On a command line this is text, which no call that wants two numbers would understand.
-                given = f"{self._name(path)} is the text {_shown(value)}"
-                place = f"replaces the list at {_line(where)}; expected a list, [1, 2]"
-                self.mistakes.add(self.source, f"{given}, but {place}.")
+            if wrong := _wrong_replacement(old, value, where):
+                self.mistakes.add(self.source, f"{self._name(path)} {wrong}")
             else:
                 self._replace(parent, key, value, path)
         elif isinstance(old, Mapping | Sequence):
@@ -192,15 +192,33 @@ class _Overriding:
             return ""
         self.known = self.known or [*OPTION_NAMES, *_dotted_keys(self.root)]
         spelt = {_plain_spelling(name): name for name in reversed(self.known)}
-        wanted = _plain_spelling(wanted[:_NAME_CHARACTERS])
-        leaf = wanted.rpartition(".")[2]
-        same_leaf = [] if leaf.isdecimal() else [name for name in spelt if name.rpartition(".")[2] == leaf]
-        near = difflib.get_close_matches(wanted, same_leaf[:_SUGGESTED_LEAVES], n=1, cutoff=0.0)
-        near = near or difflib.get_close_matches(wanted, spelt, n=1)
-        if not near:
-            leaves = {name.rpartition(".")[2]: name for name in reversed(spelt)}
-            near = [leaves[found] for found in difflib.get_close_matches(leaf, leaves, n=1)]
-        return f" Did you mean {self.dashes}{spelt[near[0]]}?" if near else ""
+        near = _nearest_of(_plain_spelling(wanted[:_NAME_CHARACTERS]), list(spelt))
+        return f" Did you mean {self.dashes}{spelt[near]}?" if near else ""
+
+
+def _nearest_of(wanted: str, names: list[str]) -> str:
+    """The name of the same last part, else the nearest, else that of the nearest last part; empty if none is near."""
+    leaves = {name: name.rpartition(".")[2] for name in names}
+    leaf = wanted.rpartition(".")[2]
+    same_leaf = [] if leaf.isdecimal() else [name for name in names if leaves[name] == leaf]
+    if near := difflib.get_close_matches(wanted, same_leaf[:_SUGGESTED_LEAVES], n=1, cutoff=0.0):
+        return near[0]
+    if near := difflib.get_close_matches(wanted, names, n=1):
+        return near[0]
+    by_leaf = {leaves[name]: name for name in reversed(names)}
+    near = difflib.get_close_matches(leaf, by_leaf, n=1)
+    return by_leaf[near[0]] if near else ""
+
+
+def _wrong_replacement(old: Node, value: Any, where: Source) -> str:
+    """Why a value cannot replace what stands at the line `where`; empty if it can."""
+    if old.tag.startswith(_OBJECTS) and not (value is None or value is False):
+        text = f"replaces the {old.tag} at {_line(where)} by {_shown(value)}, and plain data is no object"
+        return f"{text}; null or false leaves it out."
+    if isinstance(old, Sequence) and isinstance(value, str) and re.fullmatch(r"\(.*\)", value):
+        # On a command line this is text, which no call that wants two numbers would understand.
+        return f"is the text {_shown(value)}, but replaces the list at {_line(where)}; expected a list, [1, 2]."
+    return ""
 
 
 def _standing(path: KeyPath, where: Source) -> str:
@@ -214,13 +232,13 @@ def _line(where: Source) -> str:
 
 def _find_key(node: Mapping | Sequence, given: Any) -> tuple[Key] | None:
     """The key of a mapping, or the index in a list, that `given` names; alone in a tuple, since null is a key too."""
-    if isinstance(node, Sequence):
-        text = str(given)
-        index = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else len(node.items)
-        return (index,) if index < len(node.items) else None
     text = str(given)
-    if given in node.items or text in node.items:
-        return (given if given in node.items else text,)
+    if isinstance(node, Sequence):
+        is_index = text.isascii() and text.isdecimal() and len(text) < 10
+        return (int(text),) if is_index and int(text) < len(node.items) else None
+    for key in (given, text):
+        if key in node.items:
+            return (key,)
     # A command line gives text where the YAML may have a number for a key.
     return next(((key,) for key in node.items if not isinstance(key, str) and str(key) == text), None)
 
@@ -237,30 +255,35 @@ def _takes_a_mapping(node: Node) -> bool:
 
 def _node(value: Any, source: Source, mistakes: Mistakes, name: str, budget: Budget, depth: int) -> Node | None:
     """`value` as nodes; None, with a mistake, where it is not plain data."""
-    if isinstance(value, AnyMapping):
-        keys = [_scalar_value(key) for key in value]
-        wrong = [key for key, plain in zip(value, keys, strict=True) if not isinstance(plain, _KeyTypes)]
-        if wrong:
-            mistakes.add(source, f"{name} has the key {_shown(wrong[0])}; expected a string, a number, true or false.")
-            return None
-        below = zip(keys, value.values(), strict=True)
-    elif isinstance(value, list | tuple):
-        below = zip(range(len(value)), value, strict=True)
-    else:
+    if not isinstance(value, AnyMapping | list | tuple):
         return _scalar_node(value, source, mistakes, name)
+    keys = _plain_keys(value)
+    wrong = [key for key in keys if not isinstance(key, _KeyTypes)]
+    if wrong:
+        mistakes.add(source, f"{name} has the key {_shown(wrong[0])}; expected a string, a number, true or false.")
+        return None
     if depth >= DEPTH:
         mistakes.add(source, f"{name} goes down more than {DEPTH} levels.")
         return None
-    nodes = {}
-    for key, item in below:
+    items: dict[Any, Node] = {}
+    for key, item in zip(keys, value.values() if isinstance(value, AnyMapping) else value, strict=True):
         budget.take_nodes(1, source)
-        nodes[key] = _node(item, source, mistakes, f"{name}.{key}", budget, depth + 1)
-    items = {key: node for key, node in nodes.items() if node is not None}
-    if len(items) < len(nodes):
+        node = _node(item, source, mistakes, f"{name}.{key}", budget, depth + 1)
+        if node is not None:
+            items[key] = node
+    if len(items) < len(set(keys)):
         return None
     if isinstance(value, AnyMapping):
         return Mapping("", items, source, dict.fromkeys(items, source))
     return Sequence(TUPLE if isinstance(value, tuple) else "", list(items.values()), source)
+
+
+def _plain_keys(value: AnyMapping[Any, Any] | list[Any] | tuple[Any, ...]) -> list[Any]:
+    """The keys of a mapping, or the indices of a list; a key that a YAML cannot have as it is."""
+    if not isinstance(value, AnyMapping):
+        return list(range(len(value)))
+    plain = [_scalar_value(key) for key in value]
+    return [key if found is _NOT_PLAIN else found for key, found in zip(value, plain, strict=True)]
 
 
 def _scalar_node(value: Any, source: Source, mistakes: Mistakes, name: str) -> Scalar | None:
@@ -305,7 +328,7 @@ def _wrong_text(text: str) -> str:
 def _written_out(node: Node, path: KeyPath, mistakes: Mistakes, budget: Budget) -> Any:
     """The plain data that nodes stand for; aliases are written out, each counted. A tag is a mistake, and null."""
     budget.take_nodes(1, node.source)
-    if isinstance(node, Sequence) and node.tag in ("", TUPLE):
+    if is_plain_sequence(node):
         items = [_written_out(item, (*path, str(at)), mistakes, budget) for at, item in enumerate(node.items)]
         return tuple(items) if node.tag else items
     if node.tag:

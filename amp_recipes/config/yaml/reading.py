@@ -1,4 +1,4 @@
-"""How YAML text becomes a tree of nodes: nothing is executed, and every mistake gets its line.
+"""Reads YAML text as a tree of nodes: nothing is executed, and every mistake gets its line.
 
 ruamel's parser finds the events; the tree is composed here, without recursion and with the limits enforced as the
 events come. Values are those of YAML 1.2, as HyperPyYAML reads them. Where it does not say the same twice, one
@@ -78,13 +78,7 @@ def read_text(text: str, name: str, mistakes: Mistakes, budget: Budget) -> Node 
     """
     if len(text) > FILE_BYTES:
         raise LimitError(f"{name}: is larger than {FILE_BYTES:,} bytes; put data into a data file.")
-    if found := Reader.NON_PRINTABLE.search(text):
-        source = _place(name, text, found.start())
-        mistakes.add(source, f"the character U+{ord(found.group()):04X} cannot stand in YAML; in quotes, write \\x..")
-        return None
-    if (found := _FIRST_CHARACTER.search(text)) and found[1] == "%":
-        source = _place(name, text, found.start(1))
-        mistakes.add(source, "directives (%) are not supported: YAML is read as 1.2; delete this line.")
+    if _has_wrong_character(text, name, mistakes):
         return None
     composer = _Composer(name, mistakes, budget, _Parser())
     try:
@@ -241,16 +235,22 @@ class _Composer:
             node = self._scalar(event, source)
             self._add(node, source, is_merge=event.value == "<<" and event.style is None and event.tag is None)
         else:
-            if self.depth + len(self.stack) >= DEPTH:
-                raise _too_deep(source)
-            if isinstance(event, events.SequenceStartEvent):
-                node = Sequence(self._tag(event, "list", source), [], source)
-            else:
-                node = Mapping(self._tag(event, "mapping", source), {}, source)
-                self.mappings.append(node)
-            self.stack.append(_Open(node, bool(event.flow_style)))
+            node = self._opened(event, source)
         if event.anchor is not None:
             self.anchors[event.anchor] = node
+
+    def _opened(self, event: events.NodeEvent, source: Source) -> Sequence | Mapping:
+        """The list or mapping that begins here, to which what follows is added."""
+        if self.depth + len(self.stack) >= DEPTH:
+            raise _too_deep(source)
+        node: Sequence | Mapping
+        if isinstance(event, events.SequenceStartEvent):
+            node = Sequence(self._tag(event, "list", source), [], source)
+        else:
+            node = Mapping(self._tag(event, "mapping", source), {}, source)
+            self.mappings.append(node)
+        self.stack.append(_Open(node, bool(event.flow_style)))
+        return node
 
     def _add(self, node: Node, source: Source, is_merge: bool = False) -> None:
         """Put a finished node where it belongs: into the list, or as a key or a value into the mapping."""
@@ -326,20 +326,27 @@ class _Composer:
             self.mistakes.add(source, "an escape (\\ud800 to \\udfff) is no character; write \\U and 8 digits.")
             return Scalar("", "", source)
         is_tuple = is_plain and bool(TUPLE_TEXT.match(text))
-        is_cut = self.tuple_source or not is_tuple  # in `[(1, 2)]`, YAML sees the texts `(1` and `2)`
-        if is_plain and text[:1] == "(" != text and is_cut and self.stack and self.stack[-1].flow:
+        if is_plain and self._is_cut_tuple(text, is_tuple):
             self.mistakes.add(source, f"{short(text)} ends here; write !tuple [1, 2], or put text in quotes.")
         tag = self._tag(event, "text", source)
         if tag == TUPLE or (not tag and is_tuple):
             return self.tuple_of(text.strip(), source)
         if tag and not tag.startswith(STANDARD):
-            scalar = Scalar(tag, text, source, text)
-            if tag in REFERENCES:
-                self.references.append(scalar)
-            return scalar
+            return self._tagged(tag, text, source)
         if is_plain or tag:
             return self._plain(text, source, tag)
         return Scalar("", text, source, text)
+
+    def _is_cut_tuple(self, text: str, is_tuple: bool) -> bool:
+        """Whether text is the start of a tuple in a list: in `[(1, 2)]`, YAML sees the texts `(1` and `2)`."""
+        in_flow = bool(self.stack) and self.stack[-1].flow
+        return in_flow and text[:1] == "(" != text and (self.tuple_source is not None or not is_tuple)
+
+    def _tagged(self, tag: str, text: str, source: Source) -> Scalar:
+        scalar = Scalar(tag, text, source, text)
+        if tag in REFERENCES:
+            self.references.append(scalar)
+        return scalar
 
     def _plain(self, text: str, source: Source, tag: str = "") -> Scalar:
         """An unquoted scalar, or one with a standard tag, as the value that it is."""
@@ -412,6 +419,20 @@ def _text_of(path: str, mistakes: Mistakes, where: Source) -> str | None:
         column = error.start - data.rfind(b"\n", 0, error.start)
         mistakes.add(Source(path, line, column), f"byte 0x{data[error.start]:02x} is not UTF-8; save it as UTF-8.")
         return None
+
+
+def _has_wrong_character(text: str, name: str, mistakes: Mistakes) -> bool:
+    """Whether text has a character that YAML cannot have there; it is then among the mistakes."""
+    if found := Reader.NON_PRINTABLE.search(text):
+        source = _place(name, text, found.start())
+        mistakes.add(source, f"the character U+{ord(found.group()):04X} cannot stand in YAML; in quotes, write \\x..")
+        return True
+    found = _FIRST_CHARACTER.search(text)
+    if found and found[1] == "%":
+        source = _place(name, text, found.start(1))
+        mistakes.add(source, "directives (%) are not supported: YAML is read as 1.2; delete this line.")
+        return True
+    return False
 
 
 def _too_deep(source: Source) -> LimitError:

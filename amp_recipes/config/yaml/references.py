@@ -1,4 +1,4 @@
-"""What each `!ref`, `!copy` and `!applyref:` stands for: a tree without them.
+"""Resolves `!ref`, `!copy` and `!applyref:`: a tree without them.
 
 Where HyperPyYAML's meaning hangs on the order of the keys or loses what was written, ours does not:
 
@@ -41,6 +41,9 @@ from amp_recipes.config.yaml.nodes import (
     Unknown,
     children,
     dotted,
+    is_plain_mapping,
+    is_plain_scalar,
+    is_plain_sequence,
     plain_data,
     walk,
 )
@@ -140,16 +143,17 @@ class _Resolver:
         in_parentheses = text.startswith("(") and text.endswith(")") and "\n" not in text
         if not references and not in_parentheses:
             return self._without_reference(scalar, text)
+        return self._put_together(scalar, text, references, in_parentheses)
+
+    def _put_together(self, scalar: Scalar, text: str, references: list[str], in_parentheses: bool) -> Node:
+        """A number, a tuple or text, in which the values of references stand."""
         nodes = {reference: self.resolved(self._find(scalar, reference)) for reference in references}
         if any(isinstance(node, Unknown) for node in nodes.values()):
             return self._unknown(scalar)
-        if references and is_arithmetic(_REFERENCE.sub("<>", text)):
-            number = self._calculate(scalar, text, nodes)
-            if number is not None:
-                return number
-        if in_parentheses:
-            return self._tuple(scalar, text)
-        return self._interpolate(scalar, text, nodes)
+        number = self._calculate(scalar, text, nodes) if references else None
+        if number is not None:
+            return number
+        return self._tuple(scalar, text) if in_parentheses else self._interpolate(scalar, text, nodes)
 
     def _without_reference(self, scalar: Scalar, text: str) -> Node:
         """`!ref` with text alone is the text, as in HyperPyYAML; but not where the brackets were forgotten."""
@@ -164,10 +168,10 @@ class _Resolver:
 
     def _calculate(self, scalar: Scalar, text: str, nodes: dict[str, Node]) -> Node | None:
         """The result of a formula; None if it is none, because some value in it is no number."""
-        operands = {reference: _operand(node) for reference, node in nodes.items()}
-        if None in operands.values():
+        if not is_arithmetic(_REFERENCE.sub("<>", text)):
             return None
-        if not could_be_formula(_REFERENCE.sub("0", text)):
+        operands = {reference: _operand(node) for reference, node in nodes.items()}
+        if None in operands.values() or not could_be_formula(_REFERENCE.sub("0", text)):
             return None
         length = len(text) + sum(len(str(operands[reference])) for reference in _REFERENCE.findall(text))
         self._budget.take_formula(length, scalar.source)  # before the numbers are put in
@@ -282,48 +286,57 @@ class _Resolver:
                 self._other_keys[node] = {str(known): known for known in node.items if not isinstance(known, str)}
             others = self._other_keys[node]
             return node.items[others[key]] if key in others else None
-        if isinstance(node, Sequence) and node.tag in ("", TUPLE) and re.fullmatch("[0-9]{1,9}", key):
+        if is_plain_sequence(node) and re.fullmatch("[0-9]{1,9}", key):
             return node.items[int(key)] if int(key) < len(node.items) else None
         return None
 
     def _attribute(self, scalar: Scalar, parts: re.Match[str], node: Node) -> Node:
-        shown, start, names = short(parts[0]), short(parts[1] + parts[2]), parts[3].split(".")[1:]
         node = self._through(node)
         if isinstance(node, Unknown):
             return node
-        if scalar.tag == COPY:
-            return self._wrong(scalar, f"<{shown}> is an attribute of an object, which !copy cannot copy; use !ref.")
-        if node.tag in ("", TUPLE):
-            key = f" Write <{start}[{short(names[0])}]>." if self._below(node, names[0]) is not None else ""
-            return self._wrong(scalar, f"<{shown}>: {start} is {_words(node)}, which has no attributes.{key}")
-        wrong = next((name for name in names if not (name.isascii() and name.isidentifier())), None)
-        if wrong is not None:
-            return self._wrong(scalar, f"<{shown}>: {short(wrong)!r} cannot be the name of an attribute.")
-        if any(name.startswith("_") for name in names):
-            return self._wrong(scalar, f"<{shown}>: attributes that begin with _ are closed to a YAML.")
+        names = parts[3].split(".")[1:]
+        if wrong := self._wrong_attribute(scalar, parts, node, names):
+            return self._wrong(scalar, f"<{short(parts[0])}>{wrong}")
         made = self.resolved(node)
         for name in names:
             items = [made, self._measured(Scalar("", name, scalar.source, name))]
             made = self._measured(Sequence(ATTRIBUTE, items, scalar.source))
         return made
 
+    def _wrong_attribute(self, scalar: Scalar, parts: re.Match[str], node: Node, names: list[str]) -> str:
+        """Why `node` cannot have attributes of these names; empty if it may."""
+        if scalar.tag == COPY:
+            return " is an attribute of an object, which !copy cannot copy; use !ref."
+        if node.tag in ("", TUPLE):
+            start = short(parts[1] + parts[2])
+            key = f" Write <{start}[{short(names[0])}]>." if self._below(node, names[0]) is not None else ""
+            return f": {start} is {_words(node)}, which has no attributes.{key}"
+        for name in names:
+            if not (name.isascii() and name.isidentifier()):
+                return f": {short(name)!r} cannot be the name of an attribute."
+        if any(name.startswith("_") for name in names):
+            return ": attributes that begin with _ are closed to a YAML."
+        return ""
+
     def _not_there(self, scalar: Scalar, reference: str, node: Node, keys: list[str], depth: int) -> str:
         """What is wrong with a reference whose key at `depth` is not in `node`, and what it may have meant."""
         start, shown, key = "".join(f"[{above}]" for above in keys[1:depth]), short(reference), keys[depth]
         above = short(keys[0] + start)
         scope = self._scope(scalar)
-        if isinstance(node, Sequence) and node.tag in ("", TUPLE):
+        if is_plain_sequence(node):
             return f"<{shown}>: {above} is a list of {len(node.items)}; expected one of its indices, from 0."
         if not isinstance(node, Mapping):
             built = "built only later" if node.tag else "without keys"
             return f"<{shown}>: {above} is {_words(node)}, {built}."
         text = f"<{shown}>: {above} has no {short(key)}." if depth else f"<{shown}> refers to a key that is not there."
-        if len(self._mistakes) >= _HINTED_MISTAKES or len(key) > 100:
-            return text
-        hint = did_you_mean(key, list(node.items)[:_HINTED_KEYS])
+        is_hinted = len(self._mistakes) < _HINTED_MISTAKES and len(key) <= 100
+        return text + self._hint(key, node, scope, depth) if is_hinted else text
+
+    def _hint(self, key: str, node: Mapping, scope: Mapping, depth: int) -> str:
+        """What a key that is not in `node` may have meant."""
         if not depth and scope is not self._root and key in self._root.items:
-            hint = f" An included file is looked in alone; give it the value below its tag: {key}: !ref <{key}>."
-        return text + (hint or _elsewhere(key, scope))
+            return f" An included file is looked in alone; give it the value below its tag: {key}: !ref <{key}>."
+        return did_you_mean(key, list(node.items)[:_HINTED_KEYS]) or _elsewhere(key, scope)
 
     # Functions
 
@@ -444,23 +457,28 @@ def _rebuilt(node: Node, make: Callable[[Node], Node]) -> Node:
 
 def _operand(node: Node) -> str | None:
     """A value as it stands in a formula; None if it is no number."""
-    value = node.value if isinstance(node, Scalar) and not node.tag else None
-    if isinstance(value, str):
-        text = value if _NUMBER_IN_TEXT.fullmatch(value[:400]) else ""
-    elif isinstance(value, float) and not math.isfinite(value):
-        text = {math.inf: "1e999", -math.inf: "-1e999"}.get(value, "(1e999-1e999)")
-    elif isinstance(value, int) and value.bit_length() > NUMBER_BITS:
-        text = ""  # Python refuses to write it
-    else:
-        text = repr(value) if isinstance(value, int | float) else ""
+    text = _number_text(node.value) if is_plain_scalar(node) else ""
     # (-3) ** 2 is 9, as for a number, where the text -3 ** 2 would be -9.
-    return (f"({text})" if text[0] in "+-" else text) if text else None
+    if text.startswith(("+", "-")):
+        return f"({text})"
+    return text or None
+
+
+def _number_text(value: Any) -> str:
+    """A number, or text that is one, as it can be read back; empty for everything else."""
+    if isinstance(value, str):
+        return value if _NUMBER_IN_TEXT.fullmatch(value[:400]) else ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {math.inf: "1e999", -math.inf: "-1e999"}.get(value, "(1e999-1e999)")
+    if isinstance(value, int) and value.bit_length() > NUMBER_BITS:
+        return ""  # Python refuses to write it
+    return repr(value) if isinstance(value, int | float) else ""
 
 
 def _words(node: Node) -> str:
-    if isinstance(node, Mapping) and not node.tag:
+    if is_plain_mapping(node):
         return "a mapping"
-    if isinstance(node, Sequence) and node.tag in ("", TUPLE):
+    if is_plain_sequence(node):
         return "a tuple" if node.tag else "a list"
     return node.tag or short(getattr(node, "text", "") or str(getattr(node, "value", "")))
 

@@ -1,4 +1,4 @@
-"""The tags that a YAML may have, and those that stand in a resolved tree."""
+"""Names the tags that a YAML may have, and those that stand in a resolved tree."""
 
 REF, COPY = "!ref", "!copy"
 REFERENCES = (REF, COPY)

@@ -1,4 +1,4 @@
-"""The words for what is wrong with YAML text: a tag that there is not, or text that is no YAML."""
+"""Says what is wrong with YAML text: a tag that there is not, or text that is no YAML."""
 
 from __future__ import annotations
 
@@ -38,30 +38,39 @@ def wrong_tag(tag: str, kind: str, text: str, with_hint: bool = True) -> str:
     with_hint: name the tag that was meant, the search for which takes time.
     """
     head, colon, name = tag.partition(":")
-    head, shown = head + colon, short(tag)
     if tag.startswith(STANDARD):
         return _wrong_standard_tag(tag.removeprefix(STANDARD), kind, with_hint)
     if tag in (*REFERENCES, PLACEHOLDER):
-        if kind != "text":
-            return f"{tag} takes a text, but a {kind} stands below it."
-        return "" if text.strip() or tag == PLACEHOLDER else f"{tag} needs a reference behind it: {tag} <key>."
+        return _wrong_reference(tag, kind, text)
     if tag == TUPLE:
         fits = kind == "list" or (kind == "text" and TUPLE_TEXT.match(text.strip()))
         return "" if fits else "!tuple takes (1, 2), or a list: !tuple [1, 2]."
-    if head in (*CALLS, INCLUDE):
-        if not name:
-            return f"{head} needs a name directly behind it, without a space: {head}{short(text.strip()) or 'name'}."
-        if not name.isprintable():
-            return f"the name behind {head} has characters that cannot be printed: {short(name)}."
-        found = _IN_FLOW.search(name, len(name) - 1 if head == INCLUDE else 0)  # the name of a file may hold one
-        if found:
-            return f"a space is missing between {short(head + name[: found.start()])} and {found[0]}"
-        if text.strip():
-            return f"{shown} has {short(text)} behind it; arguments must be a list or a mapping."
-        if head == INCLUDE and kind == "list":
-            return f"{shown} takes a mapping of values for the file, but a list stands below it."
-        return ""
+    if head + colon in (*CALLS, INCLUDE):
+        return _wrong_call(head + colon, name, kind, text)
     return _unknown_tag(tag, text, with_hint)
+
+
+def _wrong_reference(tag: str, kind: str, text: str) -> str:
+    if kind != "text":
+        return f"{tag} takes a text, but a {kind} stands below it."
+    return "" if text.strip() or tag == PLACEHOLDER else f"{tag} needs a reference behind it: {tag} <key>."
+
+
+def _wrong_call(head: str, name: str, kind: str, text: str) -> str:
+    """The same for a tag that a name follows: `!new:`, `!include:`, ..."""
+    shown = short(head + name)
+    if not name:
+        return f"{head} needs a name directly behind it, without a space: {head}{short(text.strip()) or 'name'}."
+    if not name.isprintable():
+        return f"the name behind {head} has characters that cannot be printed: {short(name)}."
+    found = _IN_FLOW.search(name, len(name) - 1 if head == INCLUDE else 0)  # the name of a file may hold one
+    if found:
+        return f"a space is missing between {short(head + name[: found.start()])} and {found[0]}"
+    if text.strip():
+        return f"{shown} has {short(text)} behind it; arguments must be a list or a mapping."
+    if head == INCLUDE and kind == "list":
+        return f"{shown} takes a mapping of values for the file, but a list stands below it."
+    return ""
 
 
 def _wrong_standard_tag(name: str, kind: str, with_hint: bool) -> str:

@@ -1,4 +1,4 @@
-"""How a tree becomes YAML text that reads back as the same tree, here and by HyperPyYAML."""
+"""Writes a tree as YAML text that reads back as the same tree, here and by HyperPyYAML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
-from amp_recipes.config.yaml.nodes import Key, KeyPath, Mapping, Node, Scalar, Sequence, Unknown, children
+from amp_recipes.config.yaml.nodes import (
+    Key,
+    KeyPath,
+    Mapping,
+    Node,
+    Scalar,
+    Sequence,
+    Unknown,
+    children,
+    is_plain_scalar,
+)
 from amp_recipes.config.yaml.reading import plain_value
 from amp_recipes.config.yaml.tags import TUPLE
 from amp_recipes.config.yaml.words import TUPLE_TEXT
@@ -102,20 +112,29 @@ class _Writer:
         if isinstance(node, Unknown):
             return f"null  # (known after {node.tag} is called)", ()
         if isinstance(node, Scalar):
-            if not node.tag:
-                return _scalar(node.value, indent)
-            return " ".join([*marks, *([_plain_text(str(node.value))] if node.value else [])]), ()
-        if isinstance(node, Sequence) and node.tag == TUPLE and self._fits_on_a_line(node):
-            return " ".join([*marks[:-1], _tuple(node)]), ()
-        if not node.items:
-            return " ".join([*marks, "{}" if isinstance(node, Mapping) else "[]"]), ()
+            return self._scalar(node, marks, indent)
+        if line := self._on_a_line(node, marks):
+            return line, ()
         if isinstance(node, Mapping):
             return " ".join(marks), self.keys(node, path, indent)
-        flow = _flow(node) if all(isinstance(item, Scalar) and not item.tag for item in node.items) else '"'
-        # Text in quotes not in [ ]: ruamel, with which HyperPyYAML writes it anew, takes some of the quotes away.
-        if len(flow) <= _FLOW_CHARACTERS and '"' not in flow:
-            return " ".join([*marks, flow]), ()
         return " ".join(marks), self._items(node, path, indent)
+
+    def _scalar(self, node: Scalar, marks: list[str], indent: str) -> tuple[str, Iterable[_Line]]:
+        if not node.tag:
+            return _scalar(node.value, indent)
+        return " ".join([*marks, _plain_text(str(node.value))] if node.value else marks), ()
+
+    def _on_a_line(self, node: Sequence | Mapping, marks: list[str]) -> str:
+        """All of a list or mapping, if it fits on one line; else empty."""
+        if isinstance(node, Sequence) and node.tag == TUPLE and self._fits_on_a_line(node):
+            return " ".join([*marks[:-1], _tuple(node)])
+        if not node.items:
+            return " ".join([*marks, "{}" if isinstance(node, Mapping) else "[]"])
+        if isinstance(node, Mapping) or not all(is_plain_scalar(item) for item in node.items):
+            return ""
+        flow = _flow(node)
+        # Text in quotes not in [ ]: ruamel, with which HyperPyYAML writes it anew, takes some of the quotes away.
+        return " ".join([*marks, flow]) if len(flow) <= _FLOW_CHARACTERS and '"' not in flow else ""
 
     def _fits_on_a_line(self, sequence: Sequence) -> bool:
         """Whether all below is plain data that stands nowhere else: no call, no tuple, nothing shared."""
@@ -140,20 +159,21 @@ class _Writer:
 def _scalar(value: Any, indent: str) -> tuple[str, Iterable[_Line]]:
     """A plain value; text of several lines stands below its key as it is, where YAML can hold it so."""
     lines = value.removesuffix("\n").split("\n") if isinstance(value, str) and "\n" in value else []
-    if not lines or not (lines[0] and lines[0][0] != " " and lines[-1]) or not all(map(_BLOCK_LINE.fullmatch, lines)):
+    if not lines or not _is_block(lines):
         return _plain_text(value), ()
     return "|" if value.endswith("\n") else "|-", [(f"{indent}{line}" if line else "", None) for line in lines]
+
+
+def _is_block(lines: list[str]) -> bool:
+    """Whether YAML can hold lines as they are: neither blank nor indented at the start, nor blank at the end."""
+    opens = bool(lines[0]) and not lines[0].startswith(" ")
+    return opens and bool(lines[-1]) and all(map(_BLOCK_LINE.fullmatch, lines))
 
 
 def _plain_text(value: Key | datetime.date, quoted: bool = False) -> str:
     """A plain value on one line; in quotes where it would read as something else. quoted: text always in quotes."""
     if isinstance(value, str):
-        if not quoted and _WITHOUT_QUOTES.fullmatch(value) and value.lower() not in _YAML_1_1_WORDS and _is_text(value):
-            return value
-        text = json.dumps(value, ensure_ascii=False)  # JSON's text is YAML's, but for what YAML calls unprintable
-        text = _NOT_PRINTABLE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
-        # HyperPyYAML forgets the quotes and makes a tuple of "(1, 2)", in its first load of a process.
-        return f"!!str {text}" if not quoted and TUPLE_TEXT.match(value) else text
+        return _text(value, quoted)
     if isinstance(value, float):
         return _float(value)
     if isinstance(value, datetime.date):
@@ -161,6 +181,16 @@ def _plain_text(value: Key | datetime.date, quoted: bool = False) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(value)
+
+
+def _text(value: str, quoted: bool) -> str:
+    may_stand_bare = _WITHOUT_QUOTES.fullmatch(value) and value.lower() not in _YAML_1_1_WORDS
+    if not quoted and may_stand_bare and _is_text(value):
+        return value
+    text = json.dumps(value, ensure_ascii=False)  # JSON's text is YAML's, but for what YAML calls unprintable
+    text = _NOT_PRINTABLE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
+    # HyperPyYAML forgets the quotes and makes a tuple of "(1, 2)", in its first load of a process.
+    return f"!!str {text}" if not quoted and TUPLE_TEXT.match(value) else text
 
 
 def _is_text(text: str) -> bool:

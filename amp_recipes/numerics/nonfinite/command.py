@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from amp_recipes.config.options.arguments import trust_in
 from amp_recipes.errors import CheckpointError
+from amp_recipes.files.granted_trust import trust_in
 
 MASK = "***"
 _KEY_BYTES = 32

@@ -11,7 +11,7 @@ from repository import REPOSITORY
 from ruamel.yaml import YAML
 from work import at_most
 
-from amp_recipes.commands.sweep.requests import shown
+from amp_recipes.commands.requests import shown
 from amp_recipes.config import check
 
 SCRIPT = """\

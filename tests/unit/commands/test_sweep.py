@@ -244,11 +244,11 @@ def test_a_grid_runs_each_combination_in_its_own_folder(sweep, folder, recipe, c
 def test_the_table_is_sorted_and_written_twice(sweep, folder, capsys):
     sweep("lr=1e-3,1e-2,1", metric="accuracy")
     table = [
-        "| run | lr    | best accuracy | valid loss | valid accuracy | test accuracy | minutes |      |",
-        "| --- | ----- | ------------- | ---------- | -------------- | ------------- | ------- | ---- |",
-        "| 2   | 0.01  | 1             | 0.01       | 0.5            | 0.25          | 0.0     | best |",
-        "| 1   | 0.001 | 0.991         | 0.001      | 0.5            | 0.25          | 0.0     |      |",
-        "| 3   | 1     | 0.01          | 1          | 0.5            | 0.25          | 0.0     |      |",
+        "| run   | lr    | best accuracy   | valid loss   | valid accuracy   | test accuracy   | minutes   |      |",
+        "|-------|-------|-----------------|--------------|------------------|-----------------|-----------|------|",
+        "| 2     | 0.01  | 1               | 0.01         | 0.5              | 0.25            | 0.0       | best |",
+        "| 1     | 0.001 | 0.991           | 0.001        | 0.5              | 0.25            | 0.0       |      |",
+        "| 3     | 1     | 0.01            | 1            | 0.5              | 0.25            | 0.0       |      |",
     ]
     said = capsys.readouterr().out
     assert "\n".join(table) in said

@@ -430,3 +430,10 @@ def test_an_override_of_a_resolved_file_is_said_to_change_that_key_alone(write, 
     assert hparams_of(file, "--seed=2") == {"lr": 1, "half": 0.5, "seed": 2} and not caplog.records
     assert hparams_of(file, "--lr=4") == {"lr": 4, "half": 0.5, "seed": 1}
     assert "an override (lr) changes nothing but that key itself" in caplog.text
+
+
+def test_a_key_that_a_recipe_reads_and_the_yaml_lacks_is_named_with_the_nearest(write):
+    hparams = load_hparams(write("modle: 1\nlr: 2\n"))
+    with pytest.raises(ConfigError, match=r"params\.yaml has no key 'model'\. Did you mean modle\?$") as caught:
+        hparams["model"]
+    assert isinstance(caught.value, KeyError) and hparams.get("model") is None and "model" not in hparams

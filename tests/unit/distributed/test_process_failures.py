@@ -18,7 +18,7 @@ from repository import REPOSITORY
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from amp_recipes import distributed
-from amp_recipes.config.options import arguments
+from amp_recipes.config.options import plain_errors
 from amp_recipes.distributed import failures
 from amp_recipes.distributed.failures import Report, Watch
 from amp_recipes.errors import ConfigError, ProcessError
@@ -180,7 +180,7 @@ def hook(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(failures, "_exit_code", None)
-    arguments._show_mistakes_plainly()
+    plain_errors.show_mistakes_plainly()
     distributed.show_ranks_in_errors()
     installed = sys.excepthook
     distributed.show_ranks_in_errors()

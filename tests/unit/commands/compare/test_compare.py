@@ -14,6 +14,7 @@ import time
 import pytest
 from programs import DEADLINE_SECONDS, Program
 
+from amp_recipes.commands.child_runs import EndedChild
 from amp_recipes.commands.compare import add_arguments, command
 from amp_recipes.commands.compare.command import run
 from amp_recipes.commands.compare.curves import CURVE_POINTS
@@ -277,7 +278,7 @@ def test_why_a_run_failed(subtests):
         ("x\nValueError: \x1b[31mred\n", 1, "ValueError", "ValueError: \\x1b[31mred"),
     ]:  # fmt: skip
         with subtests.test(said=said):
-            assert why_it_failed(said, status) == (kind, message)
+            assert why_it_failed(EndedChild(status, 0.0, said)) == (kind, message)
 
 
 # ---------------------------------------------------------------------- the verdict

@@ -156,13 +156,27 @@ def test_a_prefix_is_not_an_option():
     assert overrides == {"prec": "fp16"}
 
 
-def test_help_lists_every_option_and_exits_with_zero(capsys):
+def printed_help(capsys, *words: str) -> str:
     with pytest.raises(SystemExit) as caught:
-        parse_arguments(["p.yaml", "--foo", "--help"])
+        parse_arguments(["p.yaml", *words, "--foo"])
     assert caught.value.code == 0
-    printed = capsys.readouterr().out
-    assert all(f"--{name} " in printed for name in OPTION_NAMES)
-    assert "Loss scale (fp16):" in printed and "{fp32,bf16,fp16,auto}" in printed
+    return capsys.readouterr().out
+
+
+def test_help_all_lists_every_option_and_exits_with_zero(capsys, subtests):
+    for words in (["--help", "all"], ["--help=all"], ["-h", "all"]):
+        with subtests.test(words=words):
+            printed = printed_help(capsys, *words)
+            assert all(f"--{name} " in printed for name in OPTION_NAMES)
+            assert "Loss scale (fp16):" in printed and "{fp32,bf16,fp16,auto}" in printed
+
+
+def test_help_lists_the_options_that_people_use_and_says_where_the_others_are(capsys):
+    printed = printed_help(capsys, "--help", "--precision=bf16")
+    shown = {name for name in OPTION_NAMES if f"--{name} " in printed}
+    assert 25 <= len(shown) <= 35
+    assert {"precision", "seed", "output_folder", "max_grad_norm", "resume", "device"} <= shown
+    assert f"--help all shows {len(OPTION_NAMES - shown)} more options" in printed
 
 
 def test_argv_defaults_to_that_of_the_process():

@@ -16,7 +16,7 @@ import torch
 import yaml as pyyaml
 from work import at_most
 
-from amp_recipes.config.trust import instantiate
+from amp_recipes.config.trust import hyperpyyaml_calls
 from amp_recipes.config.trust.instantiate import build
 from amp_recipes.config.yaml.nodes import Mapping, Scalar, Sequence, Source
 from amp_recipes.errors import ConfigError, PrecisionError
@@ -255,7 +255,7 @@ def test_text_that_looks_like_a_tag_stays_text():
 def test_no_yaml_text_is_read_while_building(monkeypatch):
     built({"a": ("!apply:operator.add", [1, 2])})  # HyperPyYAML's constructors are known from here on
     monkeypatch.setattr(pyyaml, "load", None)
-    monkeypatch.setattr(instantiate, "load_hyperpyyaml", None)
+    monkeypatch.setattr(hyperpyyaml_calls, "load_hyperpyyaml", None)
     assert built({"a": ("!apply:operator.add", [1, 2]), "t": ("!tuple", [1])}) == {"a": 3, "t": (1,)}
 
 
@@ -342,7 +342,7 @@ def test_a_keyboard_interrupt_passes():
 @pytest.fixture
 def first_time():
     """HyperPyYAML is asked for its constructors anew."""
-    instantiate._hyperpyyaml_constructors.cache_clear()
+    hyperpyyaml_calls._constructors.cache_clear()
 
 
 TEXT = "a: {b: [1, 2]}\nc: (1, 2)\n"
@@ -368,8 +368,8 @@ def test_the_libraries_are_as_they_were_when_building_or_hyperpyyaml_fails(first
     with pytest.raises(ConfigError):
         built({"a": (f"!new:{HERE}.Broken", "")})
     assert library_state() == state
-    instantiate._hyperpyyaml_constructors.cache_clear()
-    monkeypatch.setattr(instantiate._Collector, "get_single_data", lambda self: raises("value", "inside"))
+    hyperpyyaml_calls._constructors.cache_clear()
+    monkeypatch.setattr(hyperpyyaml_calls._Collector, "get_single_data", lambda self: raises("value", "inside"))
     with pytest.raises(ConfigError, match="inside"):
         built({"a": ("!new:torch.nn.ReLU", "")})
     assert library_state() == state
@@ -381,7 +381,7 @@ def test_threads_that_load_together_leave_the_libraries_as_they_were():
 
     def load():
         for _ in range(20):
-            instantiate._hyperpyyaml_constructors.cache_clear()
+            hyperpyyaml_calls._constructors.cache_clear()
             seen.append(build(node({"a": ("!apply:operator.add", [1, 2])}), Trusting()))
 
     interval = sys.getswitchinterval()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from amp_recipes.config import check
+from amp_recipes.config import check, load_hparams
+from amp_recipes.config.trust import usage
 from amp_recipes.config.trust.usage import names_in
 from amp_recipes.errors import ConfigError
 
@@ -99,3 +100,13 @@ def test_code_in_packages_below_is_read_too(recipe, tmp_path):
     (tmp_path / "lib" / "deeper").mkdir(parents=True)
     (tmp_path / "lib" / "deeper" / "net.py").write_text("def net(hparams):\n    return hparams['label_smoothin']\n")
     assert recipe("label_smoothin: 1\n") == ""
+
+
+def test_a_run_does_not_read_the_recipes_code(recipe, tmp_path, monkeypatch):
+    text = "label_smoothin: 1\n"
+    assert "Did you mean label_smoothing?" in recipe(text)
+    opened = []
+    monkeypatch.setattr(usage, "names_in", opened.append)
+    script = {"__file__": str(tmp_path / "train.py"), "load": load_hparams, "file": tmp_path / "x.yaml"}
+    exec("hparams = load(file)", script)
+    assert script["hparams"] == {"label_smoothin": 1} and opened == []

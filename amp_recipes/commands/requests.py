@@ -1,4 +1,4 @@
-"""What a recipe's command line may ask for instead of a run: a check, the settings, a sweep."""
+"""Does what a recipe's command line asks for instead of a run: a check, the settings, a sweep."""
 
 from __future__ import annotations
 
@@ -20,29 +20,19 @@ from amp_recipes.config.yaml.writing import to_yaml, with_sources
 CheckWith = Callable[[Overrides], Settings]
 
 
-def obey(overrides: Overrides, hparams_file: str, check_with: CheckWith) -> int:
+def run_request(overrides: Overrides, hparams_file: str, check_with: CheckWith) -> int:
     """Do what the command line asks for instead of a run; the exit status. Raises ConfigError."""
-    request = overrides.request
-    if request.action in ("show_config", "check"):
-        settings = check_with(overrides)
-        with reader_may_leave():
-            print(shown(settings).rstrip("\n") if request.action == "show_config" else summary(settings))
-        return 0
-    assert request.action == "sweep"
+    if overrides.request.action == "sweep":
+        return _sweep(overrides, hparams_file, check_with)
+    settings = check_with(overrides)
+    with reader_may_leave():
+        print(report(settings, overrides))
+    return 0
 
-    def check(values: Mapping[str, Any]) -> RunSettings:
-        checked = check_with(overrides.with_values(values))
-        options = checked.options
-        return RunSettings(
-            output_folder=options.get("output_folder"),
-            metric=options.get("early_stop_metric") or "loss",
-            mode=options.get("early_stop_mode", "min"),
-            seed=options.get("seed"),
-            fingerprint=hashlib.sha256(to_yaml(checked.resolved).encode()).hexdigest(),
-        )
 
-    sweep = SweepRequest(request.axes, request.trials)
-    return run_sweep(sweep, _script(), hparams_file, list(request.words), check)
+def report(settings: Settings, overrides: Overrides) -> str:
+    """What `--show-config` prints, if it was asked for, else what a check does."""
+    return shown(settings).rstrip("\n") if overrides.request.action == "show_config" else summary(settings)
 
 
 def summary(settings: Settings) -> str:
@@ -64,6 +54,23 @@ def shown(settings: Settings) -> str:
     known = settings.resolved.items.keys() | rest.keys()
     lines += [f"# {name}: {display(value) or 'null'}\n" for name, value in defaults.items() if name not in known]
     return "".join(lines)
+
+
+def _sweep(overrides: Overrides, hparams_file: str, check_with: CheckWith) -> int:
+    def check(values: Mapping[str, Any]) -> RunSettings:
+        checked = check_with(overrides.with_values(values))
+        options = checked.options
+        return RunSettings(
+            output_folder=options.get("output_folder"),
+            metric=options.get("early_stop_metric") or "loss",
+            mode=options.get("early_stop_mode", "min"),
+            seed=options.get("seed"),
+            fingerprint=hashlib.sha256(to_yaml(checked.resolved).encode()).hexdigest(),
+        )
+
+    request = overrides.request
+    sweep = SweepRequest(request.axes, request.trials)
+    return run_sweep(sweep, _script(), hparams_file, list(request.words), check)
 
 
 def _script() -> str:

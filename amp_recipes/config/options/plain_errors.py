@@ -1,0 +1,40 @@
+"""Shows a user's mistake that ends a script as its message alone, without a traceback."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from traceback import format_exception
+from typing import Any
+
+from amp_recipes.config.yaml.mistakes import printable
+from amp_recipes.errors import CheckpointError, ConfigError, DataError
+from amp_recipes.files.user_code import lies_with_the_user
+
+
+def show_mistakes_plainly() -> None:
+    """Let a user's mistake that ends the script be its message alone: the way through the loader would only hide it.
+
+    One that came from an exception in the recipe's own code keeps its traceback; of a library's, the message is enough.
+    """
+    before = sys.excepthook
+    if getattr(before, "shows_mistakes_plainly", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if isinstance(error, (ConfigError, DataError, CheckpointError)) and not _is_of_own_code(error.__cause__):
+            print(printable(f"{Path(sys.argv[0]).name}: {error}"), file=sys.stderr)
+        else:
+            before(kind, error, traceback)
+
+    hook.shows_mistakes_plainly = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def _is_of_own_code(cause: BaseException | None) -> bool:
+    """Whether an exception came out of the recipe's own files; of another process, its traceback is text."""
+    if cause is None:
+        return False
+    files = re.findall(r'^ *File "(.+)", line \d+', "".join(format_exception(cause)), re.MULTILINE)
+    return any(map(lies_with_the_user, files))

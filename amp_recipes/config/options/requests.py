@@ -1,0 +1,109 @@
+"""Takes from a command line what is neither a run option nor a key of the YAML: `--check`, `--sweep`, `--trust`, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from amp_recipes.config.options.run_options import Purpose
+from amp_recipes.files.granted_trust import granted_trust, names_in
+
+# Words of the command line that are no run options: a YAML cannot say them. Those with a dash are also known with `_`.
+FLAGS = {
+    "check": "Check YAML and command line, build nothing, and end.",
+    "show-config": "Print the resolved YAML with the place that each value came from, and end.",
+    "diagnose": "Say what the precision does to the model, in place of training it, and end.",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks `load_hparams` for, beside options and overrides.
+
+    action: a run, or what is to be done instead of one; trust: what the YAML may name beside the defaults; axes,
+    trials: of a sweep, as they were typed; words: what each run of the sweep is given too.
+    """
+
+    action: Literal["run", "check", "show_config", "sweep"] = "run"
+    trust: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+    trials: int | None = None
+    words: tuple[str, ...] = ()
+
+
+def is_flag(name: str) -> bool:
+    """Whether an option of this name is one that takes no value, such as `--check`."""
+    return name.replace("_", "-") in FLAGS
+
+
+class RequestWords:
+    """What of a command line is neither a run option nor an override, as it is read word by word.
+
+    values: what `--trust`, `--sweep`, `--sweep-trials` and `--replay` were given, each time.
+    """
+
+    def __init__(self) -> None:
+        self.flags: list[str] = []
+        self.values: dict[str, list[str]] = {"trust": [], "sweep": [], "sweep-trials": [], "replay": []}
+        self.mistakes: list[str] = []
+
+    def takes(self, name: str, text: str | None) -> bool:
+        """Whether an option is one of these words; its value is kept."""
+        name = name.replace("_", "-")
+        if name in FLAGS:
+            if text is not None:
+                self.mistakes.append(f"--{name} takes no value, but is given {text!r}.")
+            self.flags.append(name)
+        elif name in self.values and text is not None:
+            self.values[name].append(text)
+        else:
+            return False
+        return True
+
+    def all_mistakes(self) -> Iterator[str]:
+        """What is wrong with the words, also with those that go together."""
+        yield from self.mistakes
+        # A YAML has no way to the words that started this process, nor to its variables.
+        granted = granted_trust()
+        if foreign := [name for name in self._trust if name not in granted]:
+            yield (
+                f"--trust {','.join(foreign)} is not on the command line that started this process, and only that can "
+                "grant trust: other words may be a YAML's. Give it there, or in the script, to load_hparams(trust=...)."
+            )
+        yield from self._wrong_trials()
+        actions = [*dict.fromkeys(self.flags), *(name for name in ("sweep", "replay") if self.values[name])]
+        if len(actions) > 1:
+            yield f"{' and '.join(f'--{action}' for action in actions)} cannot be done at once; give one of them."
+
+    def _wrong_trials(self) -> Iterator[str]:
+        trials = self._trials
+        if trials is None:
+            return
+        if not trials.isdecimal() or int(trials) == 0:
+            yield f"--sweep-trials is {trials!r}, but must be a whole number, 1 or more."
+        if not self.values["sweep"]:
+            yield "--sweep-trials needs --sweep with the keys to try: --sweep 'lr=1e-5..1e-2:log'."
+
+    def request(self, words: list[str]) -> Request:
+        """What is asked for. words: the other words of the command line."""
+        trust, axes = tuple(self._trust), tuple(self.values["sweep"])
+        if axes:
+            trials = None if self._trials is None else int(self._trials)
+            return Request("sweep", trust, axes, trials, (*words, *(f"--trust={name}" for name in trust)))
+        instead = [flag.replace("-", "_") for flag in self.flags if flag != "diagnose"]
+        return Request(instead[0] if instead else "run", trust)  # type: ignore[arg-type]
+
+    def purpose(self) -> Purpose:
+        """What a run is started for."""
+        if self.values["replay"]:
+            return Purpose("replay", self.values["replay"][-1])
+        return Purpose("diagnose") if "diagnose" in self.flags else Purpose()
+
+    @property
+    def _trust(self) -> list[str]:
+        return [name for text in self.values["trust"] for name in names_in(text)]
+
+    @property
+    def _trials(self) -> str | None:
+        return self.values["sweep-trials"][-1] if self.values["sweep-trials"] else None

@@ -1,0 +1,75 @@
+"""Says what a value is that a YAML's name leads to: what decides about it, what it holds, where it is defined."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+from types import MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from amp_recipes.config.trust.late_building import LateClass
+from amp_recipes.config.trust.trusted_names import VALUE_TYPES
+
+_CONTAINERS = (list, tuple, set, frozenset, collections.deque)
+
+
+def subject_of(value: Any) -> Any:
+    """What decides about a value: itself if it is a class or function, what it binds, or else its class."""
+    while True:
+        if type(value) is MethodType:
+            value = value.__func__
+        elif type(value) in (functools.partial, LateClass):
+            value = value.func
+        else:
+            return value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
+
+
+def is_container(value: Any) -> bool:
+    """Whether what a value holds decides about it. Not by isinstance: `__class__` can lie."""
+    kind = type(value)
+    return kind in (dict, *_CONTAINERS) or issubclass(kind, VALUE_TYPES)
+
+
+def held_by(value: Any) -> list[Any]:
+    """What a container holds: a function in it can be had with `random.choice`, and called with `max(key=...)`."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        return [*dict.keys(value), *dict.values(value)]
+    if issubclass(kind, np.ndarray):
+        return value.ravel().tolist() if value.dtype.hasobject else []
+    base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+    return list(base.__iter__(value)) if base else []
+
+
+def is_harmless(value: Any, home: str | None) -> bool:
+    """Whether an attribute's value, an instance of a class that nobody listed, is data: nothing to call or go through.
+
+    Frames, generators and other kinds of the interpreter lead to `__builtins__`.
+    """
+    if issubclass(type(value), torch.nn.Module):
+        return True
+    return home not in (None, "builtins") and not callable(value) and not issubclass(type(value), ModuleType)
+
+
+def home_of(subject: Any) -> tuple[str | None, str]:
+    """The module that defines a class or function (None where it does not say), and its full name."""
+    name = getattr(subject, "__qualname__", None) or getattr(subject, "__name__", repr(subject))
+    home = getattr(subject, "__module__", None)
+    if not isinstance(home, str):  # a method of C: the class that defines it tells, not the one that inherits it
+        owner = getattr(subject, "__objclass__", getattr(subject, "__self__", None))
+        if owner is None or isinstance(owner, ModuleType):
+            return None, str(name)
+        classes = [*owner.__mro__, *type(owner).__mro__] if inspect.isclass(owner) else type(owner).__mro__
+        home = next((known.__module__ for known in classes if subject.__name__ in vars(known)), None)
+    return home, f"{home}.{name}"
+
+
+def description_of(value: Any) -> str:
+    """What a value is, in a few words."""
+    if inspect.isclass(value):
+        return f"the class {value.__name__}"
+    return f"the function {value.__name__}" if inspect.isroutine(value) else f"a {type(value).__name__}"

@@ -1,0 +1,14 @@
+"""Declares the run options of what a run tells and writes."""
+
+from __future__ import annotations
+
+from amp_recipes.options import AT_LEAST_ONE, option, option_group
+
+
+@option_group("Output", changes_training=False)
+class OutputOptions:
+    """What a run shows and where it writes."""
+
+    output_folder: str | None = option(None, "Folder for logs, metrics and checkpoints. Absent: nothing is written.")
+    log_interval_steps: int = option(10, "Updates between refreshes of progress and log.", AT_LEAST_ONE)
+    noprogressbar: bool = option(False, "Show no progress: one line per epoch.")

@@ -1,0 +1,15 @@
+"""Declares the run options of randomness."""
+
+from __future__ import annotations
+
+from amp_recipes.options import SEED, option, option_group
+
+
+@option_group("Randomness")
+class RandomnessOptions:
+    """What makes two runs equal."""
+
+    seed: int | None = option(
+        None, "Seeds Python, NumPy and torch before the YAML instantiates anything. Absent: nothing is seeded.", SEED
+    )
+    deterministic: bool = option(False, "Use deterministic algorithms only; an operation that has none raises.")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from amp_recipes.errors import PrecisionError
-from amp_recipes.files.plain_json import json_bytes
 from amp_recipes.files.run_files import write_atomically
+from amp_recipes.files.strict_json import encode_findings
 from amp_recipes.numerics.census.census import Census, take_census
 from amp_recipes.numerics.drift.drift import ModuleDrift, drift
 from amp_recipes.numerics.hazards.hazards import Hazard, find_hazards
@@ -217,7 +217,7 @@ class Diagnosis:
     def write(self, folder: Path) -> None:
         """Write `diagnosis.json`, and `fp32_modules.yaml` if pins are verified, into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / JSON_FILE, json_bytes(self.as_dict()))
+        write_atomically(folder / JSON_FILE, encode_findings(self.as_dict()))
         if self.answers and self.answers[-1].pins.decision == "pins":
             write_atomically(folder / PINS_FILE, self.answers[-1].pins.yaml().encode())
 

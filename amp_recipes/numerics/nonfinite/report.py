@@ -30,8 +30,8 @@ from amp_recipes.checkpoint.folder import (
 from amp_recipes.checkpoint.state_format import pack_state, read_state
 from amp_recipes.data import to_device
 from amp_recipes.errors import CheckpointError
-from amp_recipes.files.plain_json import json_bytes, plain
 from amp_recipes.files.run_files import refuse_link, write_atomically
+from amp_recipes.files.strict_json import as_it_is_read, encode_findings
 from amp_recipes.numerics.nonfinite import command as commands
 from amp_recipes.numerics.nonfinite.plain_batches import PlainBatches
 from amp_recipes.numerics.nonfinite.values import TensorRange
@@ -117,7 +117,7 @@ class NonfiniteReport:
         for key in ("range", "made"):
             found[key] = [{k: v for k, v in asdict(it).items() if k != "kind"} for it in found[key]]
         first = ("step", "module", "op", "phase", "dtype", "cause", "samples", "range", "message", "caveats")
-        return plain({key: found[key] for key in (*first, *(it for it in found if it not in first))})
+        return as_it_is_read({key: found[key] for key in (*first, *(it for it in found if it not in first))})
 
 
 # ---------------------------------------------------------------------- writing
@@ -155,7 +155,7 @@ def write_report(
         refused = _write_replay(Path(private), target, report, trial, window, random, command, most_bytes)
         content["replay"] = None if refused else target.name
         content["no_replay"] = refused
-        _put(Path(private), file, json_bytes(content))
+        _put(Path(private), file, encode_findings(content))
     return file if refused else target
 
 

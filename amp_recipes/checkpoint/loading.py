@@ -18,6 +18,7 @@ from amp_recipes.checkpoint.names import clean_names, clean_state, live_state
 from amp_recipes.checkpoint.shards import Stored, is_distributed, like, local_part
 from amp_recipes.checkpoint.state_format import PackedState, pack_state
 from amp_recipes.errors import CheckpointError, ConfigError
+from amp_recipes.modules.torch_private import set_versions_of_state, versions_of_state
 
 _RECOVERABLE_PATTERN = re.compile(r"\w[\w.+-]*")  # safe as a file name on every platform
 _MAX_NAME_BYTES = 255 - len(STATE_SUFFIX)
@@ -265,8 +266,8 @@ def _copied(state: Any) -> Any:
         return state if is_lazy(state) else state.detach().to("cpu", copy=True)
     if type(state) in (dict, OrderedDict):
         copied = type(state)((key, _copied(value)) for key, value in state.items())
-        if hasattr(state, "_metadata"):
-            copied._metadata = copy.deepcopy(state._metadata)
+        if versions_of_state(state) is not None:
+            set_versions_of_state(copied, copy.deepcopy(versions_of_state(state)))
         return copied
     if type(state) in (list, tuple):
         return type(state)(map(_copied, state))

@@ -48,9 +48,11 @@ from amp_recipes.checkpoint.shards import (
     local_part,
 )
 from amp_recipes.errors import CheckpointError
+from amp_recipes.modules.torch_private import set_versions_of_state, storage_id, versions_of_state
 
 _METADATA_KEY = "amp_recipes"
 _SHARDS_KEY = "amp_recipes_shards"
+_VERSIONS = "_metadata"  # of the modules whose state an OrderedDict is; as the first files have it
 _MAX_DEPTH = 100  # far below Python's recursion limit, also where the save stands deep in other calls
 _MAX_HEADER_BYTES = 100_000_000  # what the safetensors library reads
 _INT_BOUND = 1 << 63
@@ -188,8 +190,8 @@ class _Packer:
         if kind is defaultdict and usual:
             return {"$defaultdict": pairs, "factory": _FACTORY_NAMES[value.default_factory]}
         if kind is OrderedDict:
-            metadata = getattr(value, "_metadata", None)
-            return {"$OrderedDict": pairs, "_metadata": self.node(metadata, (*path, "_metadata"))}
+            versions = versions_of_state(value)
+            return {"$OrderedDict": pairs, _VERSIONS: self.node(versions, (*path, _VERSIONS))}
         return {"$Counter" if kind is Counter else "$dict": pairs}
 
     def _key(self, key: Any, path: tuple) -> Any:
@@ -266,7 +268,7 @@ class _Packer:
         if local.numel():
             place = (local.device, local.data_ptr(), tuple(value.shape), local.stride(), value.dtype)
         elif value.numel():  # the memory tells which are tied, also where nothing of them is here
-            place = (local.untyped_storage()._cdata, local.storage_offset(), tuple(value.shape), value.dtype)
+            place = (storage_id(local), local.storage_offset(), tuple(value.shape), value.dtype)
         else:
             place = (path,)
         name = self._packed.get(place)
@@ -429,8 +431,8 @@ class _Reader:
     def ordered(self, node: dict) -> OrderedDict:
         """An OrderedDict, with the `_metadata` of a module's state dict where it had one."""
         found = OrderedDict(self.pairs(node["$OrderedDict"]))
-        if node["_metadata"] is not None:
-            found._metadata = self.value(node["_metadata"])
+        if node[_VERSIONS] is not None:
+            set_versions_of_state(found, self.value(node[_VERSIONS]))
         return found
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from amp_recipes import distributed
 from amp_recipes.checkpoint.folder import Damaged
+from amp_recipes.distributed.torch_private import timeout_of
 from amp_recipes.errors import CheckpointError, ConfigError
 
 # The first of them is raised if processes meet different ones.
@@ -129,9 +129,8 @@ def together() -> Together:
 
 def _timeout() -> timedelta:
     """How long the processes of the run wait for each other."""
-    # torch has no public way to ask, and new_group's default is torch's and not that of the processes' group.
-    group = distributed.host_group() or dist.group.WORLD
-    return group._get_backend(torch.device("cpu")).options._timeout
+    # new_group's default is torch's and not that of the processes' group.
+    return timeout_of(distributed.host_group() or dist.group.WORLD)
 
 
 def _told(error: Exception) -> tuple[int, str]:

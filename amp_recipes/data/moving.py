@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
+
+from amp_recipes.modules.nested import parts_of
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.Size)
-_UNSET = object()
 
 
 def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
@@ -94,36 +94,22 @@ def _takes_non_blocking(kind: type) -> bool:
 
 def _move_container(x: Any, move: Callable[[Any], Any]) -> Any:
     """A container that is not just a list, tuple or dict, with its values moved."""
-    kind = type(x)
-    if isinstance(x, tuple) and hasattr(kind, "_make"):
-        return kind._make([move(value) for value in x])
-    if kind in pytree.SUPPORTED_NODES:
-        return pytree.tree_map(move, x, is_leaf=lambda node: node is not x)  # one level: `move` does the rest
-    if is_dataclass(x):
-        return _move_fields(x, move)
-    if isinstance(x, dict | UserDict):
+    if isinstance(x, UserDict):
         moved = copy.copy(x)
-        for key, value in x.items():
-            moved[key] = move(value)
+        moved.update({key: move(value) for key, value in x.items()})
         return moved
-    if isinstance(x, list | UserList):
+    if isinstance(x, UserList):
         moved = copy.copy(x)
         moved[:] = [move(value) for value in x]
         return moved
-    if isinstance(x, tuple):
-        values = [move(value) for value in x]
-        return x if all(new is old for new, old in zip(values, x, strict=True)) else kind(values)
-    return x
-
-
-def _move_fields(x: Any, move: Callable[[Any], Any]) -> Any:
-    # Not `dataclasses.replace`: it runs `__post_init__` again and refuses fields that are not in `__init__`.
-    moved = copy.copy(x)
-    for field in fields(x):
-        value = getattr(x, field.name, _UNSET)
-        if value is not _UNSET:
-            object.__setattr__(moved, field.name, move(value))  # also where the dataclass is frozen
-    return moved
+    parts = parts_of(x)
+    if parts is None:
+        return x
+    items, rebuild = parts
+    values = [move(value) for value in items]
+    if isinstance(x, tuple) and all(new is old for new, old in zip(values, x, strict=True)):
+        return x  # Python's own records, such as time.struct_time, cannot be rebuilt
+    return rebuild(values)
 
 
 def _leading_lengths(x: Any, inside_object: bool = False) -> Iterator[int | None]:

@@ -18,14 +18,13 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from amp_recipes.distributed import torch_private
 from amp_recipes.distributed.collectives import Poll
 from amp_recipes.distributed.processes import initialized
 from amp_recipes.errors import ConfigError, RecipeError
+from amp_recipes.modules.torch_private import BatchNorm, forward_hooks, forward_pre_hooks, non_persistent_buffers
 
 _BROADCAST_BYTES = 250 * 1024 * 1024  # as DistributedDataParallel has it
-# Of torch's, which may change with any release.
-_INSIDES_OF_DDP = ("_pre_forward", "_post_forward")
-_INSIDES_OF_REDUCER = ("_rebuild_buckets", "prepare_for_backward", "_reset_state", "_check_reducer_finalized")
 _SYNC_BATCHNORM_DEVICES = ("cuda", "hpu", "xpu")
 
 
@@ -37,9 +36,7 @@ class _Reducer(DistributedDataParallel):
         left_out = [name for name, it in module.named_parameters(remove_duplicate=False) if id(it) not in chosen]
         # `_Replica` sends them: that modules share a parameter is no reason to send the buffers of one with the other.
         left_out += [name for name, _ in module.named_buffers(remove_duplicate=False)]
-        # torch names the module's own parameters with a dot before, in one place of two.
-        module._ddp_params_and_buffers_to_ignore = [*left_out, *(f".{name}" for name in left_out)]
-        try:
+        with torch_private.leaving_out(module, left_out):
             super().__init__(
                 module,
                 init_sync=False,  # done, for all modules together
@@ -48,8 +45,6 @@ class _Reducer(DistributedDataParallel):
                 find_unused_parameters=options.find_unused_parameters and not options.static_graph,
                 static_graph=options.static_graph,
             )
-        finally:
-            del module._ddp_params_and_buffers_to_ignore
         self.averaged = list(parameters)
         self.reached = False  # by the backward under way
         self.owes = False  # gradients of this window's earlier micro-batches, which were not averaged
@@ -66,21 +61,20 @@ class _Reducer(DistributedDataParallel):
     def after_forward(self, output: Any) -> Any:
         """The output, to be returned; a backward averages gradients from now on, if it is to."""
         self.expects_gradients = self.require_backward_grad_sync
-        return self._post_forward(output)
+        return torch_private.after_forward(self, output)
 
     def expect_gradients(self, loss: torch.Tensor) -> None:
         """Average in the next backward, from `loss`, also where no forward came before."""
         if self.static_graph or self.expects_gradients:
             return
-        self.reducer._rebuild_buckets()  # where it is due: not once it expects gradients
         # A forward would have looked for what is unused in its outputs; of a method, the loss tells.
-        self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
+        torch_private.expect_gradients(self, [loss] if self.find_unused_parameters else [])
         self.expects_gradients = True
 
     def expect_none(self) -> None:
         """Leave gradients as they are: those of a critic that a generator's loss only goes through."""
         if self.expects_gradients:
-            self.reducer._reset_state()
+            torch_private.expect_none(self)
             self.expects_gradients = False
 
 
@@ -103,7 +97,7 @@ class _Replica:
         if not self._takes_part():
             return
         for reducer in self.reducers:
-            reducer._pre_forward()
+            torch_private.before_forward(reducer)
         if self.has_buffers and self.buffers_are_due:
             _broadcast_buffers(module)
 
@@ -123,8 +117,7 @@ class _Replica:
 
 def check(options: Any, device: torch.device) -> None:
     """Raise ConfigError for options that several processes on `device` cannot run with, and for another torch."""
-    inside = [(DistributedDataParallel, _INSIDES_OF_DDP), (dist.Reducer, _INSIDES_OF_REDUCER)]
-    missing = [name for kind, names in inside for name in names if not hasattr(kind, name)]
+    missing = torch_private.missing_for_ddp()
     if missing:
         raise ConfigError(
             f"several processes average gradients with insides of torch 2.13 ({', '.join(missing)}) that torch "
@@ -285,7 +278,7 @@ def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 def _replica_of(module: nn.Module) -> _Replica | None:
     """The live one that hangs on the module's hooks."""
-    for hook in module._forward_pre_hooks.values():
+    for hook in forward_pre_hooks(module).values():
         replica = getattr(hook, "__self__", None)
         if isinstance(replica, _Replica) and replica.reducers:
             return replica
@@ -319,9 +312,9 @@ def _is_wrapped(modules: nn.ModuleDict, by_owners: dict[tuple[str, ...], list[nn
 def _unwrap(modules: nn.ModuleDict) -> None:
     """Let go of hooks from an earlier wrap."""
     for reducer in _reducers(modules):
-        reducer.reducer._remove_autograd_hooks()
+        torch_private.remove_hooks(reducer)
     for module in modules.children():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for hooks in (forward_pre_hooks(module), forward_hooks(module)):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Replica)]:
                 del hooks[key]
 
@@ -361,7 +354,7 @@ def start_alike(modules: nn.ModuleDict) -> None:
     alike = len(set(map(str, _gather([(name, tuple(it.shape)) for name, it in others])))) == 1
     broadcast = [it.detach() for _, it in (tensors if alike else saved)]
     if broadcast:
-        dist._broadcast_coalesced(dist.group.WORLD, broadcast, _BROADCAST_BYTES, 0)
+        torch_private.broadcast(broadcast, _BROADCAST_BYTES)
 
 
 def _gather(found: Any) -> list[Any]:
@@ -382,8 +375,8 @@ def _broadcast_buffers(modules: nn.Module) -> None:
     buffers = _persistent_buffers(modules)
     if buffers:
         # Graphs that have saved one do not mind: at least in rank 0 nothing has changed.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-            dist._broadcast_coalesced(dist.group.WORLD, buffers, _BROADCAST_BYTES, 0)
+        with torch.no_grad(), torch_private.versions_kept(buffers):
+            torch_private.broadcast(buffers, _BROADCAST_BYTES)
 
 
 def _persistent_buffers(modules: nn.Module) -> list[torch.Tensor]:
@@ -394,7 +387,7 @@ def _persistent_buffers(modules: nn.Module) -> list[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     for module in modules.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if name not in non_persistent_buffers(module):
                 found[id(buffer)] = buffer
     return list(found.values())
 
@@ -432,9 +425,9 @@ def _average(parameters: Sequence[nn.Parameter]) -> None:
 def _check_finished(reducer: _Reducer, modules: nn.Module) -> None:
     """Raise RecipeError if a backward reached some of the parameters only: no rank has averages then."""
     try:
-        reducer.reducer._check_reducer_finalized()
+        torch_private.check_finished(reducer)
     except RuntimeError:
-        reducer.reducer._reset_state()
+        torch_private.expect_none(reducer)
     else:
         return
     missing = {id(parameter) for parameter in reducer.averaged if parameter.grad is None}
@@ -456,8 +449,7 @@ def synchronise_batchnorms(modules: nn.ModuleDict) -> None:
     `SyncBatchNorm.convert_sync_batchnorm` makes new modules, and loses them. Raises ConfigError for a class derived
     from BatchNorm, whose own forward would be lost as well.
     """
-    batchnorms = nn.modules.batchnorm._BatchNorm
-    found = [(name, it) for name, it in modules.named_modules() if isinstance(it, batchnorms)]
+    found = [(name, it) for name, it in modules.named_modules() if isinstance(it, BatchNorm)]
     found = [(name, it) for name, it in found if not isinstance(it, nn.SyncBatchNorm)]
     own = [name for name, it in found if type(it) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
     if own:

@@ -20,12 +20,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from amp_recipes.distributed import torch_private
 from amp_recipes.distributed.gathered_dtype import GatheredDtype
 from amp_recipes.distributed.meshes import REPLICATE, data_mesh, make_mesh
 from amp_recipes.distributed.tensor_parallel import divide, styles_of
 from amp_recipes.errors import ConfigError
 from amp_recipes.modules.blocks import chosen_blocks, has_parameters, repeated_blocks, with_forward
 from amp_recipes.modules.sharded import is_sharded as is_sharded_tensor
+from amp_recipes.modules.torch_private import parameters_of
 
 # torch.distributed.fsdp is imported where it is used: that takes 0.6 s, which only those who shard should pay.
 logger = logging.getLogger(__name__)
@@ -40,8 +42,6 @@ _CAST_BY_AUTOCAST = {
     },
 }  # fmt: skip
 
-# Of torch.distributed.fsdp._fully_shard._fsdp_init, which may change with any release.
-_INSIDES = ("_init_param_group", "_get_mesh_info", "_get_post_forward_mesh_info", "_get_device_from_mesh")
 _WAITING: WeakSet[nn.Module] = WeakSet()  # roots whose replicas add up later
 
 
@@ -97,9 +97,7 @@ def shard(
 
 def check(modules: nn.ModuleDict) -> None:
     """Raise ConfigError for parameters that cannot be sharded, and for a torch whose insides are others."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_init
-
-    missing = [name for name in _INSIDES if not hasattr(_fsdp_init, name)]
+    missing = torch_private.missing_for_fsdp()
     if missing:
         raise ConfigError(
             f"strategy fsdp makes its groups with insides of torch 2.13 ({', '.join(missing)}) that torch "
@@ -160,9 +158,9 @@ def leaves(modules: nn.Module, parameters: Iterable[nn.Parameter]) -> list[torch
     gathered: dict[nn.Parameter, torch.Tensor | None] = {}
     for module in modules.modules():
         if _gathers(module):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in torch_private.groups_of(module):
                 for it in group.fsdp_params:
-                    gathered[it.sharded_param] = getattr(it, "_unsharded_param", None)
+                    gathered[it.sharded_param] = torch_private.gathered_form(it)
     found = (gathered.get(parameter, parameter) for parameter in parameters)
     return [tensor for tensor in found if tensor is not None]
 
@@ -194,7 +192,7 @@ def _owners(modules: nn.ModuleDict, roots: list[nn.Module], units: set[nn.Module
 
     def walk(module: nn.Module, way: tuple[nn.Module, ...]) -> None:
         way = (*way, module) if module in units else way
-        for parameter in module._parameters.values():
+        for parameter in parameters_of(module).values():
             if parameter is not None:
                 pairs = zip(ways.get(parameter, way), way, strict=False)
                 ways[parameter] = tuple(here for here, _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
@@ -253,7 +251,6 @@ def _shard_unit(
     ours.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-    from torch.distributed.fsdp._fully_shard import _fsdp_init
 
     offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
     # autocast casts inputs, so that pinned modules get them as they are.
@@ -270,24 +267,14 @@ def _shard_unit(
         ignored_params=set(unit.parameters()),
     )
     kinds = lambda item: (str(item[1]), str(item[0].dtype))  # noqa: E731
-    mesh_info = _fsdp_init._get_mesh_info(mesh)
     reshards = True if reshard_after_forward is None else reshard_after_forward
     for _, group in groupby(sorted(parameters, key=kinds), kinds):
         members = list(group)
-        _fsdp_init._init_param_group(
-            fully_shard.state(unit),
-            [parameter for parameter, _ in members],
-            (unit,),
-            mesh_info,
-            _fsdp_init._get_post_forward_mesh_info(reshards, mesh_info),
-            _fsdp_init._get_device_from_mesh(mesh),
-            None,
-            policies[members[0][1]],
-            offload,
-        )
-    low = [group for group in fully_shard.state(unit)._fsdp_param_groups if group.mp_policy.param_dtype is not None]
+        own = [parameter for parameter, _ in members]
+        torch_private.add_group(unit, own, mesh, reshards, policies[members[0][1]], offload)
+    low = [group for group in torch_private.groups_of(unit) if group.mp_policy.param_dtype is not None]
     if low:
-        GatheredDtype(unit, low, low[0].mp_policy.param_dtype, _fsdp_init._get_device_from_mesh(mesh))
+        GatheredDtype(unit, low, low[0].mp_policy.param_dtype, torch_private.device_of(mesh))
 
 
 def _outside_of_others(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
@@ -332,8 +319,8 @@ def _free_where_no_backward_follows(root: nn.Module, inputs: Any, outputs: Any) 
 
 def _has_replicas(root: nn.Module) -> bool:
     # The root may have no group: all its parameters may be in blocks. All units of a run have one mesh.
-    groups = (it for module in root.modules() if _gathers(module) for it in module._get_fsdp_state()._fsdp_param_groups)
-    first = next(groups, None)
+    units = filter(_gathers, root.modules())
+    first = next((group for unit in units for group in torch_private.groups_of(unit)), None)
     return first is not None and REPLICATE in (first.mesh_info.mesh.mesh_dim_names or ())
 
 

@@ -11,7 +11,9 @@ from torch import nn
 
 from amp_recipes.errors import ConfigError, PrecisionError
 from amp_recipes.modules.names import check_patterns, matches, no_match
+from amp_recipes.modules.torch_private import COMPILED_MODULE, children_of
 from amp_recipes.precision.autocast import call_without_autocast, has_default_precision
+from amp_recipes.precision.torch_private import assume_constant_result
 
 
 class _TraceLog:
@@ -21,14 +23,11 @@ class _TraceLog:
         self.classes: set[type] = set()
 
 
+@assume_constant_result
 def _note_traced(trace_log: _TraceLog, module_class: type) -> bool:
     """Runs while torch.compile traces, not in the compiled code."""
     trace_log.classes.add(module_class)
     return True
-
-
-# What torch.compiler.assume_constant_result does, without the 2 s for which that imports the compiler.
-_note_traced._dynamo_marked_constant = True
 
 
 class _Pin:
@@ -179,7 +178,7 @@ def _with_forward(name: str, module: nn.Module) -> Iterator[nn.Module]:
             f"fp32_modules: {name!r} is a TorchScript module, whose compiled forward cannot be pinned; "
             "use the module that it was made from"
         )
-    is_compiled = "_orig_mod" in module._modules
+    is_compiled = COMPILED_MODULE in children_of(module)
     if not is_compiled and ("forward" in vars(module) or type(module).forward is not nn.Module.forward):
         yield module
         return

@@ -20,11 +20,13 @@ from torch.optim import Optimizer
 
 from amp_recipes.errors import PrecisionError, RecipeError
 from amp_recipes.modules.sharded import is_sharded, local
+from amp_recipes.modules.torch_private import sparse_values
 from amp_recipes.precision.amp_config import fp16_parameters
 from amp_recipes.precision.host_copy import HostCopy, Ticket
 from amp_recipes.precision.loss_scaler import LossScaler
 from amp_recipes.precision.rollback import BufferRollback
 from amp_recipes.precision.sharded_gradients import Ranks, mark_of, marks_differ, sum_of_squares
+from amp_recipes.precision.torch_private import foreach_mul, foreach_norm, step_takes_found_inf, unscale_and_check
 
 logger = logging.getLogger(__name__)
 
@@ -257,9 +259,9 @@ class UpdateOwner:
             self.scaler.note_step(optimizer)
             self._stepped.add(id(optimizer))
         gradients = [parameter.grad for parameter in parameters]
-        return (
-            [gradient._values() if gradient.is_sparse else gradient for gradient in gradients] if sparse else gradients
-        )
+        if sparse:
+            gradients = [sparse_values(gradient) if gradient.is_sparse else gradient for gradient in gradients]
+        return gradients
 
     def _leaves(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         """What to differentiate with respect to: for a sharded parameter, what its module computed with."""
@@ -323,7 +325,7 @@ class UpdateOwner:
         if numbers.dtype == torch.float32:
             skip = numbers[0]
             # One kernel that raises the flag; multiplying by one leaves the numbers as they are.
-            torch._amp_foreach_non_finite_check_and_unscale_([numbers[1:]], skip, self._one)
+            unscale_and_check([numbers[1:]], skip, self._one)
         else:
             skip = numbers.isfinite().all().logical_not().float()
         if failed is not None:
@@ -412,7 +414,7 @@ def _norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     device, dtype = gradients[0].device, gradients[0].dtype
     if all(gradient.dtype is dtype and gradient.device == device for gradient in gradients):
         # The common case without sorting the gradients by device and dtype, which costs more than the norm.
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
     return torch.nn.utils.get_total_norm(gradients)
 
 
@@ -429,7 +431,7 @@ def _clip(
     # In the order in which torch divides a number by a tensor, so that the bits are the same; in place it is cheaper.
     coefficient = (norm + 1e-6).reciprocal_().mul_(max_grad_norm).clamp_(max=1.0)
     if all(gradient.device == coefficient.device for gradient in gradients):
-        torch._foreach_mul_(gradients, coefficient)
+        foreach_mul(gradients, coefficient)
     else:
         for gradient in gradients:
             gradient.mul_(coefficient.to(gradient.device, non_blocking=gradient.device.type != "cpu"))
@@ -450,7 +452,7 @@ def _skips_on_device(optimizer: Optimizer, skip: torch.Tensor) -> bool:
 
     Not one on the CPU beside a GPU (offloaded parameters): it would read a copy of `skip` that is still under way.
     """
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+    return step_takes_found_inf(optimizer) and all(
         group.get("fused", True) and all(p.device.type == skip.device.type for p in group["params"][:1])
         for group in optimizer.param_groups
     )

@@ -26,6 +26,7 @@ from amp_recipes.numerics.trial import Outcome, Trial, Window
 from amp_recipes.numerics.watch.observe import dtype_name
 from amp_recipes.numerics.watch.op_kinds import OpKind
 from amp_recipes.precision import decorated_modules, pinned_modules
+from amp_recipes.precision.torch_private import has_kernel, is_dispatch_key
 
 _WIDE = {"float32", "float64"}
 # Autocast has a rule for `matmul`, not for each of the ops that a recipe may call in its place.
@@ -198,9 +199,7 @@ def _meant_low(census: Census, scripts: set[str], device_type: str) -> list[Misp
 
 def _has_rule(base: str, device_type: str) -> bool:
     key = f"Autocast{device_type.upper()}"
-    if not hasattr(torch._C.DispatchKey, key):
-        return True
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{base}", key)
+    return not is_dispatch_key(key) or has_kernel(f"aten::{base}", key)
 
 
 def _cache_effect(

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.drift.own_ops import LOW, CallDtypes, OwnOps, hookable
 from amp_recipes.numerics.drift.watch import Inside, Measure, Measured
 from amp_recipes.numerics.trial import Outcome, Trial, Window, gradient_error
-from amp_recipes.numerics.watch.observe import OUTSIDE, OpWatch, tensors_in
+from amp_recipes.numerics.watch.observe import OUTSIDE, OpWatch
 from amp_recipes.numerics.watch.op_kinds import op_kind
+from amp_recipes.precision.torch_private import Op
 
 
 @dataclass
@@ -172,7 +174,7 @@ class _LowOwners(OpWatch):
         self._known = hookable(modules)
         self.found: dict[str, None] = {}
 
-    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if op_kind(op).doing != "compute" or all(it.dtype not in LOW for it in tensors_in(args, kwargs, output)):
             return
         place = self.at.here
@@ -192,7 +194,7 @@ class _BackwardBirths(OpWatch):
         super().__init__(modules)
         self.modules: set[str] = set()
 
-    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         place = self.at.here
         if place.phase != "backward" or _are_finite(output) or not _are_finite(args, kwargs):
             return

@@ -13,10 +13,11 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from amp_recipes.files.user_code import Line, user_line
+from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.hazards.list import Found, Grade, library_line, names
 from amp_recipes.numerics.hazards.modules import NAMES
 from amp_recipes.numerics.ops.lists import DOCUMENTED, FLOAT32, LOWER_PRECISION, RAISES, policy
-from amp_recipes.numerics.watch.observe import Attribution, tensors_in
+from amp_recipes.numerics.watch.observe import Attribution
 from amp_recipes.precision.autocast import AUTOCAST_DEVICE_TYPES
 
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)

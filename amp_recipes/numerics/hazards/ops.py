@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_recipes.modules.nested import tensors_in
+from amp_recipes.modules.torch_private import storage_id
 from amp_recipes.numerics.hazards.calls import CallHazards
 from amp_recipes.numerics.hazards.list import Found, Grade, library_line, names
 from amp_recipes.numerics.hazards.modules import NAMES
 from amp_recipes.numerics.ops.lists import FLOAT32, KERNEL_OF, LOWER_PRECISION, policy
-from amp_recipes.numerics.watch.observe import OpWatch, dtype_name, tensors_in
+from amp_recipes.numerics.watch.observe import OpWatch, dtype_name
 from amp_recipes.numerics.watch.op_kinds import OpKind, op_kind
+from amp_recipes.precision.torch_private import Op, schema_of, without_torch_function
 
 _LARGEST = torch.finfo(torch.float16).max  # 65504
 _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
@@ -69,11 +72,11 @@ class OpHazards(OpWatch):
         self._is_cpu = device_type == "cpu"
         self._wide_on_cuda: set[int] = set()  # storages of low-precision tensors
 
-    def about_to_see(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def about_to_see(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.at.here.phase != "forward":
             return
         kind = op_kind(op)
-        with torch._C.DisableTorchFunction():  # what is asked here is no call of the user's
+        with without_torch_function():  # what is asked here is no call of the user's
             if kind.is_cast:
                 self._cast(kind, args, kwargs)
             elif kind.doing != "view":
@@ -81,11 +84,11 @@ class OpHazards(OpWatch):
                 if kind.base in _EXPONENTIALS or (kind.base == "pow" and not isinstance(args[0], torch.Tensor)):
                     self._exponential(kind, args)
 
-    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self.at.here.phase != "forward":
             return
         kind = op_kind(op)
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             if kind.base in _SUMS or kind.base == "mean":
                 self._sum(kind, args, output)
             if self._is_cpu and kind.doing != "view":
@@ -326,7 +329,7 @@ def _on_cuda(name: str) -> str | None:
 
 def _storage(tensor: torch.Tensor) -> int | None:
     """Names the memory of a plain tensor."""
-    return tensor.untyped_storage()._cdata if _is_plain(tensor) else None
+    return storage_id(tensor) if _is_plain(tensor) else None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -351,10 +354,10 @@ def _is_remarkable(value: float) -> bool:
 
 def _constants_in(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Numbers that the op computes with, by the name of their argument; sizes and dimensions are none."""
-    for schema, value in zip(kind.op._schema.arguments, args, strict=False):
+    for schema, value in zip(schema_of(kind.op).arguments, args, strict=False):
         yield from _constant(kind, schema, value)
     if kwargs:
-        for schema in kind.op._schema.arguments:
+        for schema in schema_of(kind.op).arguments:
             if schema.name in kwargs:
                 yield from _constant(kind, schema, kwargs[schema.name])
 

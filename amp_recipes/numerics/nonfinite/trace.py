@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from amp_recipes.modules.torch_private import storage_id
 from amp_recipes.numerics.nonfinite.batch_samples import samples_in, tensors_by_path
 from amp_recipes.numerics.nonfinite.memory import (
     Bad,
@@ -47,7 +47,8 @@ from amp_recipes.numerics.nonfinite.values import (
     rows_at_least,
     witness,
 )
-from amp_recipes.numerics.watch.observe import OpWatch, graph_task
+from amp_recipes.numerics.watch.observe import OpWatch
+from amp_recipes.precision.torch_private import FIRST_GRADIENTS, Op, graph_task, without_modes
 from amp_recipes.state.randomness import generator_state
 
 _SEED = torch.ops.aten.ones_like.default  # a backward begins with the gradient of the loss by itself
@@ -104,7 +105,7 @@ class NonfiniteTrace(OpWatch):
 
     # ------------------------------------------------------------------ at each op
 
-    def about_to_see(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def about_to_see(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.target is not None:
             return
         facts = self._facts = facts_of(op)
@@ -119,7 +120,7 @@ class NonfiniteTrace(OpWatch):
                 if not facts.overwrites and is_float(read.tensor) and (read.memory.bad or not facts.is_harmless):
                     read.range = range_of(read.tensor)  # now or never
 
-    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self.target is not None:
             return
         if op is _SEED and _is_one_number(self._reads) and self._reads[0].memory.bad and _begins_backward():
@@ -170,7 +171,7 @@ class NonfiniteTrace(OpWatch):
         """What the op changed, and those of its outputs that are not views of what it read."""
         written, read = self._changed, {id(it.memory) for it in self._reads}
         for tensor in self._tensors((output,)):
-            memory = self._memories.get(tensor.untyped_storage()._cdata)
+            memory = self._memories.get(storage_id(tensor))
             if memory is None or id(memory) not in read:
                 written = [*written, tensor]
         return written
@@ -209,7 +210,7 @@ class NonfiniteTrace(OpWatch):
         reads = [it for it in self._reads if not it.memory.bad and is_float(it.tensor)]
         return tuple((it.memory.last, min(found, kind)) for it in reads if (found := it.kind()) != FINITE)
 
-    def _witness(self, op: torch._ops.OpOverload, args: tuple[Any, ...], bad: list[Tensor], kind: int) -> Birth:
+    def _witness(self, op: Op, args: tuple[Any, ...], bad: list[Tensor], kind: int) -> Birth:
         reads = [it for it in self._reads if not it.overwritten]
         ranges = [it.range or range_of(it.tensor) for it in reads if is_float(it.tensor)]
         whole = [it.tensor for it in reads if it.range is None]
@@ -219,12 +220,12 @@ class NonfiniteTrace(OpWatch):
         return birth
 
     def _write(self, tensor: Tensor, number: int, kind: int) -> None:
-        storage = tensor.untyped_storage()
-        memory = self._memories.get(storage._cdata)
+        storage, key = tensor.untyped_storage(), storage_id(tensor)
+        memory = self._memories.get(key)
         if memory is None:
             if len(self._memories) >= self._prune_at:
                 self._forget_what_is_gone()
-            memory = self._memories[storage._cdata] = Memory(storage, number)
+            memory = self._memories[key] = Memory(storage, number)
         memory.last = number
         if memory.bad:
             first, end = bytes_of(tensor)
@@ -254,10 +255,10 @@ class NonfiniteTrace(OpWatch):
                     yield External("batch", path, tuple(leaf.shape), leaf.dtype, index, leaf)
 
     def _memory_of(self, tensor: Tensor) -> Memory:
-        storage = tensor.untyped_storage()
-        memory = self._memories.get(storage._cdata)
+        storage, key = tensor.untyped_storage(), storage_id(tensor)
+        memory = self._memories.get(key)
         if memory is None:
-            memory = self._memories[storage._cdata] = Memory(storage, len(self.events))
+            memory = self._memories[key] = Memory(storage, len(self.events))
             self._take_in(tensor, storage, memory)
         return memory
 
@@ -283,24 +284,24 @@ class NonfiniteTrace(OpWatch):
         if self.target is not None or gradient is None:
             return
         if gradient.layout is torch.strided and type(gradient) is Tensor:
-            memory = self._memories.get(gradient.untyped_storage()._cdata)
+            memory = self._memories.get(storage_id(gradient))
             if memory is None or not memory.bad:
                 return
-        with _disable_current_modes(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             self._note(f"gradient of {name}", gradient)
 
     def _note(self, target: str, value: Tensor) -> None:
         """If this is nonfinite, it is what is to be explained."""
         for plain in plain_tensors(value):
-            memory = self._memories.get(plain.untyped_storage()._cdata)
+            memory = self._memories.get(storage_id(plain))
             if memory is not None and memory.bad and (kind := kind_of(plain)) != FINITE:
                 self.target = target
                 self.causes += tuple((number, kind) for number in writers_of(memory, plain))
 
     def causes_of(self, value: Tensor) -> tuple[Cause, ...]:
         """Who wrote a nonfinite tensor that the step returned."""
-        with _disable_current_modes(), torch.no_grad():
-            memory = self._memories.get(value.untyped_storage()._cdata)
+        with without_modes(), torch.no_grad():
+            memory = self._memories.get(storage_id(value))
             kind = kind_of(value)
         if memory is not None:
             return tuple((number, kind) for number in writers_of(memory, value))
@@ -325,7 +326,7 @@ def _begins_backward() -> bool:
     """Whether the op that runs now is autograd's own, before a backward."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "_make_grads":
+        if frame.f_code.co_name == FIRST_GRADIENTS:
             return True
         frame = frame.f_back
     return False

@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from amp_recipes.modules.torch_private import sparse_values
 from amp_recipes.numerics.watch.observe import dtype_name, op_name
+from amp_recipes.precision.torch_private import Op, graph_task, is_wrapper, running_node, users_function
 
 # How bad a tensor is. What holds a NaN is NAN, whatever else it holds.
 FINITE, INFINITE, NAN = range(3)
@@ -148,7 +149,7 @@ def bad_rows(tensor: Tensor, kind: int | None = None) -> Rows:
         bad = _comparable(tensor.values()).isfinite().logical_not()
         bad = bad.flatten(1).any(1) if bad.ndim > 1 else bad
         return Rows(shape, {0: tensor.indices()[0][bad].unique().tolist()})
-    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+    if tensor.layout is not torch.strided or is_wrapper(tensor):
         return Rows(shape, {})
     tensor = _comparable(tensor)
     along = {}
@@ -177,13 +178,13 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
     """The dense tensors that hold what `value` holds: of a sparse tensor its values, of a wrapper what it wraps."""
     if not isinstance(value, Tensor):
         return
-    if is_traceable_wrapper_subclass(value):
+    if is_wrapper(value):
         for name in value.__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(value, name))
     elif value.layout is torch.strided:
         yield value
     elif value.layout is torch.sparse_coo:
-        yield value._values()
+        yield sparse_values(value)
     elif value.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         yield value.values()
 
@@ -192,7 +193,7 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def witness(
-    op: torch._ops.OpOverload,
+    op: Op,
     args: tuple[Any, ...],
     inputs: list[TensorRange],
     read: Sequence[Tensor],
@@ -235,7 +236,7 @@ def _has_masked_rows(name: str, args: tuple[Any, ...], read: Sequence[Tensor]) -
 
 
 def _node_name() -> str | None:
-    node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+    node = running_node() if graph_task() != -1 else None
     return None if node is None else node.name()
 
 
@@ -246,7 +247,7 @@ def _users_function() -> str | None:
         code = frame.f_code
         if code.co_name in ("forward", "backward", "setup_context") and code.co_argcount:
             context = frame.f_locals.get(code.co_varnames[0])
-            function = getattr(type(context), "_forward_cls", None) if isinstance(context, FunctionCtx) else None
+            function = users_function(context) if isinstance(context, FunctionCtx) else None
             if function is not None and not function.__module__.startswith("torch."):
                 return function.__name__
         frame = frame.f_back

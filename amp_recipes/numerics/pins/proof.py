@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_recipes.modules.torch_private import storage_id
 from amp_recipes.numerics.trial import Course, Trial, Window
 
 # Pairs of trainings, fp32 and low precision, that differ in the order of the batches and in the random numbers.
@@ -150,7 +151,7 @@ class SavedBytes:
 
     def __init__(self, modules: nn.Module) -> None:
         self.bytes = 0
-        self._parameters = {it.untyped_storage()._cdata for it in modules.parameters()}
+        self._parameters = {storage_id(it) for it in modules.parameters()}
         self._seen: set[tuple[int, int]] = set()
         self._hooks: Any = None
 
@@ -164,10 +165,10 @@ class SavedBytes:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
+            storage, identity = tensor.untyped_storage(), storage_id(tensor)
             # The address as well: a storage that was freed may lend its identity to the next one.
-            key = (storage._cdata, storage.data_ptr())
-            if storage._cdata not in self._parameters and key not in self._seen:
+            key = (identity, storage.data_ptr())
+            if identity not in self._parameters and key not in self._seen:
                 self._seen.add(key)
                 self.bytes += storage.nbytes()
         return tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
+from amp_recipes.precision.torch_private import Op, kernel_of, schema_of
 
 # view: names values anew; copy: keeps or casts them; make: writes constants; move: puts them elsewhere, each as it was;
 # compute: all else, where a dtype can round or overflow.
@@ -69,15 +69,16 @@ class OpKind:
         self.leading = 0
         self.positions: tuple[int, ...] | None = None
         self.writes_into = ""  # "in place" or "out=", where it does
-        if isinstance(op, torch._ops.OpOverload):
-            self.name = op._schema.name
-            self._read_schema(op._schema)
+        if isinstance(op, Op):
+            schema = schema_of(op)
+            self.name = schema.name
+            self._read_schema(schema)
         else:
             self.name = str(op)
         namespace, _, base = self.name.rpartition("::")
         self.base = base.rstrip("_") or base
         self.doing = _doing(op, self.base)
-        self.is_counted = isinstance(op, torch._ops.OpOverload) and namespace not in _UNCOUNTED
+        self.is_counted = isinstance(op, Op) and namespace not in _UNCOUNTED
         changes_dtype = self.base in _CHANGE_DTYPE or str(op) == "aten.view.dtype"
         self.is_plain_view = self.doing == "view" and self.leading == 1 and not changes_dtype
         self.is_cast = self.name in ("aten::_to_copy", "aten::copy_", "aten::to")  # `to` in inference mode alone
@@ -105,7 +106,10 @@ KINDS: dict[Any, OpKind] = {}  # by what an OpOverload runs, or by itself: its o
 
 def op_kind(op: Any) -> OpKind:
     """The kind of an op."""
-    key = getattr(op, "_op", op)
+    try:
+        key = kernel_of(op)
+    except AttributeError:  # a higher-order op
+        key = op
     kind = KINDS.get(key)
     if kind is None:
         kind = KINDS[key] = OpKind(op)

@@ -99,6 +99,14 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+# ---------------------------------------------------------------------- loaders
+
+
+def set_timeout_of_batches(batches: Any, seconds: float) -> None:
+    """Let a running iterator of a DataLoader with workers wait so long for a batch; 0: without limit."""
+    batches._timeout = seconds
+
+
 # ---------------------------------------------------------------------- nested values
 
 REGISTER_PYTREE = "torch.utils._pytree.register_pytree_node"

@@ -26,7 +26,7 @@ from amp_recipes.precision.host_copy import HostCopy, Ticket
 from amp_recipes.precision.loss_scaler import LossScaler
 from amp_recipes.precision.rollback import BufferRollback
 from amp_recipes.precision.sharded_gradients import Ranks, mark_of, marks_differ, sum_of_squares
-from amp_recipes.precision.torch_private import foreach_mul, foreach_norm, step_takes_found_inf, unscale_and_check
+from amp_recipes.precision.torch_private import STEP_TAKES_FOUND_INF, foreach_mul, foreach_norm, unscale_and_check
 
 logger = logging.getLogger(__name__)
 
@@ -452,7 +452,7 @@ def _skips_on_device(optimizer: Optimizer, skip: torch.Tensor) -> bool:
 
     Not one on the CPU beside a GPU (offloaded parameters): it would read a copy of `skip` that is still under way.
     """
-    return step_takes_found_inf(optimizer) and all(
+    return getattr(optimizer, STEP_TAKES_FOUND_INF, False) and all(
         group.get("fused", True) and all(p.device.type == skip.device.type for p in group["params"][:1])
         for group in optimizer.param_groups
     )

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._utils import _flatten_dense_tensors
 from torch.autograd.graph import Node
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 # ---------------------------------------------------------------------- kernels over lists of tensors
@@ -57,9 +56,8 @@ def switch_scaler(scaler: torch.amp.GradScaler, enabled: bool) -> None:
     scaler._enabled = enabled
 
 
-def step_takes_found_inf(optimizer: Optimizer) -> bool:
-    """Whether `optimizer.step` reads `found_inf` and skips on the device, as torch's fused optimizers do."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
+STEP_TAKES_FOUND_INF = "_step_supports_amp_scaling"
+"""The attribute, true or absent, of optimizers whose step reads `found_inf` and skips on the device (fused ones)."""
 
 
 # ---------------------------------------------------------------------- autocast and torch.compile

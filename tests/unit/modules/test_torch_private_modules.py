@@ -1,11 +1,13 @@
 """torch's private names on modules, tensors and nested values exist, and do what modules/torch_private.py says."""
 
 import sys
+import time
 from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from amp_recipes.modules import torch_private
 from amp_recipes.modules.torch_private import SEEN_IN
@@ -105,6 +107,24 @@ def test_tensors_on_one_memory_have_one_storage():
     assert torch_private.storage_id(tensor) != torch_private.storage_id(tensor.clone()), WHERE
     with pytest.raises(RuntimeError):
         torch_private.storage_id(tensor.to_sparse())
+
+
+def test_how_long_a_running_loader_waits():
+    batches = iter(DataLoader(Slow(), num_workers=1))
+    torch_private.set_timeout_of_batches(batches, 0.01)
+    with pytest.raises(RuntimeError, match="timed out"):
+        next(batches)
+    torch_private.set_timeout_of_batches(batches, 0)
+    assert next(batches).item() == 7, WHERE
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        time.sleep(0.5)
+        return 7
 
 
 def test_walks_of_nested_values():

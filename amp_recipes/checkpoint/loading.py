@@ -123,16 +123,27 @@ def refuse_diverged(recoverables: Mapping[str, Any], states: Mapping[str, Any]) 
     for name, state in states.items():
         obj = recoverables[name]
         weights |= {f"{name}.{key}": it for key in trainable_names(obj) if _is_dense(it := state.get(key))}
-        of_parameters = state.get("state") if isinstance(obj, Optimizer) else None
-        for index, of_one in of_parameters.items() if isinstance(of_parameters, Mapping) else ():
-            items = of_one.items() if isinstance(of_one, Mapping) else ()
-            # A number alone may be NaN until it is known, such as a best loss.
-            kept |= {f"{name}: {key} of parameter {index}": it for key, it in items if _is_dense(it) and it.ndim}
+        if isinstance(obj, Optimizer):
+            kept |= _kept_of_parameters(name, state)
     bad = _with_bad_numbers(_here(weights), lambda extremes: ~extremes.isfinite())
     bad += _with_bad_numbers(_here(kept), torch.isnan)
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise Damaged(f"not finite: {', '.join(bad[:5])}{more}")
+
+
+def _kept_of_parameters(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that an optimizer keeps of its parameters, by what messages call them."""
+    found: dict[str, Tensor] = {}
+    of_parameters = state.get("state")
+    if not isinstance(of_parameters, Mapping):
+        return found
+    for index, of_one in of_parameters.items():
+        if isinstance(of_one, Mapping):
+            # A number alone may be NaN until it is known, such as a best loss.
+            tensors = {key: it for key, it in of_one.items() if _is_dense(it) and it.ndim}
+            found |= {f"{name}: {key} of parameter {index}": it for key, it in tensors.items()}
+    return found
 
 
 def _is_dense(value: Any) -> bool:
@@ -164,14 +175,19 @@ def _module_mismatches(name: str, live: Mapping[str, Any], saved: Mapping[str, A
     problems = [f"{name}.{key}: not in the checkpoint" for key in live if key not in saved]
     problems += [f"{name}.{key}: only in the checkpoint" for key in saved if key not in live]
     for key in live.keys() & saved.keys():
-        here, there = live[key], saved[key]
-        if not (isinstance(here, Tensor) and isinstance(there, Tensor | Stored)) or is_lazy(here):
-            continue
-        if here.shape != there.shape:
-            problems.append(f"{name}.{key}: shape {tuple(here.shape)} here, {tuple(there.shape)} in the checkpoint")
-        elif _kind(here.dtype) != _kind(there.dtype):
-            problems.append(f"{name}.{key}: {here.dtype} here, {there.dtype} in the checkpoint")
+        problem = _difference(live[key], saved[key])
+        if problem is not None:
+            problems.append(f"{name}.{key}: {problem} in the checkpoint")
     return sorted(problems)
+
+
+def _difference(here: Any, there: Any) -> str | None:
+    """In what a tensor cannot take a saved one: in its shape, or in what kind of numbers it holds."""
+    if not (isinstance(here, Tensor) and isinstance(there, Tensor | Stored)) or is_lazy(here):
+        return None
+    if here.shape != there.shape:
+        return f"shape {tuple(here.shape)} here, {tuple(there.shape)}"
+    return f"{here.dtype} here, {there.dtype}" if _kind(here.dtype) != _kind(there.dtype) else None
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,17 +146,19 @@ def _walk(state: Any, live: Any, at_tensor: Callable[[Any, Any], Any]) -> Any:
     """`state` with its tensors replaced by what `at_tensor` returns for them and what stands there in `live`."""
     if isinstance(state, Tensor | Stored):
         return at_tensor(state, live)
+
+    def items() -> Iterator[Any]:
+        return (_walk(item, _beneath(live, index), at_tensor) for index, item in enumerate(state))
+
     if isinstance(state, dict) and not isinstance(state, Counter):
         for key in state:
             state[key] = _walk(state[key], _beneath(live, key), at_tensor)
-        return state
-    if isinstance(state, list):
-        state[:] = [_walk(item, _beneath(live, index), at_tensor) for index, item in enumerate(state)]
-        return state
-    if isinstance(state, tuple | set | frozenset) and type(state) in (tuple, set, frozenset):
-        return type(state)(_walk(item, _beneath(live, index), at_tensor) for index, item in enumerate(state))
-    if isinstance(state, deque):
-        return deque((_walk(item, _beneath(live, i), at_tensor) for i, item in enumerate(state)), state.maxlen)
+    elif isinstance(state, list):
+        state[:] = items()
+    elif type(state) in (tuple, set, frozenset):
+        return type(state)(items())
+    elif isinstance(state, deque):
+        return deque(items(), state.maxlen)
     return state
 
 

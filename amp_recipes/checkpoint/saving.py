@@ -78,20 +78,24 @@ def note_pieces(files: Mapping[str, PackedState], of_ranks: list[Held]) -> dict[
     for rank, held in enumerate(of_ranks):
         for stem, pieces in held.pieces.items():
             name = stem.partition(RANK_MARK)[0]
-            unknown = pieces.keys() - files[name].sharded.keys() if name in files else pieces.keys()
-            if unknown:
-                raise CheckpointError(f"rank {rank} shares {name}[{min(unknown)!r}], which rank 0 does not have.")
+            _refuse_unknown(rank, name, pieces, files.get(name))
             places = {key: (name, key, *map(tuple, box)) for key, box in pieces.items()}
-            unwanted[stem] = [key for key, place in places.items() if place in taken]
+            wanted = {key: box for key, box in pieces.items() if places[key] not in taken}
             taken.update(places.values())
-            files[name].add_pieces(
-                f"{stem}{STATE_SUFFIX}", {key: box for key, box in pieces.items() if key not in unwanted[stem]}
-            )
+            files[name].add_pieces(f"{stem}{STATE_SUFFIX}", wanted)
+            if len(wanted) < len(pieces):
+                unwanted[stem] = [key for key in pieces if key not in wanted]
     for name, state in files.items():
         lacking = state.incomplete()
         if lacking:
             raise CheckpointError(f"the parts of {name}[{lacking[0]!r}] on all processes do not make up the tensor.")
-    return {stem: keys for stem, keys in unwanted.items() if keys}
+    return unwanted
+
+
+def _refuse_unknown(rank: int, name: str, pieces: Mapping[str, Any], file: PackedState | None) -> None:
+    unknown = pieces.keys() - (file.sharded.keys() if file is not None else set())
+    if unknown:
+        raise CheckpointError(f"rank {rank} shares {name}[{min(unknown)!r}], which rank 0 does not have.")
 
 
 def without(files: Mapping[str, PackedState], unwanted: Mapping[str, list[str]]) -> dict[str, PackedState]:

@@ -69,17 +69,16 @@ class Snapshot:
             slot: buffer for slot, buffer in self._buffers.items() if slot in live and _fits(buffer, live[slot])
         }
         missing = {slot: tensor for slot, tensor in live.items() if slot not in self._buffers}
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in missing.values())
-        free = free_host_memory() if needed else None
-        if free is not None and needed * _FREE_PER_NEEDED > free:
-            return self._tell(needed, f"{free / 1e6:.0f} MB free")
-        try:
-            for slot, tensor in missing.items():
-                self._buffers[slot] = torch.empty_like(tensor, device="cpu", pin_memory=slot[-1])
-        except RuntimeError as error:  # torch's way to say that memory could not be had
-            self._buffers.clear()
-            return self._tell(needed, str(error).partition("\n")[0])
-        return True
+        needed = sum(tensor.nbytes for tensor in missing.values())
+        problem = _lack_of_memory(needed)
+        if problem is None:
+            try:
+                for slot, tensor in missing.items():
+                    self._buffers[slot] = torch.empty_like(tensor, device="cpu", pin_memory=slot[-1])
+            except RuntimeError as error:  # torch's way to say that memory could not be had
+                self._buffers.clear()
+                problem = str(error).partition("\n")[0]
+        return problem is None or self._tell(needed, problem)
 
     def _tell(self, needed: int, why: str) -> bool:
         if not self._told:
@@ -89,6 +88,11 @@ class Snapshot:
             )  # fmt: skip
         self._told = True
         return False
+
+
+def _lack_of_memory(needed: int) -> str | None:
+    free = free_host_memory() if needed else None
+    return f"{free / 1e6:.0f} MB free" if free is not None and needed * _FREE_PER_NEEDED > free else None
 
 
 def _slot(name: str, key: str, tensor: Tensor) -> _Slot:

@@ -163,13 +163,17 @@ class _Packer:
             raise _Refused(path[:3], f"nested more than {_MAX_DEPTH} levels deep, or holds itself")
         if isinstance(value, dict):
             return self._mapping(value, path)
-        if kind in _SEQUENCE_TAGS:
-            return {_SEQUENCE_TAGS[kind]: self._items(value, path)}
-        if kind is list:
-            return self._items(value, path)
-        if kind is deque:
-            return {"$deque": self._items(value, path), "maxlen": value.maxlen}
+        if kind is list or kind is deque or kind in _SEQUENCE_TAGS:
+            return self._sequence(value, path)
         return self._value(value, path)
+
+    def _sequence(self, value: Any, path: tuple) -> Any:
+        items = self._items(value, path)
+        if type(value) is list:
+            return items
+        if type(value) is deque:
+            return {"$deque": items, "maxlen": value.maxlen}
+        return {_SEQUENCE_TAGS[type(value)]: items}
 
     def _items(self, values: Any, path: tuple) -> list[Any]:
         # Generator states are long rows of small integers; looking at each of them in Python takes longer.
@@ -181,17 +185,17 @@ class _Packer:
         kind = type(value)
         if kind not in (dict, OrderedDict, defaultdict, Counter):
             raise _Refused(path, f"a {_title(kind)}")
-        usual = kind is not defaultdict or _is_usual(value.default_factory)
-        if self._strict and not usual:
-            raise _Refused(path, f"a defaultdict whose factory is {_named(value.default_factory)}")
-        if (kind is dict or not usual) and all(type(key) is str and key[:1] != "$" for key in value):
+        if kind is defaultdict and not _is_usual(value.default_factory):
+            if self._strict:
+                raise _Refused(path, f"a defaultdict whose factory is {_named(value.default_factory)}")
+            kind = dict  # without its factory
+        if kind is dict and all(type(key) is str and key[:1] != "$" for key in value):
             return {key: self.node(item, (*path, key)) for key, item in value.items()}
         pairs = [[self._key(key, path), self.node(item, (*path, key))] for key, item in value.items()]
-        if kind is defaultdict and usual:
+        if kind is defaultdict:
             return {"$defaultdict": pairs, "factory": _FACTORY_NAMES[value.default_factory]}
         if kind is OrderedDict:
-            versions = versions_of_state(value)
-            return {"$OrderedDict": pairs, _VERSIONS: self.node(versions, (*path, _VERSIONS))}
+            return {"$OrderedDict": pairs, _VERSIONS: self.node(versions_of_state(value), (*path, _VERSIONS))}
         return {"$Counter" if kind is Counter else "$dict": pairs}
 
     def _key(self, key: Any, path: tuple) -> Any:
@@ -232,15 +236,7 @@ class _Packer:
             raise _Refused(path, "a lazy parameter without a shape yet (run a batch before the first save)")
         if is_distributed(value):
             return self._distributed(value, path)
-        tensor = value.detach()
-        if type(value) not in (Tensor, nn.Parameter):
-            if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                raise _Refused(path, f"a {_title(type(value))}")
-            tensor = tensor.as_subclass(Tensor)
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
-            what = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
-            raise _Refused(path, f"a tensor that is not plain and dense ({what.removeprefix('torch.')})")
-        tensor = tensor.resolve_conj().resolve_neg()
+        tensor = _plain_tensor(value, path)
         layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
         place = (tensor.device, tensor.data_ptr(), *layout) if tensor.numel() else (path,)
         name = self._packed.get(place)
@@ -264,18 +260,13 @@ class _Packer:
             return self._tensor(local, path)
         if value.dtype not in _DTYPE_NAMES or local.layout != torch.strided:
             raise _Refused(path, f"a sharded tensor of {str(value.dtype).removeprefix('torch.')}")
-        offsets, sizes = here(value)
-        if local.numel():
-            place = (local.device, local.data_ptr(), tuple(value.shape), local.stride(), value.dtype)
-        elif value.numel():  # the memory tells which are tied, also where nothing of them is here
-            place = (storage_id(local), local.storage_offset(), tuple(value.shape), value.dtype)
-        else:
-            place = (path,)
+        place = _place_of_shards(value, local) or (path,)
         name = self._packed.get(place)
         if name is None:
             name = self._packed[place] = self._free_name(path)
             self.sharded[name] = {"dtype": _DTYPE_NAMES[value.dtype], "shape": list(value.shape), "pieces": []}
             if local.numel() and is_first_holder(value):
+                offsets, sizes = here(value)
                 if sizes != list(local.shape):
                     raise _Refused(path, f"a sharded tensor whose part is {list(local.shape)}, expected {sizes}")
                 self.parts[name] = (local, offsets)
@@ -288,6 +279,32 @@ class _Packer:
             count += 1
             name = f"{plain}#{count}"
         return name
+
+
+def _plain_tensor(value: Tensor, path: tuple) -> Tensor:
+    """The values of a tensor, apart from its class and its graph. Raises _Refused for what no file holds."""
+    tensor = value.detach()
+    if type(value) not in (Tensor, nn.Parameter):
+        if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise _Refused(path, f"a {_title(type(value))}")
+        tensor = tensor.as_subclass(Tensor)
+    what = str(tensor.layout).removeprefix("torch.")
+    if tensor.is_quantized:
+        what = "quantized"
+    elif tensor.is_meta:
+        what = "meta"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        raise _Refused(path, f"a tensor that is not plain and dense ({what})")
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _place_of_shards(value: Any, local: Tensor) -> tuple | None:
+    """Equal for sharded tensors that are tied; None for one without elements, which is tied to none."""
+    if local.numel():
+        return local.device, local.data_ptr(), tuple(value.shape), local.stride(), value.dtype
+    if value.numel():  # the memory tells which are tied, also where nothing of them is here
+        return storage_id(local), local.storage_offset(), tuple(value.shape), value.dtype
+    return None
 
 
 def _is_usual(factory: Any) -> bool:

@@ -161,26 +161,32 @@ def _fit_batch_sampler(batch_sampler: EpochBatches, dataset: Any, seed: int, nam
 
 def _checked(loader: DataLoader, name: str) -> DataLoader:
     """`loader`, if it gives any batch."""
-    source = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
-    batch_sampler = loader.batch_sampler
-    own_batches = batch_sampler is not None and loader.batch_size is None
+    own_batches = loader.batch_sampler is not None and loader.batch_size is None
     if own_batches:
-        source = batch_sampler
+        source = loader.batch_sampler
+    else:
+        source = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
     # Asked of the source: `len(loader)` would make torch warn about an IterableDataset that yields more.
     length = _length(source)
-    if length is None:
-        return loader
     if length == 0:
         raise DataError(f"{name} gives 0 batches: its {type(source).__name__} yields nothing.")
-    processes = loader.world_size if isinstance(loader, EpochLoader) and not loader.already_shared else 1
-    needed = (loader.batch_size or 1) * processes
-    if not own_batches and loader.drop_last and length < needed:
-        size = f"batch size {loader.batch_size}" + (f" x {processes} processes" if processes > 1 else "")
-        raise DataError(
-            f"{name} gives 0 batches: drop_last with {length} samples < {size}. "
-            "Lower batch_size, or set drop_last to false."
-        )
+    if length is not None and loader.drop_last and not own_batches:
+        _refuse_less_than_a_batch(loader, length, name)
     return loader
+
+
+def _refuse_less_than_a_batch(loader: DataLoader, length: int, name: str) -> None:
+    shares = isinstance(loader, EpochLoader) and not loader.already_shared
+    processes = loader.world_size if shares else 1
+    if length >= (loader.batch_size or 1) * processes:
+        return
+    size = f"batch size {loader.batch_size}"
+    if processes > 1:
+        size += f" x {processes} processes"
+    raise DataError(
+        f"{name} gives 0 batches: drop_last with {length} samples < {size}. "
+        "Lower batch_size, or set drop_last to false."
+    )
 
 
 def _length(x: Any) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import UserDict, UserList
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from numbers import Integral
@@ -64,22 +64,24 @@ def _move(x: Any, device: torch.device | str, non_blocking: bool) -> Any:
         return x.to(device, non_blocking=non_blocking)
     kind = type(x)
     if kind is tuple or kind is list:
-        # A tensor inside is moved here: one more call each would cost as much as `Tensor.to`.
-        values = [
-            value.to(device, non_blocking=non_blocking)
-            if isinstance(value, Tensor)
-            else _move(value, device, non_blocking)
-            for value in x
-        ]
+        values = _move_all(x, device, non_blocking)
         return values if kind is list else tuple(values)
     if kind is dict:
-        return {key: _move(value, device, non_blocking) for key, value in x.items()}
+        return dict(zip(x, _move_all(x.values(), device, non_blocking), strict=True))
     if isinstance(x, _PLAIN):
         return x
     if callable(getattr(kind, "to", None)):
         moved = x.to(device, non_blocking=non_blocking) if _takes_non_blocking(kind) else x.to(device)
         return x if moved is None else moved  # None: it moved in place
     return _move_container(x, lambda value: _move(value, device, non_blocking))
+
+
+def _move_all(values: Iterable[Any], device: torch.device | str, non_blocking: bool) -> list[Any]:
+    # A tensor is moved here: one more call each would cost as much as `Tensor.to`.
+    return [
+        value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else _move(value, device, non_blocking)
+        for value in values
+    ]
 
 
 @lru_cache(maxsize=256)
@@ -129,14 +131,18 @@ def _leading_lengths(x: Any, inside_object: bool = False) -> Iterator[int | None
         for value in x.values():
             yield from _leading_lengths(value, inside_object)
     elif not inside_object:  # objects in objects are not searched: they may refer back
-        for name in ("batchsize", "batch_size"):
-            told = getattr(x, name, None)
-            if isinstance(told, Integral):
-                yield int(told)
-                return
-        attributes = [getattr(x, field.name, None) for field in fields(x)] if is_dataclass(x) else []
-        for value in attributes or getattr(x, "__dict__", {}).values():
-            yield from _leading_lengths(value, inside_object=True)
+        yield from _leading_lengths_of_object(x)
+
+
+def _leading_lengths_of_object(x: Any) -> Iterator[int | None]:
+    for name in ("batchsize", "batch_size"):
+        told = getattr(x, name, None)
+        if isinstance(told, Integral):
+            yield int(told)
+            return
+    values = [getattr(x, field.name, None) for field in fields(x)] if is_dataclass(x) else []
+    for value in values or getattr(x, "__dict__", {}).values():
+        yield from _leading_lengths(value, inside_object=True)
 
 
 def _plain_length(batch: Any) -> int:

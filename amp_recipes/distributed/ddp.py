@@ -71,6 +71,16 @@ class _Reducer(DistributedDataParallel):
         torch_private.expect_gradients(self, [loss] if self.find_unused_parameters else [])
         self.expects_gradients = True
 
+    def not_averaged(self) -> list[nn.Parameter]:
+        """After a backward: the parameters whose gradients of this window nobody has averaged, though they are due."""
+        due: list[nn.Parameter] = []
+        if not self.reached:
+            self.expect_none()  # the loss does not depend on the module
+            if self.owes:  # but an earlier one of the window did
+                due = self.averaged
+        self.expects_gradients = self.owes = False
+        return due
+
     def expect_none(self) -> None:
         """Leave gradients as they are: those of a critic that a generator's loss only goes through."""
         if self.expects_gradients:
@@ -211,11 +221,7 @@ def averaging(
     yield
     for reducer in whole:
         _check_finished(reducer, modules)
-        if not reducer.reached:
-            reducer.expect_none()  # the loss does not depend on the module
-            if reducer.owes:  # but an earlier one of the window did
-                by_hand += reducer.averaged
-        reducer.expects_gradients = reducer.owes = False
+        by_hand += reducer.not_averaged()
     _average(by_hand)
 
 
@@ -337,9 +343,20 @@ def start_alike(modules: nn.ModuleDict) -> None:
     Raises ConfigError, on all of them, where they differ in more than values.
     """
     persistent = {id(buffer) for buffer in _persistent_buffers(modules)}
-    tensors = [*modules.named_parameters(), *modules.named_buffers()]
-    saved = [(name, it) for name, it in tensors if isinstance(it, nn.Parameter) or id(it) in persistent]
-    shapes = _gather([(name, tuple(it.shape), str(it.dtype), it.requires_grad) for name, it in saved])
+    saved, others = [], []
+    for name, tensor in (*modules.named_parameters(), *modules.named_buffers()):
+        is_saved = isinstance(tensor, nn.Parameter) or id(tensor) in persistent
+        (saved if is_saved else others).append((name, tensor))
+    _refuse_other_models(saved)
+    # Tables that have grown with what a rank has seen stay its own.
+    alike = len(set(map(str, _gather([(name, tuple(it.shape)) for name, it in others])))) == 1
+    broadcast = [it.detach() for _, it in ([*saved, *others] if alike else saved)]
+    if broadcast:
+        torch_private.broadcast(broadcast, _BROADCAST_BYTES)
+
+
+def _refuse_other_models(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    shapes = _gather([(name, tuple(it.shape), str(it.dtype), it.requires_grad) for name, it in tensors])
     for rank, of_rank in enumerate(shapes):
         for ours, theirs in zip_longest(shapes[0], of_rank):
             if ours != theirs:
@@ -348,13 +365,6 @@ def start_alike(modules: nn.ModuleDict) -> None:
                     "Every process must build the same model: look for what in it depends on the rank, on random "
                     "numbers or on the part of the data that a rank reads."
                 )
-    # Tables that have grown with what a rank has seen stay its own.
-    known = {id(it) for _, it in saved}
-    others = [(name, it) for name, it in tensors if id(it) not in known]
-    alike = len(set(map(str, _gather([(name, tuple(it.shape)) for name, it in others])))) == 1
-    broadcast = [it.detach() for _, it in (tensors if alike else saved)]
-    if broadcast:
-        torch_private.broadcast(broadcast, _BROADCAST_BYTES)
 
 
 def _gather(found: Any) -> list[Any]:

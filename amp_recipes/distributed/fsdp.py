@@ -72,27 +72,31 @@ def shard(
     mesh = make_mesh(device, options)
     _announce(modules, units, options, mesh, device)
     offloads = _offloads(options, device)
+
+    def shard_unit(unit: nn.Module, reshard_after_forward: bool | None) -> None:
+        own = {parameter: parameter for parameter, owner in owners.items() if owner is unit}
+        _to_device(own, device)
+        for module in _outside_of_others(unit, units):
+            if module in divided:
+                own |= divide(module, divided[module], mesh)
+        parameters = [(now, compute_dtype if before in low else None) for before, now in own.items()]
+        _shard_unit(unit, parameters, data_mesh(mesh), reshard_after_forward, offloads)
+
     for root in roots:
-        for unit in reversed([module for module in root.modules() if module in units]):
-            if _gathers(unit):
-                continue
+        for unit in _from_the_inside_out(root, units):
             # An only root's own parameters are needed again at once, by the backward: torch keeps them gathered.
             auto = unit is root and len(roots) == 1 and options.reshard_after_forward
-            own = {parameter: parameter for parameter, owner in owners.items() if owner is unit}
-            _to_device(own, device)
-            for module in _outside_of_others(unit, units):
-                if module in divided:
-                    own |= divide(module, divided[module], mesh)
-            _shard_unit(
-                unit,
-                [(now, compute_dtype if before in low else None) for before, now in own.items()],
-                data_mesh(mesh),
-                None if auto else options.reshard_after_forward,
-                offloads,
-            )
+            shard_unit(unit, None if auto else options.reshard_after_forward)
         if options.find_unused_parameters:
             root.set_reduce_scatter_unused_params(True)
         root.register_forward_hook(_free_where_no_backward_follows)
+
+
+def _from_the_inside_out(root: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    """The units in `root`, itself last, that no earlier root has sharded."""
+    for unit in reversed([module for module in root.modules() if module in units]):
+        if not _gathers(unit):
+            yield unit
 
 
 def check(modules: nn.ModuleDict) -> None:
@@ -194,8 +198,7 @@ def _owners(modules: nn.ModuleDict, roots: list[nn.Module], units: set[nn.Module
         way = (*way, module) if module in units else way
         for parameter in parameters_of(module).values():
             if parameter is not None:
-                pairs = zip(ways.get(parameter, way), way, strict=False)
-                ways[parameter] = tuple(here for here, _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
+                ways[parameter] = _shared_beginning(ways.get(parameter, way), way)
         for child in module.children():
             walk(child, way)
 
@@ -203,18 +206,8 @@ def _owners(modules: nn.ModuleDict, roots: list[nn.Module], units: set[nn.Module
     for root in roots:
         if root not in inner:
             walk(root, ())
-    problems = []
-    for name, parameter in modules.named_parameters():
-        if is_sharded_tensor(parameter):
-            continue
-        if not ways.get(parameter, ()):
-            problems.append(
-                f"{name} stands in more than one entry of the modules"
-                if parameter in ways
-                else f"{name} stands in a module without a forward"
-            )
-        elif parameter.ndim == 0:
-            problems.append(f"{name} is a single number without a dimension: make it a tensor of shape (1,)")
+    named = [(name, it) for name, it in modules.named_parameters() if not is_sharded_tensor(it)]
+    problems = [f"{name} {problem}" for name, it in named if (problem := _why_unowned(it, ways)) is not None]
     if problems:
         raise ConfigError(
             "strategy fsdp cannot shard " + "; ".join(problems) + ". A parameter is gathered when the module that "
@@ -222,6 +215,21 @@ def _owners(modules: nn.ModuleDict, roots: list[nn.Module], units: set[nn.Module
             "--strategy ddp."
         )
     return {parameter: way[-1] for parameter, way in ways.items()}
+
+
+def _shared_beginning(first: tuple[nn.Module, ...], second: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
+    pairs = zip(first, second, strict=False)
+    return tuple(here for here, _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
+
+
+def _why_unowned(parameter: nn.Parameter, ways: Mapping[nn.Parameter, tuple[nn.Module, ...]]) -> str | None:
+    if parameter not in ways:
+        return "stands in a module without a forward"
+    if not ways[parameter]:
+        return "stands in more than one entry of the modules"
+    if parameter.ndim == 0:
+        return "is a single number without a dimension: make it a tensor of shape (1,)"
+    return None
 
 
 def _low_precision(modules: nn.ModuleDict, fp32_modules: Collection[str]) -> set[nn.Parameter]:

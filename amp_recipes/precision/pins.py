@@ -98,6 +98,14 @@ def pin_fp32(modules: nn.Module, patterns: Sequence[str]) -> Pins:
     Raises ConfigError that lists all patterns that match nothing or nothing with a forward (ParameterList),
     PrecisionError for TorchScript modules; in either case nothing was pinned.
     """
+    targets = _targets(modules, patterns)
+    trace_log = _TraceLog()
+    # named_modules() gives a module that stands under several names once, under the first.
+    return Pins({name: _pin(module, trace_log) for name, module in modules.named_modules() if module in targets})
+
+
+def _targets(modules: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
+    """The modules whose forwards `patterns` mean. Raises as `pin_fp32` does."""
     check_patterns("fp32_modules", patterns)
     named_modules = list(modules.named_modules(remove_duplicate=False))
     problems: list[str] = []
@@ -112,10 +120,7 @@ def pin_fp32(modules: nn.Module, patterns: Sequence[str]) -> Pins:
             problems.append(_no_forward(pattern, matched))
     if problems:
         raise ConfigError("\n".join(problems))
-
-    trace_log = _TraceLog()
-    # named_modules() gives a module that stands under several names once, under the first.
-    return Pins({name: _pin(module, trace_log) for name, module in modules.named_modules() if module in targets})
+    return targets
 
 
 @contextmanager

@@ -357,31 +357,41 @@ def check_optimizers(
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         named = [(names.get(id(p), f"parameter {index}"), p) for index, p in enumerate(parameters)]
         strangers = [parameter for parameter in parameters if id(parameter) not in names]
-        if sharded and strangers:
-            raise RecipeError(
-                f"optimizer '{key}' holds parameters from before the modules were sharded (strategy fsdp), which "
-                "nobody trains any more: make optimizers in init_optimizers, or give opt_class."
-            )
-        if several_processes and strangers:
-            raise RecipeError(
-                f"optimizer '{key}' trains {len(strangers)} parameters, the first of shape "
-                f"{tuple(strangers[0].shape)}, that are not in the Brain's modules: nobody would average their "
-                "gradients over the processes. Put what holds them into `modules`."
-            )
+        if strangers:
+            _refuse_strangers(key, strangers, sharded, several_processes)
         for name, parameter in named:
             if owner.setdefault(id(parameter), key) != key:
                 raise PrecisionError(
                     f"parameter {name} belongs to two optimizers, '{owner[id(parameter)]}' and '{key}': one step of "
                     "both would unscale and clip its gradient twice. Give it to one of them."
                 )
-        low = fp16_parameters(named) if scaled else []
-        if low:
-            shown = ", ".join(low[:5]) + (f" and {len(low) - 5} more" if len(low) > 5 else "")
-            raise PrecisionError(
-                "precision fp16 keeps the weights in fp32 and casts them in the forward, but optimizer "
-                f"'{key}' holds {len(low)} fp16 parameter(s): {shown}. Do not call .half() on the model; remove it, or "
-                "convert back with .float()."
-            )
+        if scaled:
+            _refuse_fp16(key, fp16_parameters(named))
+
+
+def _refuse_strangers(key: str, strangers: Sequence[torch.Tensor], sharded: bool, several_processes: bool) -> None:
+    """Raise RecipeError where parameters that are not in the modules would train by themselves, or not at all."""
+    if sharded:
+        raise RecipeError(
+            f"optimizer '{key}' holds parameters from before the modules were sharded (strategy fsdp), which "
+            "nobody trains any more: make optimizers in init_optimizers, or give opt_class."
+        )
+    if several_processes:
+        raise RecipeError(
+            f"optimizer '{key}' trains {len(strangers)} parameters, the first of shape "
+            f"{tuple(strangers[0].shape)}, that are not in the Brain's modules: nobody would average their "
+            "gradients over the processes. Put what holds them into `modules`."
+        )
+
+
+def _refuse_fp16(key: str, names: Sequence[str]) -> None:
+    if names:
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise PrecisionError(
+            "precision fp16 keeps the weights in fp32 and casts them in the forward, but optimizer "
+            f"'{key}' holds {len(names)} fp16 parameter(s): {shown}. Do not call .half() on the model; remove it, or "
+            "convert back with .float()."
+        )
 
 
 def as_scalar(loss: Any, where: str) -> torch.Tensor:

@@ -104,6 +104,10 @@ class _Group:
         """Indices of the items that do not stand in place any more."""
         return [index for index, item in enumerate(self.items) if not item.in_place]
 
+    def strays(self, replaced: Iterable[int]) -> list[_Watched]:
+        """Those of the replaced items in whose place something of another kind stands now."""
+        return [item for item in map(self.items.__getitem__, replaced) if not item.fits(item.current)]
+
     def keep(self, replaced: Iterable[int]) -> None:
         """Go on from the buffers as they are."""
         self._take(replaced)
@@ -189,7 +193,7 @@ class BufferRollback:
         skip = None if skip is None else skip != 0
         for group in list(self._groups):
             replaced = group.replaced()
-            strays = [item for item in (group.items[index] for index in replaced) if not item.fits(item.current)]
+            strays = group.strays(replaced) if replaced else []
             if not strays and skip is not None and skip.device.type == group.kept.device.type:
                 group.choose(skip.to(group.kept.device), replaced)
                 continue

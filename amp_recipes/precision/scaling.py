@@ -186,8 +186,8 @@ class UpdateOwner:
         """
         # Not forgotten before the next backward: two optimizers may step by name after both backwards.
         losses, self._losses_judged = self._losses, True
-        parameters = {name: _with_gradient(optimizer) for name, optimizer in optimizers.items()}
-        parameters = {name: found for name, found in parameters.items() if found}
+        found = ((name, _with_gradient(optimizer)) for name, optimizer in optimizers.items())
+        parameters = {name: with_gradient for name, with_gradient in found if with_gradient}
         if not parameters:
             return None
         scale = self.scaler.scale_tensor
@@ -197,7 +197,7 @@ class UpdateOwner:
                 "loss.backward()."
             )
         with torch.no_grad():
-            report = list(losses) if scale is None else [*losses, scale.clone()]
+            scales = [] if scale is None else [scale.clone()]
             gradients = {name: self._unscaled(optimizers[name], found) for name, found in parameters.items()}
             if any(is_sharded(gradient) for found in gradients.values() for gradient in found):
                 norms, failed, differs = self._ask_ranks(optimizers, gradients, losses)
@@ -205,20 +205,18 @@ class UpdateOwner:
                 gradients = {name: [local(gradient) for gradient in found] for name, found in gradients.items()}
             else:
                 norms, failed, marks = {name: _norm(found) for name, found in gradients.items()}, None, []
-            report[len(losses) : len(losses)] = norms.values()
-            numbers = self._gather([*report, *marks])
+            numbers = self._gather([*losses, *norms.values(), *scales, *marks])
             skip = None if self._decides_on_host else self._verdict(numbers, failed)
             pending = PendingUpdate(self._host.post(numbers), len(losses), list(norms), bool(marks))
-            on_device = skip is not None and all(
-                _skips_on_device(optimizers[name], skip) and self._knows(optimizers[name], found)
-                for name, found in parameters.items()
-            )
-            if on_device or pending.read().taken:
+            if skip is not None and self._can_skip_on_device(optimizers, parameters, skip):
                 for name, found in gradients.items():
-                    known_norm = None if on_device else pending.read().grad_norms[name]
-                    _clip(found, norms[name], known_norm, max_grad_norm)
-                    _step(optimizers[name], skip if on_device else None)
-                    if skip is not None and not on_device:
+                    _clip(found, norms[name], None, max_grad_norm)
+                    _step(optimizers[name], skip)
+            elif pending.read().taken:
+                for name, found in gradients.items():
+                    _clip(found, norms[name], pending.read().grad_norms[name], max_grad_norm)
+                    _step(optimizers[name], None)
+                    if skip is not None:
                         self._remember(optimizers[name], parameters[name])
             self.buffers.settle(skip, lambda: not pending.read().taken)
         return pending
@@ -237,6 +235,18 @@ class UpdateOwner:
         """Optimizer states or buffers were replaced from outside: look at them afresh."""
         self._initialized.clear()
         self.buffers.watching = False
+
+    def _can_skip_on_device(
+        self,
+        optimizers: Mapping[str, Optimizer],
+        parameters: Mapping[str, Sequence[nn.Parameter]],
+        skip: torch.Tensor,
+    ) -> bool:
+        """Whether the kernels of all optimizers can leave everything as it is, so that the host need not know."""
+        return all(
+            _skips_on_device(optimizers[name], skip) and self._knows(optimizers[name], found)
+            for name, found in parameters.items()
+        )
 
     def _knows(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether the state of all of `parameters` exists, so that a kernel can skip."""
@@ -283,12 +293,14 @@ class UpdateOwner:
         """
         assert self._ranks is not None, "sharded parameters have other ranks to ask"
         processes, device = self._ranks.world_size(), self._zero.device
-        scaled = self.scaler.is_enabled()
-        overflows = [self.scaler.found_infs(optimizers[name]) if scaled else [] for name in gradients]
+        overflows: list[list[torch.Tensor]] = [[] for _ in gradients]
+        if self.scaler.is_enabled():
+            overflows = [self.scaler.found_infs(optimizers[name]) for name in gradients]
         squares = [sum_of_squares(found, device, processes) for found in gradients.values()]
         bad = [_sum(found, device) for found in overflows]
         bad.append(_sum((loss.isfinite().logical_not() for loss in losses), device))
-        mark = mark_of(it for name in gradients for group in optimizers[name].param_groups for it in group["params"])
+        groups = (group for name in gradients for group in optimizers[name].param_groups)
+        mark = mark_of(parameter for group in groups for parameter in group["params"])
         # Filled on the device: to copy them there, the host would wait for it.
         marks = torch.stack([squares[0].new_full((), number) for number in (mark, mark * mark)])
         numbers = self._ranks.total(torch.cat([torch.stack([*squares, *bad]), marks]))
@@ -356,9 +368,7 @@ def check_optimizers(
             )
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         named = [(names.get(id(p), f"parameter {index}"), p) for index, p in enumerate(parameters)]
-        strangers = [parameter for parameter in parameters if id(parameter) not in names]
-        if strangers:
-            _refuse_strangers(key, strangers, sharded, several_processes)
+        _refuse_strangers(key, [it for it in parameters if id(it) not in names], sharded, several_processes)
         for name, parameter in named:
             if owner.setdefault(id(parameter), key) != key:
                 raise PrecisionError(
@@ -371,12 +381,12 @@ def check_optimizers(
 
 def _refuse_strangers(key: str, strangers: Sequence[torch.Tensor], sharded: bool, several_processes: bool) -> None:
     """Raise RecipeError where parameters that are not in the modules would train by themselves, or not at all."""
-    if sharded:
+    if sharded and strangers:
         raise RecipeError(
             f"optimizer '{key}' holds parameters from before the modules were sharded (strategy fsdp), which "
             "nobody trains any more: make optimizers in init_optimizers, or give opt_class."
         )
-    if several_processes:
+    if several_processes and strangers:
         raise RecipeError(
             f"optimizer '{key}' trains {len(strangers)} parameters, the first of shape "
             f"{tuple(strangers[0].shape)}, that are not in the Brain's modules: nobody would average their "

@@ -177,24 +177,26 @@ def _meant_low(census: Census, scripts: set[str], device_type: str) -> list[Misp
     """Products that ran wide in a run at a low dtype, and why they did."""
     found = []
     for row in census.ops:
-        if row.phase != "forward" or not row.is_product or not row.inputs or not set(row.inputs) <= _WIDE:
-            continue
-        base = row.op.rpartition("::")[2].rstrip("_")
-        if row.module in scripts:
-            reason = "in TorchScript"
-        elif any(_inside(row.module, name) for name in census.pins):
-            reason = PINNED
-        elif "float64" in row.inputs:
-            reason = "takes float64, which autocast leaves as it is"
-        elif row.writes_into:
-            reason = f"writes {row.writes_into}, and autocast leaves such ops alone"
-        elif base in _MAY_LACK_A_RULE and not _has_rule(base, device_type):
-            reason = f"autocast has no rule for it on {device_type}"
-        else:
-            reason = "autocast was off there: disabled by the code, or the call lies outside of its region"
-        dtype = "float64" if "float64" in row.inputs else "float32"
-        found.append(Misplaced(row.module, row.phase, row.op, dtype, row.calls, reason))
+        if row.phase == "forward" and row.is_product and row.inputs and set(row.inputs) <= _WIDE:
+            dtype = "float64" if "float64" in row.inputs else "float32"
+            reason = _why_wide(row, census.pins, scripts, device_type)
+            found.append(Misplaced(row.module, row.phase, row.op, dtype, row.calls, reason))
     return found
+
+
+def _why_wide(row: OpCount, pins: Sequence[str], scripts: set[str], device_type: str) -> str:
+    base = row.op.rpartition("::")[2].rstrip("_")
+    if row.module in scripts:
+        return "in TorchScript"
+    if any(_inside(row.module, name) for name in pins):
+        return PINNED
+    if "float64" in row.inputs:
+        return "takes float64, which autocast leaves as it is"
+    if row.writes_into:
+        return f"writes {row.writes_into}, and autocast leaves such ops alone"
+    if base in _MAY_LACK_A_RULE and not _has_rule(base, device_type):
+        return f"autocast has no rule for it on {device_type}"
+    return "autocast was off there: disabled by the code, or the call lies outside of its region"
 
 
 def _has_rule(base: str, device_type: str) -> bool:

@@ -240,21 +240,19 @@ class Census:
         return "\n".join(lines)
 
     def _summary(self) -> str:
-        total = sum(row.calls for row in self.ops)
+        calls, casts = (sum(row.calls for row in rows) for rows in (self.ops, self.casts))
         time_share = "" if self.cast_time_share is None else f", about {self.cast_time_share:.0%} of the time"
         lines = [
-            f"{self.dtype}: {total} ops, {sum(it.calls for it in self.casts)} of them casts "
-            f"({self.cast_share:.0%} of the bytes{time_share}). {self.neutrality_note}"
+            f"{self.dtype}: {calls} ops, {casts} of them casts ({self.cast_share:.0%} of the bytes{time_share}). "
+            f"{self.neutrality_note}"
         ]
-        shown = [it for it in self.meant_low if it.reason != PINNED]
-        lines += [f"{it.module or _ROOT}: {it.op} in {it.dtype}, {it.reason}" for it in shown]
-        lines += [f"{it.module or _ROOT}: {it.op} in {it.dtype}, {it.reason}" for it in self.meant_fp32]
+        misplaced = [*(it for it in self.meant_low if it.reason != PINNED), *self.meant_fp32]
+        lines += [f"{it.module or _ROOT}: {it.op} in {it.dtype}, {it.reason}" for it in misplaced]
         lines += [f"{it.weight}: frozen, cast to {it.to} {it.calls} times" for it in self.frozen_recasts]
-        lines += [
-            f"{it.there or _ROOT} -> {it.back or _ROOT}: {it.dtype} to {it.through} and back, {it.calls} times"
-            + (", rounded on the way" if it.loses else ", for nothing")
-            for it in self.cancelling
-        ]
+        for it in self.cancelling:
+            why = "rounded on the way" if it.loses else "for nothing"
+            way = f"{it.there or _ROOT} -> {it.back or _ROOT}"
+            lines.append(f"{way}: {it.dtype} to {it.through} and back, {it.calls} times, {why}")
         return "\n".join(lines)
 
 

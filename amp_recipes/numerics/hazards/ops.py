@@ -108,27 +108,35 @@ class OpHazards(OpWatch):
             if abs(value) > _LARGEST and kind.base not in _HARMLESS:
                 self._too_large(kind, name, value, note)
             elif 0 < abs(value) < _SMALLEST and kind.base in _GUARDS and name != "alpha":
-                becomes = "0" if abs(value) <= _SMALLEST / 2 else f"{_SMALLEST:.3g}"
-                self._add(
-                    "eps",
-                    f"{value:g} is below the smallest number of fp16 ({_SMALLEST:.3g}) and becomes {becomes}"
-                    f"{', so that it guards nothing' if becomes == '0' else ''}: compute this in fp32, or take more.",
-                    "risk",
-                    "fp16",
-                    value,
-                    note,
-                )
+                self._too_small(value, note)
             elif kind.base in _BOUNDS_ABOVE and _ROUNDS_TO_ONE["bf16"] <= value < _ROUNDS_TO_ONE["fp32"]:
-                in_both = value >= _ROUNDS_TO_ONE["fp16"]
-                self._add(
-                    "eps",
-                    f"{value:.10g} rounds to 1 in {'fp16 and bf16' if in_both else 'bf16'}, so that it bounds nothing: "
-                    "compute this in fp32.",
-                    "risk",
-                    "" if in_both else "bf16",
-                    value,
-                    note,
-                )
+                self._rounds_to_one(value, note)
+
+    def _too_small(self, value: float, note: str) -> None:
+        becomes, so = f"{_SMALLEST:.3g}", ""
+        if abs(value) <= _SMALLEST / 2:
+            becomes, so = "0", ", so that it guards nothing"
+        self._add(
+            "eps",
+            f"{value:g} is below the smallest number of fp16 ({_SMALLEST:.3g}) and becomes {becomes}"
+            f"{so}: compute this in fp32, or take more.",
+            "risk",
+            "fp16",
+            value,
+            note,
+        )
+
+    def _rounds_to_one(self, value: float, note: str) -> None:
+        in_both = value >= _ROUNDS_TO_ONE["fp16"]
+        self._add(
+            "eps",
+            f"{value:.10g} rounds to 1 in {'fp16 and bf16' if in_both else 'bf16'}, so that it bounds nothing: "
+            "compute this in fp32.",
+            "risk",
+            "" if in_both else "bf16",
+            value,
+            note,
+        )
 
     def _too_large(self, kind: OpKind, name: str, value: float, note: str) -> None:
         both = abs(value) > _LARGEST_BF16
@@ -149,11 +157,7 @@ class OpHazards(OpWatch):
         """Constants and inputs that are cast to low precision: what needs no gradient, and is no parameter."""
         source = args[kind.source]
         target = args[0].dtype if kind.base == "copy" else kwargs.get("dtype")
-        if target not in NAMES or not isinstance(source, torch.Tensor) or source.dtype in NAMES:
-            return
-        if source.requires_grad or isinstance(source, nn.Parameter):
-            return
-        if (bounds := _bounds(source)) is None:
+        if target not in NAMES or not _is_wide_input(source) or (bounds := _bounds(source)) is None:
             return
         smallest, largest = bounds
         furthest = max(-smallest, largest)
@@ -188,25 +192,28 @@ class OpHazards(OpWatch):
     def _exponential(self, kind: OpKind, args: tuple[Any, ...]) -> None:
         base, share = _EXPONENTIALS.get(kind.base) or (_base_of_power(args[0]), 1.0)
         exponent = args[1] if kind.base == "pow" else args[0]
-        if base is None or not isinstance(exponent, torch.Tensor) or not exponent.is_floating_point():
-            return
-        if exponent.dtype is torch.float64 or (bounds := _bounds(exponent)) is None:
+        bounds = _bounds_of_exponent(exponent) if base is not None else None
+        if bounds is None:
             return
         largest = max(-bounds[0], bounds[1]) if share != 1.0 else bounds[1]
         ends = {name: math.log(most * share) / math.log(base) for name, most in _largest_by_name()}
         if not ends["fp16"] < largest < math.inf:
             return
-        in_all = largest > ends["bf16"]
-        if not in_all and exponent.dtype not in NAMES:
-            return
-        note = "" if not self._is_cpu or in_all else " CUDA runs it in fp32; what is cast to fp16 after it overflows."
-        where = "in every precision" if in_all else "in fp16"
+        if largest > ends["bf16"]:
+            self._infinite(kind, largest, "in every precision", ends["bf16"], "", precision="")
+        elif exponent.dtype in NAMES:
+            note = " CUDA runs it in fp32; what is cast to fp16 after it overflows." if self._is_cpu else ""
+            self._infinite(kind, largest, "in fp16", ends["fp16"], ", or compute it in fp32", "fp16", note)
+
+    def _infinite(
+        self, kind: OpKind, largest: float, where: str, end: float, other_way: str, precision: str, note: str = ""
+    ) -> None:
         self._add(
             "exp_of_large",
-            f"{kind.base} of up to {largest:.4g} is infinite {where} (from {ends['bf16' if in_all else 'fp16']:.4g} "
-            f"on): subtract the maximum first, as logsumexp does{'' if in_all else ', or compute it in fp32'}.{note}",
+            f"{kind.base} of up to {largest:.4g} is infinite {where} (from {end:.4g} on): subtract the maximum first, "
+            f"as logsumexp does{other_way}.{note}",
             "wrong",
-            "" if in_all else "fp16",
+            precision,
         )
 
     def _sum(self, kind: OpKind, args: tuple[Any, ...], output: Any) -> None:
@@ -264,14 +271,14 @@ class OpHazards(OpWatch):
 
     def _follow(self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Remark what CUDA would run in fp32, and remember which tensors would be fp32 there."""
-        given = [it for it in tensors_in(args, kwargs) if it.is_floating_point()]
-        low = [it for it in given if it.dtype in NAMES]
+        low = [it for it in tensors_in(args, kwargs) if it.dtype in NAMES]
         there = _on_cuda(kind.name) if self.calls.is_under_autocast and not self.calls.escapes else None
         # An op in place keeps its dtype there as well, and what it writes into is known already.
-        outputs = [it for it in tensors_in(output) if it.dtype in NAMES] if not kind.writes_into else []
+        outputs = [] if kind.writes_into else [it for it in tensors_in(output) if it.dtype in NAMES]
         is_wide = there == FLOAT32 or self._flows_wide(kind, low, outputs)
+        stays_wide = is_wide and there != LOWER_PRECISION and not kind.is_product
         for tensor in outputs:
-            self._mark(tensor, is_wide and there != LOWER_PRECISION and not kind.is_product)
+            self._mark(tensor, stays_wide)
         if there == FLOAT32 and low and outputs and not kind.base.startswith(_PICKS):
             name = KERNEL_OF.get(kind.base, kind.base)
             self._found.add(
@@ -347,6 +354,18 @@ def _bounds(tensor: torch.Tensor) -> tuple[float, float] | None:
     return tuple(map(float, torch.aminmax(tensor.detach())))
 
 
+def _is_wide_input(source: Any) -> bool:
+    """Whether it is a tensor of more than low precision that neither is trained nor comes from what is."""
+    if not isinstance(source, torch.Tensor) or source.dtype in NAMES:
+        return False
+    return not (source.requires_grad or isinstance(source, nn.Parameter))
+
+
+def _bounds_of_exponent(exponent: Any) -> tuple[float, float] | None:
+    is_float = isinstance(exponent, torch.Tensor) and exponent.is_floating_point()
+    return _bounds(exponent) if is_float and exponent.dtype is not torch.float64 else None
+
+
 def _is_remarkable(value: float) -> bool:
     size = abs(value)
     return _LARGEST < size < math.inf or 0 < size < _SMALLEST or _ROUNDS_TO_ONE["bf16"] <= value < 1
@@ -366,11 +385,17 @@ def _constant(kind: OpKind, schema: Any, value: Any) -> Iterator[tuple[str, floa
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if "int" not in str(schema.type).lower() and abs(value) not in _FOLLOWS_DTYPE:
             yield schema.name, float(value)
-    elif isinstance(value, torch.Tensor) and value.ndim == 0 and kind.base in _TAKES_CONSTANTS:
-        is_number = value.is_floating_point() and not value.requires_grad and _is_plain(value)
-        if is_number and abs(number := float(value)) not in _FOLLOWS_DTYPE:
+    elif kind.base in _TAKES_CONSTANTS and _is_one_number(value):
+        number = float(value)
+        if abs(number) not in _FOLLOWS_DTYPE:
             # What a low precision made of -1e9 is told as -1e9.
             yield schema.name, float(f"{number:.2g}") if value.dtype in NAMES else number
+
+
+def _is_one_number(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.ndim:
+        return False
+    return value.is_floating_point() and not value.requires_grad and _is_plain(value)
 
 
 def _computed_in(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:

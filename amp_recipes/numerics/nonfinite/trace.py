@@ -114,10 +114,16 @@ class NonfiniteTrace(OpWatch):
         self._changed: list[Tensor] = []
         for position, name in facts.mutated:
             self._changed += self._tensors((args[position] if position < len(args) else kwargs.get(name),))
-        for read in self._reads if self._changed else ():
-            if any(read.tensor is it for it in self._changed):
+        if self._changed:
+            self._look_at_what_changes(facts)
+
+    def _look_at_what_changes(self, facts: Facts) -> None:
+        changed = {id(it) for it in self._changed}
+        for read in self._reads:
+            if id(read.tensor) in changed:
                 read.overwritten = facts.overwrites
-                if not facts.overwrites and is_float(read.tensor) and (read.memory.bad or not facts.is_harmless):
+                may_tell = read.memory.bad or not facts.is_harmless
+                if not facts.overwrites and is_float(read.tensor) and may_tell:
                     read.range = range_of(read.tensor)  # now or never
 
     def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -131,26 +137,31 @@ class NonfiniteTrace(OpWatch):
                 self._read_out[str(output)] = self._causes(NAN if math.isnan(output) else INFINITE)
             return
         kinds = self._kinds(self._facts, written)
-        kind = max(kinds)
-        causes: tuple[Cause, ...] = ()
-        birth = line = rows = None
-        if kind != FINITE:
-            causes = self._causes(kind)
-            if not any(bad == kind for _, bad in causes):
-                causes += self._unseen(kind)
-                bad = [it for it, its_kind in zip(written, kinds, strict=True) if its_kind == kind]
-                birth = self._witness(op, args, bad, kind)
-            if birth is not None or any(isinstance(self.events[it], External) for it, _ in causes):
-                line = self.at.line
-        made = written[kinds.index(kind)]
-        if kind != FINITE and made.ndim and made.shape[0] in self._lengths and graph_task() == -1:
-            rows = rows_at_least(made)
-        sources = tuple({read.memory.last: None for read in self._reads})
+        event = self._event(op, args, written, kinds)
         number = len(self.events)
-        self.events.append(Written(op, self.at.here, made, sources, kind, causes, birth, line, rows))
+        self.events.append(event)
         for tensor, its_kind in zip(written, kinds, strict=True):
             self._write(tensor, number, its_kind)
         self._reads, self._changed = [], []  # they may be freed
+
+    def _event(self, op: Op, args: tuple[Any, ...], written: list[Tensor], kinds: list[int]) -> Written:
+        """What is remembered of an op that wrote tensors of these kinds."""
+        kind = max(kinds)
+        made = written[kinds.index(kind)]
+        sources = tuple({read.memory.last: None for read in self._reads})
+        if kind == FINITE:
+            return Written(op, self.at.here, made, sources, kind, (), None, None, None)
+        birth = line = rows = None
+        causes = self._causes(kind)
+        if not any(bad == kind for _, bad in causes):
+            causes += self._unseen(kind)
+            bad = [it for it, its_kind in zip(written, kinds, strict=True) if its_kind == kind]
+            birth = self._witness(op, args, bad, kind)
+        if birth is not None or any(isinstance(self.events[number], External) for number, _ in causes):
+            line = self.at.line
+        if made.ndim and made.shape[0] in self._lengths and graph_task() == -1:
+            rows = rows_at_least(made)
+        return Written(op, self.at.here, made, sources, kind, causes, birth, line, rows)
 
     def _tensors(self, values: Iterable[Any]) -> list[Tensor]:
         """The dense tensors in nested arguments; notes on the way which numbers among them are nonfinite."""
@@ -177,14 +188,16 @@ class NonfiniteTrace(OpWatch):
         return written
 
     def _kinds(self, facts: Facts, written: list[Tensor]) -> list[int]:
-        if facts.is_unwritten:
+        if facts.is_unwritten or self._keeps_finite(facts, written):
             return [FINITE] * len(written)
-        keeps = facts.is_harmless or (facts.is_cast and self._widens(written[0]))
-        if keeps and not self._told:
-            read = [it for it in self._reads if not it.overwritten]
-            if not any(it.memory.bad or it.tensor.is_complex() for it in read):
-                return [FINITE] * len(written)
         return [kind_of(it) for it in written]
+
+    def _keeps_finite(self, facts: Facts, written: list[Tensor]) -> bool:
+        """Whether all that was read is finite, and the op makes nothing else of that; so nobody need look."""
+        if self._told or not (facts.is_harmless or (facts.is_cast and self._widens(written[0]))):
+            return False
+        read = [it for it in self._reads if not it.overwritten]
+        return not any(it.memory.bad or it.tensor.is_complex() for it in read)
 
     def _widens(self, written: Tensor) -> bool:
         """Whether a cast to the dtype of `written` keeps all that it reads finite."""
@@ -198,11 +211,10 @@ class NonfiniteTrace(OpWatch):
         """Who had written what was read and not finite."""
         causes = {cause: None for told in self._told for cause in self._read_out.get(told, ())}
         for read in self._reads:
-            found = read.kind() if read.memory.bad and is_float(read.tensor) else FINITE
-            if found == NAN and kind == INFINITE:  # what held NaN made infinity of an infinity beside it
-                found = INFINITE if read.range is None and has_infinity(read.tensor) else FINITE
-            if found != FINITE:
-                causes |= {(number, found): None for number in writers_of(read.memory, read.tensor)}
+            if read.memory.bad and is_float(read.tensor):
+                found = _kind_for(read, kind)
+                if found != FINITE:
+                    causes |= {(number, found): None for number in writers_of(read.memory, read.tensor)}
         return tuple(causes)
 
     def _unseen(self, kind: int) -> tuple[Cause, ...]:
@@ -316,6 +328,14 @@ class NonfiniteTrace(OpWatch):
         states = {"Python's random": random.getstate(), "NumPy's global generator": np.random.get_state(legacy=False)}
         states |= {name: generator_state(it) for name, it in self._generators.items()}
         return {name: _hashable(state) for name, state in states.items()}
+
+
+def _kind_for(read: Read, made: int) -> int:
+    """Of what kind the read part was that something of kind `made` came of."""
+    found = read.kind()
+    if found == NAN and made == INFINITE:  # what held NaN made infinity of an infinity beside it
+        return INFINITE if read.range is None and has_infinity(read.tensor) else FINITE
+    return found
 
 
 def _is_one_number(reads: Sequence[Read]) -> bool:

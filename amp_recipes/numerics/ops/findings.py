@@ -217,22 +217,23 @@ class _Prober:
             if on[turn].error and not off[turn].error:
                 refused_low = on[turn].kernel_raised and on[turn].computed == {self._low}
                 return (CANNOT_RUN if refused_low else RAISES), turn
-        changed = [turn for turn in on if on[turn].differs(off[turn])]
-        if not changed:
+        turn = next((turn for turn in on if on[turn].differs(off[turn])), None)
+        if turn is None:
             ran = any(run.kernels and not run.error for run in on.values())
             return (AS_GIVEN if ran else NOT_SEEN), "low"
-        turn = changed[0]
-        run = on[turn]
+        return self._change(turn, on[turn]), turn
+
+    def _change(self, turn: str, run: _Run) -> str:
+        """What autocast does to an op that it does something to."""
         if not run.kernels:
-            return NOT_SEEN, turn
+            return NOT_SEEN
         if turn == "fp32":
-            is_low = run.computed == {self._low} or set(run.outputs) == {self._low}
-            if is_low:
-                return LOWER_PRECISION, turn
-            return (OTHER_DTYPE if run.computed <= set(LOW_DTYPES.values()) else PARTLY), turn
+            if run.computed == {self._low} or set(run.outputs) == {self._low}:
+                return LOWER_PRECISION
+            return OTHER_DTYPE if run.computed <= set(LOW_DTYPES.values()) else PARTLY
         if not _real(run.computed) <= _WIDE:
-            return PARTLY, turn
-        return (FLOAT32 if turn == "low" else WIDEST), turn
+            return PARTLY
+        return FLOAT32 if turn == "low" else WIDEST
 
     def _note(self, name: str, found: str, run: _Run) -> str:
         if found == NOT_SEEN:

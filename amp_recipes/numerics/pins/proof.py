@@ -59,23 +59,32 @@ def train_with_pins(
     """
     if steps < 1:
         return Training()
-    if all(float(_full_rate(group)) == 0 for it in trial.optimizers().values() for group in it.param_groups):
+    groups = (group for optimizer in trial.optimizers().values() for group in optimizer.param_groups)
+    if all(float(_full_rate(group)) == 0 for group in groups):
         return Training(text="no training, since every learning rate is 0")
     reference, low = [], []
     for seed in range(SEEDS):
         reference.append(_course(trial, windows, torch.float32, 1.0, (), steps, seed))
         low.append(_course(trial, windows, dtype, scale, pins, steps, seed))
     found = Training(steps, reference=[it.losses for it in reference], low=[it.losses for it in low])
-    skipped = max(mine.skipped - its.skipped for mine, its in zip(low, reference, strict=True))
-    if not all(it.is_finite for it in reference):
-        found.text = f"training showed nothing: fp32 diverges within {steps} steps"
-    elif skipped > (_BACK_OFFS if dtype == torch.float16 else 0):
-        found.text = f"{skipped} of {steps} updates were skipped in training"
-    elif not all(it.is_finite for it in low):
-        found.text = f"training diverges within {steps} steps, unlike in fp32"
+    failure = _failure(reference, low, _BACK_OFFS if dtype == torch.float16 else 0, steps)
+    if failure is not None:
+        found.text = failure
     else:
-        _compare(found, statistics.fmean(_final(it.sizes) for it in reference))
+        _compare(found, statistics.fmean(_final(course.sizes) for course in reference))
     return found
+
+
+def _failure(reference: Sequence[Course], low: Sequence[Course], allowed_skips: int, steps: int) -> str | None:
+    """Why the courses cannot be compared by their losses."""
+    skipped = max(mine.skipped - its.skipped for mine, its in zip(low, reference, strict=True))
+    if not all(course.is_finite for course in reference):
+        return f"training showed nothing: fp32 diverges within {steps} steps"
+    if skipped > allowed_skips:
+        return f"{skipped} of {steps} updates were skipped in training"
+    if not all(course.is_finite for course in low):
+        return f"training diverges within {steps} steps, unlike in fp32"
+    return None
 
 
 def _compare(found: Training, size: float) -> None:

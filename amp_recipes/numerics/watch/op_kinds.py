@@ -95,10 +95,11 @@ class OpKind:
         if any(schema.arguments[index].kwarg_only for index in holding):
             return
         self.positions = tuple(holding)
-        takes_plain = holding == list(range(len(holding))) and all(types[index] == "Tensor" for index in holding)
-        returns_one = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
-        if takes_plain and returns_one and len(holding) <= 3:
-            self.leading = len(holding)
+        count = len(holding)
+        takes_plain = types[:count] == ["Tensor"] * count and holding == list(range(count))
+        returns_one = [str(result.type) for result in schema.returns] == ["Tensor"]
+        if takes_plain and returns_one and count <= 3:
+            self.leading = count
 
 
 KINDS: dict[Any, OpKind] = {}  # by what an OpOverload runs, or by itself: its own hash is slow

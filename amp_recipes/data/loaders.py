@@ -53,20 +53,18 @@ def make_loader(
     _bound_workers(loader_kwargs, name)
     iterable = isinstance(dataset, IterableDataset)
     ordered = any(loader_kwargs.get(key) is not None for key in ("sampler", "batch_sampler"))
-    _refuse_empty(dataset, name, needs_length=not (iterable or ordered))
+    orders_itself = iterable or ordered
+    _refuse_empty(dataset, name, needs_length=not orders_itself)
     loader_kwargs.setdefault("pin_memory", torch.device(device).type == "cuda")
     loader_kwargs.setdefault("collate_fn", usual_collate_fn(dataset))
-    shuffle = shuffle and not iterable and not ordered
     if loader_kwargs.get("generator") is None:
         loader_kwargs.pop("generator", None)
     batch_sampler = loader_kwargs.get("batch_sampler")
     if isinstance(batch_sampler, EpochBatches):
         _fit_batch_sampler(batch_sampler, dataset, seed, name)
     try:
-        if shuffle and "generator" in loader_kwargs:
-            loader_kwargs["shuffle"] = True
-        elif shuffle:
-            loader_kwargs["sampler"] = EpochShuffle(dataset, seed)
+        if shuffle and not orders_itself:
+            loader_kwargs |= _shuffling(dataset, seed, "generator" in loader_kwargs)
         if iterable:
             loader: DataLoader = StreamLoader(dataset, seed=seed, name=name, **loader_kwargs)
         else:
@@ -74,6 +72,10 @@ def make_loader(
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: its loader cannot be made: {error}") from error
     return _checked(loader, name)
+
+
+def _shuffling(dataset: Any, seed: int, has_generator: bool) -> dict[str, Any]:
+    return {"shuffle": True} if has_generator else {"sampler": EpochShuffle(dataset, seed)}
 
 
 def reads_all(loader: Any) -> bool:

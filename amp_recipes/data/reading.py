@@ -109,17 +109,17 @@ class Reader(Dataset):
     def _unfit(self, samples: Sequence[Any], indices: Sequence[Any]) -> str:
         """Which sample of a batch that cannot be collated is unfit, and in what way; empty where that is open."""
         named = [(describe_sample(self.dataset, index), it) for index, it in zip(indices, samples, strict=False)]
-        missing = next((name for name, sample in named if sample is None), None)
-        if missing is not None:
-            return f"; {missing} is None"
+        missing = [name for name, sample in named if sample is None]
+        if missing:
+            return f"; {missing[0]} is None"
         alone = [name for name, sample in named if not self._fit([sample])]
         if alone:  # where all are, the fault may be the collate_fn's
             return f"; {alone[0]} cannot be put into one alone" if len(alone) < len(samples) else ""
-        other = next((name for name, sample in named[1:] if not self._fit([samples[0], sample])), None)
-        if other is None:
-            return ""
-        advice = " (give a collate_fn that pads them)" if self._collate is default_collate else ""
-        return f"; {other} does not fit with {named[0][0]}{advice}"
+        for name, sample in named[1:]:
+            if not self._fit([samples[0], sample]):
+                advice = " (give a collate_fn that pads them)" if self._collate is default_collate else ""
+                return f"; {name} does not fit with {named[0][0]}{advice}"
+        return ""
 
     def _fit(self, samples: list[Any]) -> bool:
         try:

@@ -205,13 +205,14 @@ def averaging(
 
     parameters: those that the backward leaves gradients with; default: all.
     """
-    reducers = [it for it in _reducers(modules) if it.require_backward_grad_sync] if initialized() else []
     chosen = None if parameters is None else {id(parameter) for parameter in parameters}
     by_hand: list[nn.Parameter] = []
     whole: list[_Reducer] = []
-    for reducer in reducers:
+    for reducer in _synchronising(modules):
         reducer.reached = False
-        wanted = [it for it in reducer.averaged if chosen is None or id(it) in chosen]
+        wanted = reducer.averaged
+        if chosen is not None:
+            wanted = [it for it in wanted if id(it) in chosen]
         if len(wanted) == len(reducer.averaged):
             whole.append(reducer)
             reducer.expect_gradients(loss)
@@ -304,6 +305,11 @@ def _of_the_recipe(modules: nn.Module) -> list[DistributedDataParallel]:
 def _reducers(modules: nn.Module) -> list[_Reducer]:
     """Each that averages some of the modules' gradients, once."""
     return list(dict.fromkeys(reducer for replica in _replicas(modules) for reducer in replica.reducers))
+
+
+def _synchronising(modules: nn.Module) -> list[_Reducer]:
+    """Those that average in the next backward."""
+    return [reducer for reducer in _reducers(modules) if reducer.require_backward_grad_sync] if initialized() else []
 
 
 def _is_wrapped(modules: nn.ModuleDict, by_owners: dict[tuple[str, ...], list[nn.Parameter]]) -> bool:

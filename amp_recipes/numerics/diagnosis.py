@@ -175,17 +175,22 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         """What to do, in a few lines."""
-        names = [answer.name for answer in self.answers]
         lines = [answer.verdict for answer in self.answers]
-        if self.underflow is not None and "fp16" in names:
+        if self.underflow is not None and "fp16" in [answer.name for answer in self.answers]:
             lines.append(self.underflow.summary())
         lines += [f"{lost['module']}: the pin does nothing: {lost['reason']}" for lost in self.lost_pins]
-        hazards = [it for it in self.hazards if it.precision in ("", *names) and it.grade != "note"]
-        lines += [f"{hazard.place}: {hazard.message}" for hazard in hazards[:_HAZARDS_SHOWN]]
+        lines += self._hazard_lines()
+        if self.weights:
+            lines.append(f"Looked at the weights {self.weights}.")
+        return "\n".join([*lines, *self.notes])
+
+    def _hazard_lines(self) -> list[str]:
+        precisions = ("", *(answer.name for answer in self.answers))
+        hazards = [it for it in self.hazards if it.precision in precisions and it.grade != "note"]
+        lines = [f"{hazard.place}: {hazard.message}" for hazard in hazards[:_HAZARDS_SHOWN]]
         if len(hazards) > _HAZARDS_SHOWN:
             lines.append(f"{len(hazards) - _HAZARDS_SHOWN} more hazards are in {JSON_FILE}.")
-        seen = [f"Looked at the weights {self.weights}."] if self.weights else []
-        return "\n".join([*lines, *seen, *self.notes])
+        return lines
 
     def __str__(self) -> str:
         return self.verdict

@@ -109,12 +109,16 @@ def census_of(
     scripts = {name for name, module in modules.named_modules() if isinstance(module, torch.jit.ScriptModule)}
     if census.dtype in LOW:
         census.meant_low = _meant_low(census, scripts, device_type)
-    census.meant_fp32 = [
-        Misplaced(row.module, row.phase, row.op, row.low, row.calls, "inside a module that is pinned to float32")
-        for row in census.ops
-        if row.counts_as_low and any(_inside(row.module, name) for name in census.pins)
-    ]
+    census.meant_fp32 = _meant_fp32(census)
     return census
+
+
+def _meant_fp32(census: Census) -> list[Misplaced]:
+    """Ops that ran low inside of pinned modules."""
+    reason = "inside a module that is pinned to float32"
+    low = [row for row in census.ops if row.counts_as_low]
+    pinned = [row for row in low if any(_inside(row.module, name) for name in census.pins)]
+    return [Misplaced(row.module, row.phase, row.op, row.low, row.calls, reason) for row in pinned]
 
 
 def _ops(watch: CensusWatch) -> list[OpCount]:

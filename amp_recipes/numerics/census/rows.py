@@ -240,20 +240,23 @@ class Census:
         return "\n".join(lines)
 
     def _summary(self) -> str:
-        calls, casts = (sum(row.calls for row in rows) for rows in (self.ops, self.casts))
-        time_share = "" if self.cast_time_share is None else f", about {self.cast_time_share:.0%} of the time"
-        lines = [
-            f"{self.dtype}: {calls} ops, {casts} of them casts ({self.cast_share:.0%} of the bytes{time_share}). "
-            f"{self.neutrality_note}"
-        ]
         misplaced = [*(it for it in self.meant_low if it.reason != PINNED), *self.meant_fp32]
-        lines += [f"{it.module or _ROOT}: {it.op} in {it.dtype}, {it.reason}" for it in misplaced]
-        lines += [f"{it.weight}: frozen, cast to {it.to} {it.calls} times" for it in self.frozen_recasts]
+        lines = [
+            self._first_line(),
+            *(f"{it.module or _ROOT}: {it.op} in {it.dtype}, {it.reason}" for it in misplaced),
+            *(f"{it.weight}: frozen, cast to {it.to} {it.calls} times" for it in self.frozen_recasts),
+        ]
         for it in self.cancelling:
             why = "rounded on the way" if it.loses else "for nothing"
             way = f"{it.there or _ROOT} -> {it.back or _ROOT}"
             lines.append(f"{way}: {it.dtype} to {it.through} and back, {it.calls} times, {why}")
         return "\n".join(lines)
+
+    def _first_line(self) -> str:
+        calls, casts = (sum(row.calls for row in rows) for rows in (self.ops, self.casts))
+        time_share = "" if self.cast_time_share is None else f", about {self.cast_time_share:.0%} of the time"
+        share = f"({self.cast_share:.0%} of the bytes{time_share})"
+        return f"{self.dtype}: {calls} ops, {casts} of them casts {share}. {self.neutrality_note}"
 
 
 def _mb(bytes_: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,17 +76,31 @@ def drift(
         dtypes = CallDtypes(trial.modules)
         low, owners = _low_run(trial, window, dtype, scale, pins, dtypes)
         reference, measured = _measured(trial, window, dtype, pins, owners if chosen is None else chosen, dtypes)
-        if low is not None and low.loss_is_finite and not low.is_finite and reference.is_finite:
-            births = _BackwardBirths(trial.modules)
-            trial.run(window, dtype, low.scale, pins, watch=[births])
-            for name in births.modules & measured.keys():
-                measured[name].breaks_backward = True
+        if low is not None and reference.is_finite:
+            _note_broken_backwards(trial, window, dtype, pins, low, measured)
         for name, one in measured.items():
             error = _own_gradient_error(trial.modules, name, low, reference)
             if one.calls or one.raised:
                 found.setdefault(name, _Found()).add(one, error)
     ranked = [one.mean(name, len(windows)) for name, one in found.items()]
     return sorted(ranked, key=lambda it: -it.sensitivity)
+
+
+def _note_broken_backwards(
+    trial: Trial,
+    window: Window,
+    dtype: torch.dtype,
+    pins: list[str] | None,
+    low: Outcome,
+    measured: Mapping[str, Measured],
+) -> None:
+    """Find the modules in whose backward the gradients of the low run cease to be finite, where it has such."""
+    if low.is_finite or not low.loss_is_finite:
+        return
+    births = _BackwardBirths(trial.modules)
+    trial.run(window, dtype, low.scale, pins, watch=[births])
+    for name in births.modules & measured.keys():
+        measured[name].breaks_backward = True
 
 
 def _low_run(
@@ -210,11 +224,15 @@ def _own_gradient_error(modules: nn.Module, name: str, low: Outcome | None, refe
     """|g - g_ref| / |g_ref| over the parameters that the module itself holds; None if none of them got a gradient."""
     own = {id(it) for it in modules.get_submodule(name).parameters(recurse=False)}
     names = {it for it, parameter in modules.named_parameters() if id(parameter) in own}
-    # A window with several updates has `weight#2` and so on.
-    wanted = {key: it for key, it in reference.gradients.items() if key.partition("#")[0] in names}
+    wanted = _gradients_of(names, reference)
     if low is None:
         return math.inf if wanted else None
-    given = {key: it for key, it in low.gradients.items() if key.partition("#")[0] in names}
+    given = _gradients_of(names, low)
     if not given and not wanted:
         return None
     return gradient_error(replace(low, losses=[], gradients=given), replace(reference, losses=[], gradients=wanted))
+
+
+def _gradients_of(names: set[str], outcome: Outcome) -> dict[str, torch.Tensor]:
+    # A window with several updates has `weight#2` and so on.
+    return {key: gradient for key, gradient in outcome.gradients.items() if key.partition("#")[0] in names}

@@ -181,9 +181,8 @@ class Measure(AbstractContextManager):
         found, again = self.found[name], graph_task() != -1
         if not again:
             found.calls += 1
-            for tensor in (*inputs, *outputs):
-                if tensor.numel():
-                    found.add_flow(tensor)
+            for tensor in filter(torch.Tensor.numel, (*inputs, *outputs)):
+                found.add_flow(tensor)
             if not torch.is_grad_enabled():
                 self._ran_without_graph.add(name)
         exact = outputs if exact is None else exact
@@ -191,13 +190,12 @@ class Measure(AbstractContextManager):
             found.raised = True
             return
         for index, (a, b, y) in enumerate(zip(low, exact, outputs, strict=True)):
-            if y.numel() == 0 or a.shape != y.shape or b.shape != y.shape:
-                continue
-            d, bad = _difference(a, b.detach())
-            if not again:
-                found.d += math.inf if bad is not None else float(_squared(d))
-                found.y += float(_squared(b.detach()))
-            _listen(found, index, y, d, bad, again)
+            if y.numel() and a.shape == b.shape == y.shape:
+                d, bad = _difference(a, b.detach())
+                if not again:
+                    found.d += math.inf if bad is not None else float(_squared(d))
+                    found.y += float(_squared(b.detach()))
+                _listen(found, index, y, d, bad, again)
 
 
 def _listen(

@@ -122,13 +122,15 @@ def _lines_casting_to(dtype: torch.dtype, modules: nn.Module) -> list[Line]:
         calls: list[Line] = []
         arguments: list[Line] = []
         for file, call in _calls_outside_steps(files):
+            line = Line(file, call.end_lineno or call.lineno)
             name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
             if _CASTS.get(name) is dtype and not call.args:
-                calls.append(Line(file, call.end_lineno or call.lineno))
+                calls.append(line)
             elif _names_dtype(call, dtype, by_position=name in ("to", "set_default_dtype")):
-                arguments.append(Line(file, call.end_lineno or call.lineno))
-        if calls or arguments:
-            return calls or arguments
+                arguments.append(line)
+        found = calls or arguments
+        if found:
+            return found
     return []
 
 

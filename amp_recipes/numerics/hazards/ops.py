@@ -100,17 +100,19 @@ class OpHazards(OpWatch):
         if kind.base in _HARMLESS and kind.base not in _BOUNDS_ABOVE | _GUARDS:
             return
         constants = [it for it in _constants_in(kind, args, kwargs) if _is_remarkable(it[1])]
-        if not constants or _computed_in(kind, args, kwargs) not in NAMES:
-            return
-        low = [it for it in tensors_in(args) if it.dtype in NAMES and it.ndim] or list(tensors_in(args))
-        note = self._only_on_cpu(low)
-        for name, value in constants:
-            if abs(value) > _LARGEST and kind.base not in _HARMLESS:
-                self._too_large(kind, name, value, note)
-            elif 0 < abs(value) < _SMALLEST and kind.base in _GUARDS and name != "alpha":
-                self._too_small(value, note)
-            elif kind.base in _BOUNDS_ABOVE and _ROUNDS_TO_ONE["bf16"] <= value < _ROUNDS_TO_ONE["fp32"]:
-                self._rounds_to_one(value, note)
+        if constants and _computed_in(kind, args, kwargs) in NAMES:
+            given = list(tensors_in(args))
+            note = self._only_on_cpu([it for it in given if it.dtype in NAMES and it.ndim] or given)
+            for name, value in constants:
+                self._constant(kind, name, value, note)
+
+    def _constant(self, kind: OpKind, name: str, value: float, note: str) -> None:
+        if abs(value) > _LARGEST and kind.base not in _HARMLESS:
+            self._too_large(kind, name, value, note)
+        elif 0 < abs(value) < _SMALLEST and kind.base in _GUARDS and name != "alpha":
+            self._too_small(value, note)
+        elif kind.base in _BOUNDS_ABOVE and _ROUNDS_TO_ONE["bf16"] <= value < _ROUNDS_TO_ONE["fp32"]:
+            self._rounds_to_one(value, note)
 
     def _too_small(self, value: float, note: str) -> None:
         becomes, so = f"{_SMALLEST:.3g}", ""
@@ -271,26 +273,28 @@ class OpHazards(OpWatch):
 
     def _follow(self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Remark what CUDA would run in fp32, and remember which tensors would be fp32 there."""
-        low = [it for it in tensors_in(args, kwargs) if it.dtype in NAMES]
+        low = _low(args, kwargs)
         there = _on_cuda(kind.name) if self.calls.is_under_autocast and not self.calls.escapes else None
         # An op in place keeps its dtype there as well, and what it writes into is known already.
-        outputs = [] if kind.writes_into else [it for it in tensors_in(output) if it.dtype in NAMES]
+        outputs = [] if kind.writes_into else _low(output)
         is_wide = there == FLOAT32 or self._flows_wide(kind, low, outputs)
         stays_wide = is_wide and there != LOWER_PRECISION and not kind.is_product
         for tensor in outputs:
             self._mark(tensor, stays_wide)
         if there == FLOAT32 and low and outputs and not kind.base.startswith(_PICKS):
-            name = KERNEL_OF.get(kind.base, kind.base)
-            self._found.add(
-                "cpu_is_not_cuda",
-                f"{name} runs in {dtype_name(low[0].dtype)} here, but CUDA's autocast runs it in fp32: what is found "
-                "here does not hold there.",
-                self.at.line,
-                "note",
-                module=self.at.here.module,
-                what=name,
-                is_about_line=False,
-            )
+            self._runs_wide_on_cuda(KERNEL_OF.get(kind.base, kind.base), low[0].dtype)
+
+    def _runs_wide_on_cuda(self, name: str, dtype: torch.dtype) -> None:
+        self._found.add(
+            "cpu_is_not_cuda",
+            f"{name} runs in {dtype_name(dtype)} here, but CUDA's autocast runs it in fp32: what is found "
+            "here does not hold there.",
+            self.at.line,
+            "note",
+            module=self.at.here.module,
+            what=name,
+            is_about_line=False,
+        )
 
     def _flows_wide(self, kind: OpKind, low: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
         if kind.is_cast and low and outputs and outputs[0].dtype != low[0].dtype:
@@ -328,6 +332,8 @@ class OpHazards(OpWatch):
 
 # ---------------------------------------------------------------------- reading
 
+_PROMOTE = ("add", "sub", "rsub", "mul", "where", "maximum", "minimum", "lerp")  # to the widest that they are given
+
 
 @functools.cache
 def _on_cuda(name: str) -> str | None:
@@ -352,6 +358,10 @@ def _bounds(tensor: torch.Tensor) -> tuple[float, float] | None:
     if tensor.dtype not in (*NAMES, torch.float32, torch.float64, torch.int16, torch.int32, torch.int64):
         return None
     return tuple(map(float, torch.aminmax(tensor.detach())))
+
+
+def _low(*values: Any) -> list[torch.Tensor]:
+    return [it for it in tensors_in(*values) if it.dtype in NAMES]
 
 
 def _is_wide_input(source: Any) -> bool:
@@ -405,7 +415,7 @@ def _computed_in(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     tensors = [it for it in tensors_in(args) if it.is_floating_point()]
     if not tensors:
         return None
-    if kind.writes_into or kind.base not in ("add", "sub", "rsub", "mul", "where", "maximum", "minimum", "lerp"):
+    if kind.writes_into or kind.base not in _PROMOTE:
         return tensors[0].dtype
     leading = [it for it in tensors if it.ndim] or tensors
     return functools.reduce(torch.promote_types, (it.dtype for it in leading))

@@ -49,12 +49,17 @@ def _children(value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", inner) for key, inner in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return [(f".{name}", getattr(value, name)) for name in value._fields]
+        return _attributes(value, value._fields)
     if isinstance(value, list | tuple):
         return [(f"[{index}]", inner) for index, inner in enumerate(value)]
     if isinstance(value, type | nn.Module):
         return []
-    names = [it.name for it in fields(value)] if is_dataclass(value) else list(getattr(value, "__dict__", ()))
+    if is_dataclass(value):
+        return _attributes(value, [it.name for it in fields(value)])
+    return _attributes(value, getattr(value, "__dict__", ()))
+
+
+def _attributes(value: Any, names: Iterable[str]) -> list[tuple[str, Any]]:
     return [(f".{name}", getattr(value, name, None)) for name in names]
 
 

@@ -86,12 +86,11 @@ def _not_vouched_for(folder: Path, command: dict[str, Any], digests: Any, is_sig
     reason = _why_not_the_users(here, folder.resolve().parent, cwd, script, digest)
     if reason is None and module is not None and not _is_module(module, cwd, script):
         reason = f"{command['script']} is not that module"
-    if reason is None and not is_signed:
-        reason = "no run of yours signed this command"
-    if reason is None:
-        return {}
-    trusted = {} if is_signed else dict.fromkeys(trust_in(command["words"]), "the run trusted it with --trust")
-    return {module or str(script.relative_to(here) if here in script.parents else script): reason, **trusted}
+    name = module or str(script.relative_to(here) if here in script.parents else script)
+    if is_signed:
+        return {} if reason is None else {name: reason}
+    trusted = dict.fromkeys(trust_in(command["words"]), "the run trusted it with --trust")
+    return {name: reason or "no run of yours signed this command", **trusted}
 
 
 def _why_not_the_users(here: Path, run: Path, cwd: Path, script: Path, digest: Any) -> str | None:

@@ -123,13 +123,17 @@ class Facts:
         name = op_name(op).rpartition("::")[2]
         arguments = list(enumerate(schema_of(op).arguments))
         changed = [(i, it) for i, it in arguments if it.alias_info is not None and it.alias_info.is_write]
-        if "batch_norm" in name and "backward" not in name and not changed:
+        if not changed and _is_batch_norm(name):
             # It changes the statistics, which its schema does not say.
             changed = [(i, it) for i, it in arguments if it.name in ("running_mean", "running_var")]
         self.mutated = [(i, it.name) for i, it in changed]
         self.overwrites = name in _OVERWRITING or all(it.is_out for _, it in changed)
         self.is_harmless, self.is_unwritten = name in _HARMLESS, name in _UNWRITTEN
         self.is_cast = name in _CASTS
+
+
+def _is_batch_norm(name: str) -> bool:
+    return "batch_norm" in name and "backward" not in name
 
 
 facts_of = cache(Facts)

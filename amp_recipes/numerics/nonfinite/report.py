@@ -279,18 +279,10 @@ class Replay:
 
     def compared_with(self, report: NonfiniteReport) -> str:
         """What was found now, and whether it is what was found then."""
-        keys = ("cause", "module", "op", "phase", "samples")
-        now, then = report.as_dict(), self.report
-        differ = [key for key in keys if now[key] != then.get(key)]
+        then = self.report
         # What was uncertain then is so still: the folder holds what the replays had, not what the step had.
         report = replace(report, caveats=list(dict.fromkeys([*report.caveats, *then.get("caveats", [])])))
-        lines = [report.message]
-        if differ:
-            told = ", ".join(f"{key} {then.get(key)!r} then and {now[key]!r} now" for key in differ)
-            lines.append(f"This is not what step {then.get('step')} found: {told}.")
-            lines.append(f"It said: {then.get('message')}")
-        else:
-            lines.append(f"The same as in step {then.get('step')}: {', '.join(keys)}.")
+        lines = [report.message, *_differences(report.as_dict(), then)]
         lines += [f"{name} has changed since." for name in self.changed]
         if then.get("put_back"):
             drawn = " and ".join(then["put_back"])
@@ -301,6 +293,15 @@ class Replay:
         others = {name: it for name, it in _HERE.items() if self.versions.get(name) != it}
         lines += [f"{name} is {it} here, and was {self.versions.get(name)}." for name, it in others.items()]
         return "\n".join(lines)
+
+
+def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    keys = ("cause", "module", "op", "phase", "samples")
+    differ = [key for key in keys if now[key] != then.get(key)]
+    if not differ:
+        return [f"The same as in step {then.get('step')}: {', '.join(keys)}."]
+    told = ", ".join(f"{key} {then.get(key)!r} then and {now[key]!r} now" for key in differ)
+    return [f"This is not what step {then.get('step')} found: {told}.", f"It said: {then.get('message')}"]
 
 
 def _misfits(kind: str, here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]) -> list[str]:

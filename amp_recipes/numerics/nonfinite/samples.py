@@ -21,12 +21,14 @@ def samples_in_rows(
         return _samples_from_outside(origin.external, length, is_list, origin.shapes)
     if origin.birth is None or origin.batch is None or origin.is_put_there:
         return None
-    rows = origin.birth.rows
-    if origin.place.phase == "backward":
-        # The rows of a weight's gradient are features, even where there are as many as samples.
-        rows = [it for it in rows if it.shape not in parameter_shapes and it.shape[::-1] not in parameter_shapes]
-    found = (_samples(it, length, origin.shapes) for it in rows)
-    return next((it for it in found if it is not None), None)
+    # The rows of a weight's gradient are features, even where there are as many as samples.
+    of_weights = parameter_shapes if origin.place.phase == "backward" else frozenset()
+    for rows in origin.birth.rows:
+        if of_weights.isdisjoint((rows.shape, rows.shape[::-1])):
+            found = _samples(rows, length, origin.shapes)
+            if found is not None:
+                return found
+    return None
 
 
 def _samples_from_outside(

@@ -132,10 +132,12 @@ class NonfiniteTrace(OpWatch):
         if op is _SEED and _is_one_number(self._reads) and self._reads[0].memory.bad and _begins_backward():
             self._note("loss", self._reads[0].tensor)
         written = self._written(output)
-        if not written:
-            if isinstance(output, float) and not math.isfinite(output):
-                self._read_out[str(output)] = self._causes(NAN if math.isnan(output) else INFINITE)
-            return
+        if written:
+            self._remember(op, args, written)
+        elif isinstance(output, float) and not math.isfinite(output):
+            self._read_out[str(output)] = self._causes(NAN if math.isnan(output) else INFINITE)
+
+    def _remember(self, op: Op, args: tuple[Any, ...], written: list[Tensor]) -> None:
         kinds = self._kinds(self._facts, written)
         event = self._event(op, args, written, kinds)
         number = len(self.events)
@@ -151,16 +153,15 @@ class NonfiniteTrace(OpWatch):
         sources = tuple({read.memory.last: None for read in self._reads})
         if kind == FINITE:
             return Written(op, self.at.here, made, sources, kind, (), None, None, None)
-        birth = line = rows = None
-        causes = self._causes(kind)
-        if not any(bad == kind for _, bad in causes):
+        causes, birth = self._causes(kind), None
+        if kind not in [bad for _, bad in causes]:
             causes += self._unseen(kind)
             bad = [it for it, its_kind in zip(written, kinds, strict=True) if its_kind == kind]
             birth = self._witness(op, args, bad, kind)
-        if birth is not None or any(isinstance(self.events[number], External) for number, _ in causes):
-            line = self.at.line
-        if made.ndim and made.shape[0] in self._lengths and graph_task() == -1:
-            rows = rows_at_least(made)
+        comes_in = birth is not None or any(isinstance(self.events[number], External) for number, _ in causes)
+        has_rows = made.ndim and made.shape[0] in self._lengths and graph_task() == -1
+        line = self.at.line if comes_in else None
+        rows = rows_at_least(made) if has_rows else None
         return Written(op, self.at.here, made, sources, kind, causes, birth, line, rows)
 
     def _tensors(self, values: Iterable[Any]) -> list[Tensor]:

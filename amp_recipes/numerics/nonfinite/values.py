@@ -99,18 +99,20 @@ def kind_of(tensor: Tensor) -> int:
     if not is_float(tensor) or not tensor.numel() or tensor.is_meta:
         return FINITE
     tensor = _comparable(tensor)
-    # On a CPU the extremes of a 16-bit tensor cost what its sum does. Else the sum is cheaper, and one number to read.
-    is_wide = tensor.dtype.itemsize > 2
-    # A sum may overflow over finite values, but it cannot hide one that is not.
-    if is_wide and math.isfinite(tensor.sum().item()):
+    if _has_finite_sum(tensor):
         return FINITE
-    if not is_wide and not tensor.is_cpu and math.isfinite(tensor.sum(dtype=torch.float32).item()):
-        return FINITE
-    low, high = torch.aminmax(tensor)
-    low = low.item()
+    low, high = (extreme.item() for extreme in torch.aminmax(tensor))
     if math.isnan(low):
         return NAN
-    return FINITE if math.isfinite(low) and math.isfinite(high.item()) else INFINITE
+    return FINITE if math.isfinite(low) and math.isfinite(high) else INFINITE
+
+
+def _has_finite_sum(tensor: Tensor) -> bool:
+    """Whether one sum tells that all is finite: it may overflow over finite values, but cannot hide one that is not."""
+    if tensor.dtype.itemsize > 2:
+        return math.isfinite(tensor.sum().item())
+    # On a CPU the extremes of a 16-bit tensor cost what its sum does. Else the sum is cheaper, and one number to read.
+    return not tensor.is_cpu and math.isfinite(tensor.sum(dtype=torch.float32).item())
 
 
 def has_infinity(tensor: Tensor) -> bool:
@@ -149,18 +151,20 @@ def bad_rows(tensor: Tensor, kind: int | None = None) -> Rows:
         bad = _comparable(tensor.values()).isfinite().logical_not()
         bad = bad.flatten(1).any(1) if bad.ndim > 1 else bad
         return Rows(shape, {0: tensor.indices()[0][bad].unique().tolist()})
-    if tensor.layout is not torch.strided or is_wrapper(tensor):
+    if tensor.layout is not torch.strided or is_wrapper(tensor) or not tensor.numel():
         return Rows(shape, {})
     tensor = _comparable(tensor)
-    along = {}
-    for dimension in range(min(len(shape), 2) if tensor.numel() else 0):
-        others = [it for it in range(tensor.ndim) if it != dimension]
-        # Extremes carry NaN and infinity along, and cost a twentieth of asking each element.
-        high, low = (tensor.amax(others), tensor.amin(others)) if others else (tensor, tensor)
-        nan = high.isnan()
-        bad = nan if kind == NAN else high.isinf() | low.isinf() | (nan if kind is None else False)
-        along[dimension] = bad.nonzero().flatten().tolist()
-    return Rows(shape, along)
+    return Rows(shape, {dimension: _bad_along(tensor, dimension, kind) for dimension in range(min(len(shape), 2))})
+
+
+def _bad_along(tensor: Tensor, dimension: int, kind: int | None) -> list[int]:
+    others = [it for it in range(tensor.ndim) if it != dimension]
+    # Extremes carry NaN and infinity along, and cost a twentieth of asking each element.
+    high, low = (tensor.amax(others), tensor.amin(others)) if others else (tensor, tensor)
+    bad = high.isnan() if kind == NAN else high.isinf() | low.isinf()
+    if kind is None:
+        bad |= high.isnan()
+    return bad.nonzero().flatten().tolist()
 
 
 def _comparable(tensor: Tensor) -> Tensor:

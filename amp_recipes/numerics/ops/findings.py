@@ -213,15 +213,14 @@ class _Prober:
 
     def _verdict(self, on: dict[str, _Run], off: dict[str, _Run]) -> tuple[str, str]:
         """What autocast does, and the turn that shows it."""
-        for turn in on:
-            if on[turn].error and not off[turn].error:
-                refused_low = on[turn].kernel_raised and on[turn].computed == {self._low}
-                return (CANNOT_RUN if refused_low else RAISES), turn
-        turn = next((turn for turn in on if on[turn].differs(off[turn])), None)
-        if turn is None:
-            ran = any(run.kernels and not run.error for run in on.values())
-            return (AS_GIVEN if ran else NOT_SEEN), "low"
-        return self._change(turn, on[turn]), turn
+        for turn, run in on.items():
+            if run.error and not off[turn].error:
+                return (CANNOT_RUN if run.kernel_raised and run.computed == {self._low} else RAISES), turn
+        for turn, run in on.items():
+            if run.differs(off[turn]):
+                return self._change(turn, run), turn
+        ran = any(run.kernels and not run.error for run in on.values())
+        return (AS_GIVEN if ran else NOT_SEEN), "low"
 
     def _change(self, turn: str, run: _Run) -> str:
         """What autocast does to an op that it does something to."""

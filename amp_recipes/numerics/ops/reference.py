@@ -147,15 +147,21 @@ class OpReference:
         decide; and kernels that are reached through another op.
         """
         gaps: dict[tuple[str, str], list[str]] = {}
+        if self.device_type == "cuda":
+            return gaps
         for finding in self.findings:
-            on_cuda = _MISDOCUMENTED_ON_CUDA.get(finding.name) or policy("cuda", finding.name)
-            by_parts = finding.documented is None and finding.name not in self.registry.names
-            is_users = finding.name not in KERNEL_OF and finding.name not in CPU_ONLY
-            if finding.documented == EXEMPT or not is_users or (on_cuda is None and by_parts):
-                continue
-            if finding.found not in (NOT_SEEN, on_cuda or AS_GIVEN):
-                gaps.setdefault((finding.found, on_cuda or AS_GIVEN), []).append(finding.name)
-        return {} if self.device_type == "cuda" else gaps
+            on_cuda = self._on_cuda(finding)
+            if on_cuda is not None and finding.found not in (NOT_SEEN, on_cuda):
+                gaps.setdefault((finding.found, on_cuda), []).append(finding.name)
+        return gaps
+
+    def _on_cuda(self, finding: OpFinding) -> str | None:
+        """What CUDA does with an op; None for those that are left out."""
+        if finding.documented == EXEMPT or finding.name in KERNEL_OF or finding.name in CPU_ONLY:
+            return None
+        listed = _MISDOCUMENTED_ON_CUDA.get(finding.name) or policy("cuda", finding.name)
+        by_parts = finding.documented is None and finding.name not in self.registry.names
+        return listed or (None if by_parts else AS_GIVEN)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it; each finding also says what CUDA does to the op ("cuda")."""

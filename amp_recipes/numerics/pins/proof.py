@@ -59,8 +59,7 @@ def train_with_pins(
     """
     if steps < 1:
         return Training()
-    groups = (group for optimizer in trial.optimizers().values() for group in optimizer.param_groups)
-    if all(float(_full_rate(group)) == 0 for group in groups):
+    if not _learns(trial):
         return Training(text="no training, since every learning rate is 0")
     reference, low = [], []
     for seed in range(SEEDS):
@@ -73,6 +72,11 @@ def train_with_pins(
     else:
         _compare(found, statistics.fmean(_final(course.sizes) for course in reference))
     return found
+
+
+def _learns(trial: Trial) -> bool:
+    groups = (group for optimizer in trial.optimizers().values() for group in optimizer.param_groups)
+    return any(float(_full_rate(group)) != 0 for group in groups)
 
 
 def _failure(reference: Sequence[Course], low: Sequence[Course], allowed_skips: int, steps: int) -> str | None:

@@ -87,18 +87,16 @@ class OpKind:
         self.is_product = self.base in _PRODUCTS
 
     def _read_schema(self, schema: Any) -> None:
-        types = [str(argument.type) for argument in schema.arguments]
-        holding = [index for index, name in enumerate(types) if "Tensor" in name]
         if schema.is_mutable:
-            has_out = any(argument.is_out for argument in schema.arguments)
-            self.writes_into = "out=" if has_out else "in place"
-        if any(schema.arguments[index].kwarg_only for index in holding):
+            self.writes_into = "out=" if any(argument.is_out for argument in schema.arguments) else "in place"
+        holding = [(index, it) for index, it in enumerate(schema.arguments) if "Tensor" in str(it.type)]
+        if any(argument.kwarg_only for _, argument in holding):
             return
-        self.positions = tuple(holding)
+        self.positions = tuple(index for index, _ in holding)
         count = len(holding)
-        takes_plain = types[:count] == ["Tensor"] * count and holding == list(range(count))
+        begins_plain = [str(argument.type) for argument in schema.arguments[:count]] == ["Tensor"] * count
         returns_one = [str(result.type) for result in schema.returns] == ["Tensor"]
-        if takes_plain and returns_one and count <= 3:
+        if begins_plain and returns_one and count <= 3:
             self.leading = count
 
 

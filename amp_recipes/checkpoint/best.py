@@ -1,4 +1,4 @@
-"""Which checkpoint of a finished run is its model, and the weights in it."""
+"""Finds the checkpoint of a finished run that is its model, and reads the weights in it."""
 
 from __future__ import annotations
 

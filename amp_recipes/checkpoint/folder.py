@@ -1,4 +1,4 @@
-"""How a checkpoint lies on the disk, how it gets there whole or not at all, and how damage to it is found.
+"""Writes a checkpoint to the disk whole or not at all, and finds damage to it.
 
 A folder `CKPT+000012` holds one `<name>.safetensors` per recoverable, `meta.json`, and `MANIFEST.sha256`, which
 `sha256sum -c` reads; where tensors lie in parts on several processes, also `<name>@00003.safetensors` with those parts

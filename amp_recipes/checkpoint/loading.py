@@ -1,4 +1,4 @@
-"""How live objects and saved states meet: what fits, what a save refuses, and how a failed load is taken back."""
+"""Loads saved states into live objects: checks what fits, and takes a failed load back."""
 
 from __future__ import annotations
 

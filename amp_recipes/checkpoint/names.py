@@ -1,4 +1,4 @@
-"""Which names the entries of a module's state have in a checkpoint: those of the model, without its wrappers.
+"""Cleans the names of a module's state: a checkpoint has those of the model, without its wrappers.
 
 `torch.compile`, DistributedDataParallel and DataParallel put a module inside one of theirs, which shows in every key
 as `_orig_mod.` or `module.`. Whether a part of a key is such a wrapper is seen in the module tree and not in the text,

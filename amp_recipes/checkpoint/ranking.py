@@ -1,4 +1,4 @@
-"""Which of several checkpoints is the best by a metric, and which ones stay for being it."""
+"""Ranks checkpoints by a metric, and says which ones stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that lie in parts on several processes: which part is here, and how one is made from what a file holds."""
+"""Cuts and joins tensors that lie in parts on several processes."""
 
 from __future__ import annotations
 

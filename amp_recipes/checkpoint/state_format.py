@@ -1,4 +1,4 @@
-"""How a state becomes a file and a file a state again, without a line of pickled code.
+"""Turns a state into a file and a file into a state, without a line of pickled code.
 
 A file is a safetensors file: the tensors of the state are its tensors, and everything else stands as JSON under
 `amp_recipes` in its `__metadata__`. JSON arrays are lists and JSON objects dicts with text keys; what JSON lacks is an
@@ -153,10 +153,8 @@ class _Packer:
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
-        if kind is int:
-            return value if -_INT_BOUND <= value < _INT_BOUND else {"$int": hex(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {"$float": repr(value)}
+        if kind is int or kind is float:
+            return _number(value)
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if len(path) > _MAX_DEPTH:
@@ -189,7 +187,7 @@ class _Packer:
             if self._strict:
                 raise _Refused(path, f"a defaultdict whose factory is {_named(value.default_factory)}")
             kind = dict  # without its factory
-        if kind is dict and all(type(key) is str and key[:1] != "$" for key in value):
+        if kind is dict and _has_plain_keys(value):
             return {key: self.node(item, (*path, key)) for key, item in value.items()}
         pairs = [[self._key(key, path), self.node(item, (*path, key))] for key, item in value.items()]
         if kind is defaultdict:
@@ -218,10 +216,10 @@ class _Packer:
             return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
         if isinstance(value, bytes):
             return {"$bytes": base64.b64encode(value).decode()}
-        for base in (str, int, float):  # a version that torch wraps as text, say
-            if isinstance(value, base) and not isinstance(value, Enum):
-                return self.node(base(value), path)
-        raise _Refused(path, _named(value))
+        base = next((base for base in (str, int, float) if isinstance(value, base)), None)
+        if base is None or isinstance(value, Enum):
+            raise _Refused(path, _named(value))
+        return self.node(base(value), path)  # a version that torch wraps as text, say
 
     def _array(self, value: np.ndarray, path: tuple) -> Any:
         if type(value) is not np.ndarray or value.dtype.name not in _NUMPY_NAMES:
@@ -305,6 +303,16 @@ def _place_of_shards(value: Any, local: Tensor) -> tuple | None:
     if value.numel():  # the memory tells which are tied, also where nothing of them is here
         return storage_id(local), local.storage_offset(), tuple(value.shape), value.dtype
     return None
+
+
+def _number(value: int | float) -> Any:
+    if isinstance(value, int):
+        return value if -_INT_BOUND <= value < _INT_BOUND else {"$int": hex(value)}
+    return value if math.isfinite(value) else {"$float": repr(value)}
+
+
+def _has_plain_keys(value: dict) -> bool:
+    return all(type(key) is str and key[:1] != "$" for key in value)
 
 
 def _is_usual(factory: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A loader over a data set that knows its place: order, draws and position are functions of (seed, epoch, samples)."""
+"""Loads a data set in an order that is a function of (seed, epoch, samples), so that it knows its place."""
 
 from __future__ import annotations
 

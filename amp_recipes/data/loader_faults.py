@@ -1,4 +1,4 @@
-"""What went wrong with a loader's worker: which one, and what it was reading."""
+"""Says what went wrong with a loader's worker: which one, and what it was reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader that fits a data set, refused early where it could not train."""
+"""Makes the loader that fits a data set; refuses early what could not train."""
 
 from __future__ import annotations
 

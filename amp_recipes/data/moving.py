@@ -1,4 +1,4 @@
-"""How a batch of any structure gets to the device, and how many samples it counts for.
+"""Moves a batch of any structure to the device, and counts its samples.
 
 Both run once per step, so tensors and the plain containers that loaders yield come before every general case.
 """

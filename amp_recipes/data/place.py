@@ -1,4 +1,4 @@
-"""Where any iterable of batches stands, and how to get back there."""
+"""Tells where any iterable of batches stands, and gets it back there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reads the samples, in a worker or in the main process: seeds the draws, and says which sample failed."""
+"""Reads samples, in a worker or in the main process: seeds the draws, and says which sample failed."""
 
 from __future__ import annotations
 
@@ -113,13 +113,15 @@ class Reader(Dataset):
         if missing:
             return f"; {missing[0]} is None"
         alone = [name for name, sample in named if not self._fit([sample])]
-        if alone:  # where all are, the fault may be the collate_fn's
-            return f"; {alone[0]} cannot be put into one alone" if len(alone) < len(samples) else ""
-        for name, sample in named[1:]:
-            if not self._fit([samples[0], sample]):
-                advice = " (give a collate_fn that pads them)" if self._collate is default_collate else ""
-                return f"; {name} does not fit with {named[0][0]}{advice}"
-        return ""
+        if len(alone) == len(samples):  # the fault may be the collate_fn's
+            return ""
+        if alone:
+            return f"; {alone[0]} cannot be put into one alone"
+        other = next((name for name, sample in named[1:] if not self._fit([samples[0], sample])), None)
+        return "" if other is None else f"; {other} does not fit with {named[0][0]}{self._advice()}"
+
+    def _advice(self) -> str:
+        return " (give a collate_fn that pads them)" if self._collate is default_collate else ""
 
     def _fit(self, samples: list[Any]) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""A loader over an IterableDataset that goes on where it stopped, as far as the data set can tell its place."""
+"""Loads an IterableDataset and goes on where it stopped, as far as the data set can tell its place."""
 
 from __future__ import annotations
 

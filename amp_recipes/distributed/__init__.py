@@ -1,7 +1,16 @@
-"""What a process knows of its neighbours: rank, who writes files, whether all agree, what of the model is its own."""
+"""Tells a process its rank, who writes files, whether all agree, and shares the model among them."""
 
 from amp_recipes.distributed.checks import check
-from amp_recipes.distributed.collectives import Poll, agree, from_main_process, gather, mean, sums, wait_for_all
+from amp_recipes.distributed.collectives import (
+    AsyncGather,
+    Poll,
+    agree,
+    from_main_process,
+    gather,
+    mean,
+    sums,
+    wait_for_all,
+)
 from amp_recipes.distributed.ddp import averaging, differing, evaluating, start_alike
 from amp_recipes.distributed.failures import collective, show_ranks_in_errors, timeout_text
 from amp_recipes.distributed.processes import (
@@ -21,6 +30,7 @@ from amp_recipes.distributed.rendezvous import launched
 from amp_recipes.distributed.sharing import is_sharded, keeping_gathered, leaves, no_sync, total, wrap
 
 __all__ = [
+    "AsyncGather",
     "Poll",
     "agree",
     "averaging",

@@ -1,4 +1,4 @@
-"""Which run options on processes go together, said before any work is lost."""
+"""Checks which run options on processes go together, before any work is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of which every process holds all, with gradients averaged over the processes.
+"""Averages gradients of modules of which every process holds all.
 
 The work is that of DistributedDataParallel (its buckets, hooks and buffer broadcast), which however is not put around a
 module: it hangs on the module's forward hooks, as `torch.distributed._composable.replicate` and FSDP2 have it. So a
@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_recipes.distributed import torch_private
-from amp_recipes.distributed.collectives import Poll
+from amp_recipes.distributed.collectives import AsyncGather
 from amp_recipes.distributed.processes import initialized
 from amp_recipes.errors import ConfigError, RecipeError
 from amp_recipes.modules.torch_private import BatchNorm, forward_hooks, forward_pre_hooks, non_persistent_buffers
@@ -234,7 +234,7 @@ def differing(modules: nn.Module) -> list[str]:
     if not initialized() or not named:
         return []
     sums = [it.contiguous().view(words[it.element_size()]).sum(dtype=torch.int64) for _, it in named]
-    rows = Poll((torch.stack(sums) % 2**52).tolist()).read()  # as many as a double holds
+    rows = AsyncGather((torch.stack(sums) % 2**52).tolist()).read()  # as many as a double holds
     return [name for (name, _), column in zip(named, zip(*rows, strict=True), strict=True) if len(set(column)) > 1]
 
 

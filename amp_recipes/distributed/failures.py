@@ -1,4 +1,4 @@
-"""A rank that fails tells the others why, and all end within seconds, whatever they are waiting for."""
+"""Ends all ranks within seconds of one that fails, and says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of which every process holds a part, gathered when they compute (FSDP2).
+"""Shards modules over the processes, and gathers them when they compute (FSDP2).
 
 A unit is what is gathered at a time: a block, or what an entry holds besides its blocks. Its parameters travel in one
 message per format: those that autocast would cast anyway in the compute dtype, all others in fp32, so that each op
@@ -202,10 +202,8 @@ def _owners(modules: nn.ModuleDict, roots: list[nn.Module], units: set[nn.Module
         for child in module.children():
             walk(child, way)
 
-    inner = {module for root in roots for module in root.modules() if module is not root}
-    for root in roots:
-        if root not in inner:
-            walk(root, ())
+    for root in _outermost(roots):
+        walk(root, ())
     named = [(name, it) for name, it in modules.named_parameters() if not is_sharded_tensor(it)]
     problems = [f"{name} {problem}" for name, it in named if (problem := _why_unowned(it, ways)) is not None]
     if problems:
@@ -215,6 +213,11 @@ def _owners(modules: nn.ModuleDict, roots: list[nn.Module], units: set[nn.Module
             "--strategy ddp."
         )
     return {parameter: way[-1] for parameter, way in ways.items()}
+
+
+def _outermost(roots: list[nn.Module]) -> list[nn.Module]:
+    inner = {module for root in roots for module in root.modules() if module is not root}
+    return [root for root in roots if root not in inner]
 
 
 def _shared_beginning(first: tuple[nn.Module, ...], second: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:

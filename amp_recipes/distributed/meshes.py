@@ -1,4 +1,4 @@
-"""How the processes are laid out: which of them hold copies, which shards, and which share a layer."""
+"""Lays out the processes: which of them hold copies, which shards, and which share a layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process this is, which device is its own, and the group that it belongs to."""
+"""Starts and ends the group of processes; tells a process its rank and its device."""
 
 from __future__ import annotations
 

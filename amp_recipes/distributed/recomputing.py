@@ -1,4 +1,4 @@
-"""Which activations are thrown away in the forward and computed again in the backward."""
+"""Throws activations away in the forward, and computes them again in the backward."""
 
 from __future__ import annotations
 

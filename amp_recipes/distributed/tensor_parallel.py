@@ -1,4 +1,4 @@
-"""Which layers several processes compute together, each a part of it, on the same data."""
+"""Divides layers that several processes compute together, each a part of it, on the same data."""
 
 from __future__ import annotations
 

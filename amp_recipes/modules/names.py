@@ -1,4 +1,4 @@
-"""How users name modules: shell-style patterns of their names, or of their classes."""
+"""Matches modules by shell-style patterns of their names, or of their classes."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ def check_patterns(option: str, patterns: Sequence[str]) -> None:
 
 def no_match(option: str, pattern: str, named_modules: Sequence[tuple[str, nn.Module]]) -> str:
     """What is wrong with a pattern that matches none of `named_modules`, with the nearest names."""
-    by_type = pattern.startswith(_TYPE_PREFIX)
-    prefix, what = (_TYPE_PREFIX, "class of a module") if by_type else ("", "module")
-    if by_type:
+    prefix, what = "", "module"
+    candidates = [name for name, _ in named_modules if name]
+    if pattern.startswith(_TYPE_PREFIX):
+        prefix, what = _TYPE_PREFIX, "class of a module"
         candidates = sorted({type(module).__name__ for _, module in named_modules})
-    else:
-        candidates = [name for name, _ in named_modules if name]
     message = f"{option}: {pattern!r} matches no {what}"
     nearest = difflib.get_close_matches(pattern.removeprefix(prefix), candidates, n=3)
     if nearest:
         return f"{message}. Did you mean {' or '.join(prefix + name for name in nearest)}?"
-    shown = ", ".join(prefix + name for name in candidates[:8]) or "none: the model has no submodules"
-    return f"{message}; there are {shown}{', ...' if len(candidates) > 8 else ''}"
+    shown = [prefix + name for name in candidates[:8]] or ["none: the model has no submodules"]
+    return f"{message}; there are {', '.join(shown)}{', ...' if len(candidates) > 8 else ''}"
 
 
 def matching(option: str, modules: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:

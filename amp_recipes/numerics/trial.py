@@ -1,4 +1,4 @@
-"""A training step that can be taken again and again from the same state, at any precision, leaving nothing behind."""
+"""Takes a training step again and again from the same state, at any precision, and leaves nothing behind."""
 
 from __future__ import annotations
 

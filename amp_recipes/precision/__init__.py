@@ -1,4 +1,4 @@
-"""Every line that knows about dtypes in training."""
+"""Gathers every line that knows about dtypes in training."""
 
 from amp_recipes.precision.amp_config import (
     AMPConfig,

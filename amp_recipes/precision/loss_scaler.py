@@ -1,4 +1,4 @@
-"""torch's GradScaler with what a run needs besides: a floor, several rounds of one optimizer, a pause."""
+"""Adds to torch's GradScaler what a run needs: a floor, several rounds of one optimizer, a pause."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The one owner of scale -> backward -> unscale -> clip -> step -> update -> skip.
+"""Owns scale -> backward -> unscale -> clip -> step -> update -> skip, and nobody else does.
 
 A nonfinite loss or gradient never reaches the weights, at any precision: the verdict is one 0-d tensor on the device.
-Fused optimizers look at it there; for others the host reads it, once. Either way it travels to the host as a ticket
+Fused optimizers look at it there; for others the host reads it, once. Either way it travels to the host as a future
 that is read when somebody needs it.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from amp_recipes.errors import PrecisionError, RecipeError
 from amp_recipes.modules.sharded import is_sharded, local
 from amp_recipes.modules.torch_private import sparse_values
 from amp_recipes.precision.amp_config import fp16_parameters
-from amp_recipes.precision.host_copy import HostCopy, Ticket
+from amp_recipes.precision.host_copy import HostCopy, HostFuture
 from amp_recipes.precision.loss_scaler import LossScaler
 from amp_recipes.precision.rollback import BufferRollback
 from amp_recipes.precision.sharded_gradients import Ranks, mark_of, marks_differ, sum_of_squares
@@ -49,11 +50,11 @@ class Update:
 class PendingUpdate:
     """An update whose verdict may still be on its way from the device."""
 
-    __slots__ = ("_marked", "_names", "_ticket", "_update", "losses")
+    __slots__ = ("_future", "_marked", "_names", "_update", "losses")
 
-    def __init__(self, ticket: Ticket, losses: int, names: Sequence[str], marked: bool = False) -> None:
+    def __init__(self, future: HostFuture, losses: int, names: Sequence[str], marked: bool = False) -> None:
         self._marked = marked  # the last number is 1 where ranks had gradients of different parameters
-        self._ticket = ticket  # verdict, losses, norms, and the scale where there is one
+        self._future = future  # verdict, losses, norms, and the scale where there is one
         self.losses = losses  # how many were handed to `backward` for it
         self._names = names
         self._update: Update | None = None
@@ -61,12 +62,12 @@ class PendingUpdate:
     @property
     def known(self) -> bool:
         """Whether the host has the verdict already, without waiting."""
-        return self._ticket.known
+        return self._future.known
 
     def read(self) -> Update:
         """The verdict; waits for it where it has not arrived."""
         if self._update is None:
-            skip, *numbers = self._ticket.read()
+            skip, *numbers = self._future.read()
             if self._marked and numbers.pop():
                 raise RecipeError(
                     "the processes have gradients of different parameters: a forward left some unused on one rank, "
@@ -197,14 +198,16 @@ class UpdateOwner:
                 "loss.backward()."
             )
         with torch.no_grad():
+            # Copied before unscaling, which may move the scale by an earlier round's verdict.
             scales = [] if scale is None else [scale.clone()]
             gradients = {name: self._unscaled(optimizers[name], found) for name, found in parameters.items()}
-            if any(is_sharded(gradient) for found in gradients.values() for gradient in found):
+            failed, marks = None, []
+            if _any_sharded(gradients.values()):
                 norms, failed, differs = self._ask_ranks(optimizers, gradients, losses)
                 marks = [differs]
-                gradients = {name: [local(gradient) for gradient in found] for name, found in gradients.items()}
+                gradients = {name: list(map(local, found)) for name, found in gradients.items()}
             else:
-                norms, failed, marks = {name: _norm(found) for name, found in gradients.items()}, None, []
+                norms = {name: _norm(found) for name, found in gradients.items()}
             numbers = self._gather([*losses, *norms.values(), *scales, *marks])
             skip = None if self._decides_on_host else self._verdict(numbers, failed)
             pending = PendingUpdate(self._host.post(numbers), len(losses), list(norms), bool(marks))
@@ -216,8 +219,8 @@ class UpdateOwner:
                 for name, found in gradients.items():
                     _clip(found, norms[name], pending.read().grad_norms[name], max_grad_norm)
                     _step(optimizers[name], None)
-                    if skip is not None:
-                        self._remember(optimizers[name], parameters[name])
+                if skip is not None:
+                    self._remember(optimizers, parameters)
             self.buffers.settle(skip, lambda: not pending.read().taken)
         return pending
 
@@ -253,10 +256,13 @@ class UpdateOwner:
         _, states, known = self._initialized.get(id(optimizer), (None, -1, {}))
         return states == len(optimizer.state) and known.keys() >= {id(parameter) for parameter in parameters}
 
-    def _remember(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        _, _, known = self._initialized.get(id(optimizer), (None, -1, {}))
-        known = {**known, **{id(parameter): parameter for parameter in parameters}}
-        self._initialized[id(optimizer)] = (optimizer, len(optimizer.state), known)
+    def _remember(self, optimizers: Mapping[str, Optimizer], parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
+        """The optimizers have stepped, so the state of all of `parameters` exists."""
+        for name, found in parameters.items():
+            optimizer = optimizers[name]
+            _, _, known = self._initialized.get(id(optimizer), (None, -1, {}))
+            known = {**known, **{id(parameter): parameter for parameter in found}}
+            self._initialized[id(optimizer)] = (optimizer, len(optimizer.state), known)
 
     def _unscaled(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """The optimizer's gradients, unscaled in place; of sparse ones the values behind their distinct indices."""
@@ -299,8 +305,7 @@ class UpdateOwner:
         squares = [sum_of_squares(found, device, processes) for found in gradients.values()]
         bad = [_sum(found, device) for found in overflows]
         bad.append(_sum((loss.isfinite().logical_not() for loss in losses), device))
-        groups = (group for name in gradients for group in optimizers[name].param_groups)
-        mark = mark_of(parameter for group in groups for parameter in group["params"])
+        mark = mark_of(chain.from_iterable(parameters_of_optimizer(optimizers[name]) for name in gradients))
         # Filled on the device: to copy them there, the host would wait for it.
         marks = torch.stack([squares[0].new_full((), number) for number in (mark, mark * mark)])
         numbers = self._ranks.total(torch.cat([torch.stack([*squares, *bad]), marks]))
@@ -358,7 +363,7 @@ def check_optimizers(
     them, and only those of `modules`; others are a RecipeError.
     """
     names = {id(parameter): name for name, parameter in modules.named_parameters()}
-    sharded = any(is_sharded(parameter) for parameter in modules.parameters())
+    sharded = any(map(is_sharded, modules.parameters()))
     owner: dict[int, str] = {}
     for key, optimizer in optimizers.items():
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -366,17 +371,27 @@ def check_optimizers(
                 f"optimizer '{key}' is LBFGS, which evaluates the loss several times inside one step; a step that may "
                 "be skipped, clipped and scaled cannot call it. Use a first-order optimizer such as AdamW or SGD."
             )
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = list(parameters_of_optimizer(optimizer))
         named = [(names.get(id(p), f"parameter {index}"), p) for index, p in enumerate(parameters)]
         _refuse_strangers(key, [it for it in parameters if id(it) not in names], sharded, several_processes)
-        for name, parameter in named:
-            if owner.setdefault(id(parameter), key) != key:
-                raise PrecisionError(
-                    f"parameter {name} belongs to two optimizers, '{owner[id(parameter)]}' and '{key}': one step of "
-                    "both would unscale and clip its gradient twice. Give it to one of them."
-                )
+        _refuse_owned(key, named, owner)
         if scaled:
             _refuse_fp16(key, fp16_parameters(named))
+
+
+def parameters_of_optimizer(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """All that it trains, in the order of its groups."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _refuse_owned(key: str, named: Sequence[tuple[str, nn.Parameter]], owner: dict[int, str]) -> None:
+    """Raise PrecisionError for parameters that another optimizer has; owner: optimizers by the parameter's id."""
+    for name, parameter in named:
+        if owner.setdefault(id(parameter), key) != key:
+            raise PrecisionError(
+                f"parameter {name} belongs to two optimizers, '{owner[id(parameter)]}' and '{key}': one step of "
+                "both would unscale and clip its gradient twice. Give it to one of them."
+            )
 
 
 def _refuse_strangers(key: str, strangers: Sequence[torch.Tensor], sharded: bool, several_processes: bool) -> None:
@@ -402,6 +417,10 @@ def _refuse_fp16(key: str, names: Sequence[str]) -> None:
             f"'{key}' holds {len(names)} fp16 parameter(s): {shown}. Do not call .half() on the model; remove it, or "
             "convert back with .float()."
         )
+
+
+def _any_sharded(gradients: Iterable[Sequence[torch.Tensor]]) -> bool:
+    return any(is_sharded(gradient) for found in gradients for gradient in found)
 
 
 def as_scalar(loss: Any, where: str) -> torch.Tensor:

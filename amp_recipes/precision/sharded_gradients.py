@@ -1,4 +1,4 @@
-"""Gradients of which each process holds a part (DTensors): this process's part, and norms over all parts.
+"""Takes norms over gradients of which each process holds a part (DTensors).
 
 Scaling, clipping and judging work on the parts; only sums of squares travel.
 """

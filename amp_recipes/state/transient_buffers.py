@@ -1,4 +1,4 @@
-"""Buffers that modules leave out of their state (`persistent=False`), kept where training changes them."""
+"""Saves buffers that modules leave out of their state (`persistent=False`), where training changes them."""
 
 from __future__ import annotations
 

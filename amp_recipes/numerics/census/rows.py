@@ -1,4 +1,4 @@
-"""What a census holds: counts of ops and casts by module and phase, what is amiss with them, and their table."""
+"""Holds the counts of a census: ops and casts by module and phase, what is amiss with them, and their table."""
 
 from __future__ import annotations
 

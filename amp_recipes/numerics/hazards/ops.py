@@ -417,8 +417,9 @@ def _computed_in(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     if kind.writes_into or kind.base not in _PROMOTE:
         return tensors[0].dtype
-    leading = [it for it in tensors if it.ndim] or tensors
-    return functools.reduce(torch.promote_types, (it.dtype for it in leading))
+    leading = filter(torch.Tensor.dim, tensors)
+    dtypes = [it.dtype for it in leading] or [it.dtype for it in tensors]
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _base_of_power(base: Any) -> float | None:

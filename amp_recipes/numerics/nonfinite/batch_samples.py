@@ -1,4 +1,4 @@
-"""How a batch is made of samples and tensors: how many there are, what they are called, and a batch of some of them."""
+"""Takes a batch apart: how many samples it has, what its tensors are called, and a batch of some samples."""
 
 from __future__ import annotations
 

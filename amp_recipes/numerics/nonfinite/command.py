@@ -1,4 +1,4 @@
-"""How the run was started whose step a folder holds: what of it is kept, and what is believed of it when it is read."""
+"""Keeps the command that started a run, and checks it before anybody runs it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How batches of any structure become what a file can hold, and come back as they were.
+"""Takes batches of any structure apart into what a file can hold, and puts them together again.
 
 A state file holds dicts, lists, tuples, tensors, arrays and numbers. Named tuples and dataclasses are taken apart, and
 the class is noted by name; it is looked up among what the process has imported, and put together without calling any

@@ -1,4 +1,4 @@
-"""What a nonfinite step leaves behind: the report, its JSON, and the folder from which the step can be taken again."""
+"""Writes the report of a nonfinite step, and the folder from which the step can be taken again."""
 
 from __future__ import annotations
 

@@ -158,11 +158,14 @@ class NonfiniteTrace(OpWatch):
             causes += self._unseen(kind)
             bad = [it for it, its_kind in zip(written, kinds, strict=True) if its_kind == kind]
             birth = self._witness(op, args, bad, kind)
-        comes_in = birth is not None or any(isinstance(self.events[number], External) for number, _ in causes)
+        comes_in = birth is not None or self._come_from_outside(causes)
         has_rows = made.ndim and made.shape[0] in self._lengths and graph_task() == -1
         line = self.at.line if comes_in else None
         rows = rows_at_least(made) if has_rows else None
         return Written(op, self.at.here, made, sources, kind, causes, birth, line, rows)
+
+    def _come_from_outside(self, causes: Iterable[Cause]) -> bool:
+        return any(isinstance(self.events[number], External) for number, _ in causes)
 
     def _tensors(self, values: Iterable[Any]) -> list[Tensor]:
         """The dense tensors in nested arguments; notes on the way which numbers among them are nonfinite."""

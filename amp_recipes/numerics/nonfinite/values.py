@@ -1,4 +1,4 @@
-"""What can be told of nonfinite values while they are at hand: kind, range, rows, and whether somebody wanted them.
+"""Describes nonfinite values while they are at hand: kind, range, rows, and whether somebody wanted them.
 
 A mask puts -inf where nothing shall count. That is no fault: what is told apart here is an infinity that somebody
 wrote from one that came out of arithmetic.

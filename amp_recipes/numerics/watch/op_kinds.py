@@ -1,7 +1,8 @@
-"""What an op does with values, read from its name and schema once."""
+"""Reads from an op's name and schema, once, what it does with values."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from amp_recipes.precision.torch_private import Op, kernel_of, schema_of
@@ -87,17 +88,21 @@ class OpKind:
         self.is_product = self.base in _PRODUCTS
 
     def _read_schema(self, schema: Any) -> None:
+        arguments = schema.arguments
         if schema.is_mutable:
-            self.writes_into = "out=" if any(argument.is_out for argument in schema.arguments) else "in place"
-        holding = [(index, it) for index, it in enumerate(schema.arguments) if "Tensor" in str(it.type)]
-        if any(argument.kwarg_only for _, argument in holding):
+            self.writes_into = "out=" if any(argument.is_out for argument in arguments) else "in place"
+        positions = tuple(index for index, argument in enumerate(arguments) if "Tensor" in str(argument.type))
+        if any(arguments[index].kwarg_only for index in positions):
             return
-        self.positions = tuple(index for index, _ in holding)
-        count = len(holding)
-        begins_plain = [str(argument.type) for argument in schema.arguments[:count]] == ["Tensor"] * count
-        returns_one = [str(result.type) for result in schema.returns] == ["Tensor"]
-        if begins_plain and returns_one and count <= 3:
+        self.positions = positions
+        count = len(positions)
+        if count <= 3 and _are_plain(arguments[:count], count) and _are_plain(schema.returns, 1):
             self.leading = count
+
+
+def _are_plain(items: Sequence[Any], count: int) -> bool:
+    """Whether a schema has so many arguments or results here, each one tensor."""
+    return [str(item.type) for item in items] == ["Tensor"] * count
 
 
 KINDS: dict[Any, OpKind] = {}  # by what an OpOverload runs, or by itself: its own hash is slow

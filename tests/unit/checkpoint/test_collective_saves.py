@@ -175,7 +175,7 @@ def crossed(rank, folder):
 
 def test_a_save_that_meets_a_load_is_refused_on_both(tmp_path):
     for text in in_processes(crossed, 2, tmp_path):
-        assert "rank 0 to save a checkpoint, rank 1 to load a checkpoint" in text
+        assert "rank 0 came to save a checkpoint, rank 1 came to load a checkpoint" in text
 
 
 # -------------------------------------------------------------- loads

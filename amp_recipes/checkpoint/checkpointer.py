@@ -202,8 +202,7 @@ class Checkpointer:
 
     def _finish(
         self, group: CheckpointGroup, files: dict[str, PackedState], trainable: dict[str, frozenset[str]],
-        meta_text: str,
-        then: Callable[[Checkpoint], object] | None, arrived: Callable[[], None] | None = None,
+        meta_text: str, then: Callable[[Checkpoint], object] | None, arrived: Callable[[], None] | None = None,
     ) -> Checkpoint:  # fmt: skip
         if arrived is not None:
             arrived()

@@ -16,6 +16,7 @@ from amp_recipes.precision.autocast import (
     has_default_precision,
     map_tensors,
 )
+from amp_recipes.precision.optimizers import check_optimizers
 from amp_recipes.precision.patience import Patience
 from amp_recipes.precision.pins import Pins, decorated_modules, pin_fp32, pinned_modules, pinned_only
 from amp_recipes.precision.plan import PrecisionPlan
@@ -25,7 +26,6 @@ from amp_recipes.precision.scaling import (
     Update,
     UpdateOwner,
     as_scalar,
-    check_optimizers,
     clear_gradients,
 )
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,17 +184,6 @@ class SavedBytes:
                 self._seen.add(key)
                 self.bytes += storage.nbytes()
         return tensor
-
-
-@contextmanager
-def peak_memory(device: torch.device) -> Iterator[list[int]]:
-    """The most bytes that were allocated on a CUDA device within it, in the list that it yields; empty elsewhere."""
-    found: list[int] = []
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    yield found
-    if device.type == "cuda":
-        found.append(torch.cuda.max_memory_allocated(device))
 
 
 def cost(

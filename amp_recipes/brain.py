@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from amp_recipes import distributed
@@ -44,6 +43,7 @@ from amp_recipes.loop.recipe_class import check_class, check_objects, hidden_opt
 from amp_recipes.loop.run import Run
 from amp_recipes.loop.settings import Settings
 from amp_recipes.loop.tasks import task_for
+from amp_recipes.modules.torch_private import tree_map
 from amp_recipes.precision import as_scalar, clear_gradients
 from amp_recipes.records import Logger, RunSummary
 from amp_recipes.stage import Stage

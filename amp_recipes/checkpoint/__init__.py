@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from amp_recipes.checkpoint.epoch_counter import EpochCounter
     from amp_recipes.checkpoint.folder import Checkpoint, fit_of
     from amp_recipes.checkpoint.going_back import find_newest, make_newest
-    from amp_recipes.checkpoint.keeper import CheckpointKeeper
     from amp_recipes.checkpoint.names import clean_name, clean_names
+    from amp_recipes.checkpoint.policy import CheckpointPolicy
     from amp_recipes.checkpoint.speechbrain import HookedModules, hooked_state
     from amp_recipes.checkpoint.state_format import plain_problem
 
 __all__ = [
     "Checkpoint",
-    "CheckpointKeeper",
+    "CheckpointPolicy",
     "Checkpointer",
     "EpochCounter",
     "HookedModules",

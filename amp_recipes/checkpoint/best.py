@@ -1,4 +1,4 @@
-"""Which checkpoint of a finished run is its model, and the weights in it."""
+"""Finds the checkpoint of a finished run that is its model, and reads the weights in it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def best_checkpoint(run: str | Path) -> Checkpoint:
     """
     run = Path(run)
     if run.name.startswith("CKPT+"):
-        found = [it for it in Checkpointer(run.parent).list_checkpoints() if it.path == run] if run.is_dir() else []
+        found = [it for it in _checkpoints_in(run.parent) if it.path == run]
         if not found:
             raise CheckpointError(f"{str(run)!r} is no checkpoint that can be read.")
         return found[0]
     folder = run / "save" if (run / "save").is_dir() else run
-    checkpoints = Checkpointer(folder).list_checkpoints() if folder.is_dir() else []
+    checkpoints = _checkpoints_in(folder)
     if not checkpoints:
         raise CheckpointError(
             f"There is no checkpoint in {str(run)!r}. Expected the output folder of a run, or one of its CKPT+ folders."
@@ -40,6 +40,10 @@ def best_checkpoint(run: str | Path) -> Checkpoint:
     metric, mode = by
     best = Checkpointer(folder).find_checkpoint(**{f"{mode}_key": metric})
     return best or checkpoints[0]
+
+
+def _checkpoints_in(folder: Path) -> list[Checkpoint]:
+    return Checkpointer(folder).list_checkpoints() if folder.is_dir() else []
 
 
 def model_weights(checkpoint: Checkpoint, like: nn.Module | None = None) -> dict[str, Any]:

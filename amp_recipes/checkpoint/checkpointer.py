@@ -1,4 +1,4 @@
-"""Which checkpoints are written, which stay, and which one a run goes on from.
+"""Saves and restores anything that has a state_dict, in numbered folders.
 
 How one gets to the disk whole is in folder.py, what its files hold in state_format.py.
 """
@@ -34,6 +34,7 @@ from amp_recipes.checkpoint.folder import (
     warn_of_damage,
     write_folder,
 )
+from amp_recipes.checkpoint.group import ALONE, CheckpointGroup, checkpoint_group
 from amp_recipes.checkpoint.loading import (
     check_recoverable,
     load_all,
@@ -58,7 +59,6 @@ from amp_recipes.checkpoint.saving import (
 )
 from amp_recipes.checkpoint.snapshot import Snapshot
 from amp_recipes.checkpoint.state_format import PackedState
-from amp_recipes.checkpoint.together import ALONE, Together, together
 from amp_recipes.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -159,8 +159,8 @@ class Checkpointer:
     ) -> Checkpoint:
         """As `save_checkpoint`; then: called, on the main process, with the finished checkpoint before any returns."""
         self._go_on_after_failure()
-        crew = self._crew()
-        return self._finish(crew, *self._collect(crew, meta), then)
+        group = self._group()
+        return self._finish(group, *self._collect(group, meta), then)
 
     def start_saving(
         self, meta: Mapping[str, Any] | None = None, then: Callable[[Checkpoint], object] | None = None
@@ -174,14 +174,14 @@ class Checkpointer:
         where the host has not clearly enough free memory for the copy. Python's exit waits for what is under way.
         """
         failed = self._go_on_after_failure()
-        crew = self._crew()
-        files, trainable, meta_text = self._collect(crew, meta)
+        group = self._group()
+        files, trainable, meta_text = self._collect(group, meta)
         taken = None if failed else self._snapshot.take(files)
         if taken is None:
-            self._finish(crew, files, trainable, meta_text, then)
+            self._finish(group, files, trainable, meta_text, then)
         else:
             copies, arrived = taken
-            self._background.start(partial(self._finish, crew, copies, trainable, meta_text, then, arrived))
+            self._background.start(partial(self._finish, group, copies, trainable, meta_text, then, arrived))
 
     def wait(self) -> None:
         """Return when nothing is being written in the background; raises the error of what was, once."""
@@ -197,27 +197,27 @@ class Checkpointer:
         logger.warning("the save before this one failed; the present state is written now (it was: %s)", error)
         return True
 
-    def _crew(self) -> Together:
-        return ALONE if self._alone else together()
+    def _group(self) -> CheckpointGroup:
+        return ALONE if self._alone else checkpoint_group()
 
     def _finish(
-        self, crew: Together, files: dict[str, PackedState], trainable: dict[str, frozenset[str]], meta_text: str,
-        then: Callable[[Checkpoint], object] | None, arrived: Callable[[], None] | None = None,
+        self, group: CheckpointGroup, files: dict[str, PackedState], trainable: dict[str, frozenset[str]],
+        meta_text: str, then: Callable[[Checkpoint], object] | None, arrived: Callable[[], None] | None = None,
     ) -> Checkpoint:  # fmt: skip
         if arrived is not None:
             arrived()
         held = held_by(files, trainable)
-        if not crew.is_main:
-            saved = commit_as_other(crew, held, files, self.checkpoints_dir)
+        if not group.is_main:
+            saved = commit_as_other(group, held, files, self.checkpoints_dir)
             self._last_number = saved.number
             return saved
-        return commit_as_main(crew, held, partial(self._commit, files, meta_text), then)
+        return commit_as_main(group, held, partial(self._commit, files, meta_text), then)
 
     def _collect(
-        self, crew: Together, meta: Mapping[str, Any] | None
+        self, group: CheckpointGroup, meta: Mapping[str, Any] | None
     ) -> tuple[dict[str, PackedState], dict[str, frozenset[str]], str]:
         """What this process is to write, the parameters of each recoverable that training changes, and meta.json."""
-        meet_to_save(self.recoverables, crew)
+        meet_to_save(self.recoverables, group)
 
         def collect() -> tuple[dict[str, PackedState], dict[str, frozenset[str]], str]:
             meta_text = meta_as_json(FORMAT_VERSION, self.recoverables, meta or {})
@@ -226,9 +226,9 @@ class Checkpointer:
             except CheckpointError as error:
                 raise self._not_written(meta_text, str(error)) from error
             trainable = {name: trainable_names(obj) for name, obj in self.recoverables.items()}
-            return own_files(states, crew), trainable, meta_text
+            return own_files(states, group), trainable, meta_text
 
-        return crew.all_do(collect)
+        return group.all_do(collect)
 
     def _commit(
         self, files: dict[str, PackedState], meta_text: str, of_ranks: list[Held], others: OtherProcesses
@@ -370,33 +370,33 @@ class Checkpointer:
         as they were.
         """
         self.wait()
-        crew = self._crew()
-        crew.meet("load a checkpoint")
+        group = self._group()
+        group.meet("load a checkpoint")
 
         def look() -> tuple[list[Checkpoint], list[Checkpoint], dict[Path, str]]:
             found, damaged = self._scan()
             return found, ranked(found, min_key, max_key), damaged
 
-        found, candidates, damaged = crew.on_main(look)
+        found, candidates, damaged = group.on_main(look)
         for path, what in damaged.items():
             warn_of_damage(path, what)
         for chosen in candidates:
             # Each process knows the folder under its own path.
             chosen = Checkpoint(self.checkpoints_dir / chosen.path.name, chosen.number, chosen.meta)
             try:
-                states = self._read_fitting(chosen, crew)
+                states = self._read_fitting(chosen, group)
             except Damaged as error:
                 damaged[chosen.path] = str(error)
                 warn_of_damage(chosen.path, str(error))
                 continue
-            self._load(chosen, states, crew)
+            self._load(chosen, states, group)
             return chosen
         self._refuse_to_start_afresh(found if not candidates else [], damaged, min_key or max_key)
         return None
 
-    def _read_fitting(self, chosen: Checkpoint, crew: Together) -> dict[str, Any]:
+    def _read_fitting(self, chosen: Checkpoint, group: CheckpointGroup) -> dict[str, Any]:
         """The states of all recoverables as these are to take them. Raises Damaged; CheckpointError if they differ."""
-        states = self._read_states(chosen, self.recoverables, crew)
+        states = self._read_states(chosen, self.recoverables, group)
 
         def check() -> dict[str, Any]:
             problems = [
@@ -410,14 +410,14 @@ class Checkpointer:
                 )
             return {name: layout_of(self.recoverables[name], state) for name, state in states.items()}
 
-        states = fill(chosen.path, states, crew.all_do(check), crew)
-        crew.all_do(lambda: refuse_diverged(self.recoverables, states))
+        states = fill(chosen.path, states, group.all_do(check), group)
+        group.all_do(lambda: refuse_diverged(self.recoverables, states))
         return states
 
-    def _load(self, chosen: Checkpoint, states: dict[str, Any], crew: Together) -> None:
+    def _load(self, chosen: Checkpoint, states: dict[str, Any], group: CheckpointGroup) -> None:
         undo: list[Callable[[], str]] = []
         try:
-            crew.all_do(lambda: undo.append(load_all(self.recoverables, states, str(chosen.path))))
+            group.all_do(lambda: undo.append(load_all(self.recoverables, states, str(chosen.path))))
         except CheckpointError:
             for take_back in undo:  # it was another process that could not load
                 take_back()
@@ -453,14 +453,14 @@ class Checkpointer:
         except Damaged as error:
             raise CheckpointError(f"Checkpoint {checkpoint.path} is damaged: {error}.") from error
 
-    def _read_states(self, checkpoint: Checkpoint, wanted: Iterable[str], crew: Together) -> dict[str, Any]:
+    def _read_states(self, checkpoint: Checkpoint, wanted: Iterable[str], group: CheckpointGroup) -> dict[str, Any]:
         """Recoverable -> its state, from files that are as they were written, its tensors still in them.
 
         Raises Damaged.
         """
 
         def look() -> tuple[int, list[str]]:
-            if crew.count > 1 and not checkpoint.path.is_dir():
+            if group.count > 1 and not checkpoint.path.is_dir():
                 raise Damaged("not seen: output_folder must lie on a file system that all machines share")
             contents = read_contents(checkpoint.path)
             migrate = contents.version < FORMAT_VERSION
@@ -469,10 +469,10 @@ class Checkpointer:
             # A migration may make states from others, so it sees all of them.
             return contents.version, contents.names if migrate else list(wanted)
 
-        version, names = crew.all_do(look)
-        states = read_documents(checkpoint.path, names, crew)
+        version, names = group.all_do(look)
+        states = read_documents(checkpoint.path, names, group)
         if version < FORMAT_VERSION:
-            states = fill(checkpoint.path, states, {}, crew)
+            states = fill(checkpoint.path, states, {}, group)
             for step in range(version, FORMAT_VERSION):
                 states = MIGRATIONS[step](states)
             refuse_missing(checkpoint, wanted, states)

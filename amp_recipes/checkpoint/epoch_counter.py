@@ -1,4 +1,4 @@
-"""Which epoch is running, and which comes next after a resume."""
+"""Counts epochs, and goes on after a resume."""
 
 from __future__ import annotations
 

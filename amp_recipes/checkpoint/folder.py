@@ -1,4 +1,4 @@
-"""How a checkpoint lies on the disk, how it gets there whole or not at all, and how damage to it is found.
+"""Writes a checkpoint to the disk whole or not at all, and finds damage to it.
 
 A folder `CKPT+000012` holds one `<name>.safetensors` per recoverable, `meta.json`, and `MANIFEST.sha256`, which
 `sha256sum -c` reads; where tensors lie in parts on several processes, also `<name>@00003.safetensors` with those parts
@@ -123,17 +123,7 @@ def write_folder(
     renamed = False
     try:
         os.mkdir(temporary)
-        if others is not None:
-            others.begin(temporary)
-        sums = write_states(temporary, states, headers)
-        for name, (file, digest) in (ready or {}).items():
-            _put_copy(file, temporary / name)
-            sums[name] = digest
-        if others is not None:
-            sums.update(others.end())
-        sums[META_FILE] = _write_text(temporary / META_FILE, meta_text)
-        _write_text(temporary / MANIFEST_FILE, "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
-        fsync_folder(temporary)
+        _write_contents(temporary, states, headers, meta_text, others, ready or {})
         os.rename(temporary, target)
         renamed = True
         fsync_folder(target.parent)
@@ -147,6 +137,28 @@ def write_folder(
             # After the half-written files are gone, so that it tells what there is to gain.
             raise _disk_full(needed, shutil.disk_usage(target.parent).free) from error
         raise
+
+
+def _write_contents(
+    folder: Path,
+    states: Mapping[str, PackedState],
+    headers: Mapping[str, bytes],
+    meta_text: str,
+    others: Others | None,
+    ready: Mapping[str, tuple[Path, str]],
+) -> None:
+    """Write all files of a checkpoint, the one with the sums of the others last; `folder` is on the disk then."""
+    if others is not None:
+        others.begin(folder)
+    sums = write_states(folder, states, headers)
+    for name, (file, digest) in ready.items():
+        _put_copy(file, folder / name)
+        sums[name] = digest
+    if others is not None:
+        sums.update(others.end())
+    sums[META_FILE] = _write_text(folder / META_FILE, meta_text)
+    _write_text(folder / MANIFEST_FILE, "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
+    fsync_folder(folder)
 
 
 def write_states(

@@ -1,4 +1,4 @@
-"""How a file gets to the disk together with its sha256, and how that of one that lies there is taken."""
+"""Writes a file and takes its sha256 on the way; takes that of one that lies there."""
 
 from __future__ import annotations
 

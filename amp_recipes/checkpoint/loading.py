@@ -1,4 +1,4 @@
-"""How live objects and saved states meet: what fits, what a save refuses, and how a failed load is taken back."""
+"""Loads saved states into live objects: checks what fits, and takes a failed load back."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from amp_recipes.checkpoint.names import clean_names, clean_state, live_state
 from amp_recipes.checkpoint.shards import Stored, is_distributed, like, local_part
 from amp_recipes.checkpoint.state_format import PackedState, pack_state
 from amp_recipes.errors import CheckpointError, ConfigError
+from amp_recipes.modules.torch_private import set_versions_of_state, versions_of_state
 
 _RECOVERABLE_PATTERN = re.compile(r"\w[\w.+-]*")  # safe as a file name on every platform
 _MAX_NAME_BYTES = 255 - len(STATE_SUFFIX)
@@ -122,16 +123,27 @@ def refuse_diverged(recoverables: Mapping[str, Any], states: Mapping[str, Any]) 
     for name, state in states.items():
         obj = recoverables[name]
         weights |= {f"{name}.{key}": it for key in trainable_names(obj) if _is_dense(it := state.get(key))}
-        of_parameters = state.get("state") if isinstance(obj, Optimizer) else None
-        for index, of_one in of_parameters.items() if isinstance(of_parameters, Mapping) else ():
-            items = of_one.items() if isinstance(of_one, Mapping) else ()
-            # A number alone may be NaN until it is known, such as a best loss.
-            kept |= {f"{name}: {key} of parameter {index}": it for key, it in items if _is_dense(it) and it.ndim}
+        if isinstance(obj, Optimizer):
+            kept |= _kept_of_parameters(name, state)
     bad = _with_bad_numbers(_here(weights), lambda extremes: ~extremes.isfinite())
     bad += _with_bad_numbers(_here(kept), torch.isnan)
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise Damaged(f"not finite: {', '.join(bad[:5])}{more}")
+
+
+def _kept_of_parameters(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that an optimizer keeps of its parameters, by what messages call them."""
+    found: dict[str, Tensor] = {}
+    of_parameters = state.get("state")
+    if not isinstance(of_parameters, Mapping):
+        return found
+    for index, of_one in of_parameters.items():
+        if isinstance(of_one, Mapping):
+            # A number alone may be NaN until it is known, such as a best loss.
+            tensors = {key: it for key, it in of_one.items() if _is_dense(it) and it.ndim}
+            found |= {f"{name}: {key} of parameter {index}": it for key, it in tensors.items()}
+    return found
 
 
 def _is_dense(value: Any) -> bool:
@@ -163,14 +175,19 @@ def _module_mismatches(name: str, live: Mapping[str, Any], saved: Mapping[str, A
     problems = [f"{name}.{key}: not in the checkpoint" for key in live if key not in saved]
     problems += [f"{name}.{key}: only in the checkpoint" for key in saved if key not in live]
     for key in live.keys() & saved.keys():
-        here, there = live[key], saved[key]
-        if not (isinstance(here, Tensor) and isinstance(there, Tensor | Stored)) or is_lazy(here):
-            continue
-        if here.shape != there.shape:
-            problems.append(f"{name}.{key}: shape {tuple(here.shape)} here, {tuple(there.shape)} in the checkpoint")
-        elif _kind(here.dtype) != _kind(there.dtype):
-            problems.append(f"{name}.{key}: {here.dtype} here, {there.dtype} in the checkpoint")
+        problem = _difference(live[key], saved[key])
+        if problem is not None:
+            problems.append(f"{name}.{key}: {problem} in the checkpoint")
     return sorted(problems)
+
+
+def _difference(here: Any, there: Any) -> str | None:
+    """In what a tensor cannot take a saved one: in its shape, or in what kind of numbers it holds."""
+    if not (isinstance(here, Tensor) and isinstance(there, Tensor | Stored)) or is_lazy(here):
+        return None
+    if here.shape != there.shape:
+        return f"shape {tuple(here.shape)} here, {tuple(there.shape)}"
+    return f"{here.dtype} here, {there.dtype}" if _kind(here.dtype) != _kind(there.dtype) else None
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
@@ -265,8 +282,8 @@ def _copied(state: Any) -> Any:
         return state if is_lazy(state) else state.detach().to("cpu", copy=True)
     if type(state) in (dict, OrderedDict):
         copied = type(state)((key, _copied(value)) for key, value in state.items())
-        if hasattr(state, "_metadata"):
-            copied._metadata = copy.deepcopy(state._metadata)
+        if versions_of_state(state) is not None:
+            set_versions_of_state(copied, copy.deepcopy(versions_of_state(state)))
         return copied
     if type(state) in (list, tuple):
         return type(state)(map(_copied, state))

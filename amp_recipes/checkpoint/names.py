@@ -1,4 +1,4 @@
-"""Which names the entries of a module's state have in a checkpoint: those of the model, without its wrappers.
+"""Cleans the names of a module's state: a checkpoint has those of the model, without its wrappers.
 
 `torch.compile`, DistributedDataParallel and DataParallel put a module inside one of theirs, which shows in every key
 as `_orig_mod.` or `module.`. Whether a part of a key is such a wrapper is seen in the module tree and not in the text,
@@ -13,6 +13,14 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+
+from amp_recipes.modules.torch_private import (
+    COMPILED_MODULE,
+    DYNAMO,
+    children_of,
+    set_versions_of_state,
+    versions_of_state,
+)
 
 
 def clean_names(module: nn.Module, keys: Iterable[str] | None = None) -> dict[str, str]:
@@ -30,7 +38,7 @@ def clean_name(module: nn.Module, name: str) -> str:
     """`name` (of a submodule, parameter or buffer of `module`) without the parts that stand for wrappers."""
     kept, at = [], module
     for part in name.split("."):
-        child = at._modules.get(part) if isinstance(at, nn.Module) else None
+        child = children_of(at).get(part) if isinstance(at, nn.Module) else None
         if child is None or _wrapped_as(type(at)) != part:
             kept.append(part)
         at = child
@@ -47,7 +55,7 @@ def clean_state(module: nn.Module, state: Any) -> Any:
     if not isinstance(state, Mapping) or not is_wrapped(module):
         return state
     names = clean_names(module, state)
-    metadata = getattr(state, "_metadata", None)
+    metadata = versions_of_state(state)
     if metadata is not None:
         # The wrapper's own entry comes first, and gives way to that of the module inside.
         metadata = OrderedDict((clean_name(module, key), value) for key, value in metadata.items())
@@ -59,9 +67,9 @@ def live_state(module: nn.Module, live: Mapping[str, Any], state: Any) -> Any:
     if not isinstance(state, Mapping) or not is_wrapped(module):
         return state
     names = {clean: key for key, clean in clean_names(module, live).items()}
-    metadata = getattr(state, "_metadata", None)
+    metadata = versions_of_state(state)
     if metadata is not None:
-        prefixes = [*getattr(live, "_metadata", {})]
+        prefixes = [*(versions_of_state(live) or {})]
         known = {prefix: clean_name(module, prefix) for prefix in prefixes}
         metadata = OrderedDict((key, metadata[clean]) for key, clean in known.items() if clean in metadata)
     return _like(state, {names.get(key, key): value for key, value in state.items()}, metadata)
@@ -72,7 +80,7 @@ def _like(state: Mapping[str, Any], entries: dict[str, Any], metadata: Any) -> d
         return entries
     renamed = OrderedDict(entries)
     if metadata is not None:
-        renamed._metadata = metadata  # the versions by which modules read states of older torch releases
+        set_versions_of_state(renamed, metadata)
     return renamed
 
 
@@ -82,5 +90,5 @@ def _wrapped_as(kind: type) -> str | None:
     if issubclass(kind, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
     # By name, since importing torch._dynamo takes a second that only those who compile should pay.
-    compiled = any(it.__name__ == "OptimizedModule" and it.__module__.startswith("torch._dynamo") for it in kind.mro())
-    return "_orig_mod" if compiled else None
+    compiled = any(it.__name__ == "OptimizedModule" and it.__module__.startswith(DYNAMO) for it in kind.mro())
+    return COMPILED_MODULE if compiled else None

@@ -1,4 +1,4 @@
-"""Which of several checkpoints is the best by a metric, and which ones stay for being it."""
+"""Ranks checkpoints by a metric, and says which ones stay."""
 
 from __future__ import annotations
 
@@ -35,17 +35,20 @@ def numbers_to_keep(
 ) -> set[int]:
     """The numbers of the checkpoints that stay; see `Checkpointer.prune`. Raises ConfigError."""
     signs = [(key, -1) for key in _as_list(min_keys)] + [(key, +1) for key in _as_list(max_keys)]
-    for key, _ in signs:
-        if not any(key in checkpoint.meta for checkpoint in [saved, *checkpoints]):
-            raise ConfigError(f"No checkpoint has {key!r}; {known_keys(checkpoints, key)}")
-    rankings = [_best_first(checkpoints, key, sign) for key, sign in signs]
+    _refuse_unknown_keys([key for key, _ in signs], checkpoints, saved)
     others = [checkpoint.number for checkpoint in checkpoints if checkpoint.number != saved.number]
     keep = {saved.number, *others[: newest - 1]}
-    if not rankings:
+    if not signs:
         keep.update(checkpoint.number for checkpoint in checkpoints[:num_to_keep])
-    for ranking in rankings:
+    for ranking in [_best_first(checkpoints, key, sign) for key, sign in signs]:
         keep.update(_best_and_spare(ranking, num_to_keep, keep, saved.number, verify_all))
     return keep
+
+
+def _refuse_unknown_keys(keys: list[str], checkpoints: list[Checkpoint], saved: Checkpoint) -> None:
+    for key in keys:
+        if not any(key in checkpoint.meta for checkpoint in [saved, *checkpoints]):
+            raise ConfigError(f"No checkpoint has {key!r}; {known_keys(checkpoints, key)}")
 
 
 def check_num_to_keep(num_to_keep: int) -> None:

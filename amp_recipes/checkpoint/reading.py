@@ -1,4 +1,4 @@
-"""How the states in a checkpoint are read: by one process whole, or by several, each what it holds of the tensors.
+"""Reads the states in a checkpoint: by one process whole, or by several, each what it holds of the tensors.
 
 Every file is compared with its sha256 before anything is read from it, once on each machine: of the processes of a
 machine that read from it, one takes the sum, and all hear if it is another. From a sharded checkpoint a process reads
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_recipes.checkpoint.folder import STATE_SUFFIX, Checkpoint, Damaged, verify
+from amp_recipes.checkpoint.group import ALONE, CheckpointGroup
 from amp_recipes.checkpoint.names import clean_state
 from amp_recipes.checkpoint.shards import OpenFiles, Stored, dtensors_exist, here, is_distributed, like, replicated_like
 from amp_recipes.checkpoint.state_format import read_state
-from amp_recipes.checkpoint.together import ALONE, Together
 from amp_recipes.errors import CheckpointError
 
 
-def read_documents(folder: Path, names: Iterable[str], crew: Together) -> dict[str, Any]:
+def read_documents(folder: Path, names: Iterable[str], group: CheckpointGroup) -> dict[str, Any]:
     """Recoverable -> its state, with a `Stored` for each tensor. Raises Damaged, on all processes."""
     files = {name: f"{name}{STATE_SUFFIX}" for name in names}
-    mine = _to_verify(crew, files.values())
+    mine = _to_verify(group, files.values())
 
     def read() -> dict[str, Any]:
         verify(folder, mine)
@@ -36,10 +36,10 @@ def read_documents(folder: Path, names: Iterable[str], crew: Together) -> dict[s
         except CheckpointError as error:  # as its manifest says, and yet no state
             raise Damaged(str(error)) from error
 
-    return crew.all_do(read)
+    return group.all_do(read)
 
 
-def fill(folder: Path, states: dict[str, Any], layouts: Mapping[str, Any], crew: Together) -> dict[str, Any]:
+def fill(folder: Path, states: dict[str, Any], layouts: Mapping[str, Any], group: CheckpointGroup) -> dict[str, Any]:
     """`states` with what their files hold in place of each `Stored`. Raises Damaged, on all processes.
 
     layouts: recoverable -> the like of its state, with a DTensor wherever one is wanted (of a tensor of another shape:
@@ -57,7 +57,7 @@ def fill(folder: Path, states: dict[str, Any], layouts: Mapping[str, Any], crew:
     boxes = {key: _box(tensor, live) for key, (tensor, live) in wanted.items()}
     files = {file for key, (tensor, _) in wanted.items() for file in tensor.files(*boxes[key])}
     seen = {f"{name}{STATE_SUFFIX}" for name in states}
-    mine = _to_verify(crew, files - seen)
+    mine = _to_verify(group, files - seen)
 
     def read() -> dict[str, Any]:
         if mine:
@@ -81,7 +81,7 @@ def fill(folder: Path, states: dict[str, Any], layouts: Mapping[str, Any], crew:
 
         return {name: _walk(state, layouts.get(name), put) for name, state in states.items()}
 
-    return crew.all_do(read)
+    return group.all_do(read)
 
 
 def refuse_missing(checkpoint: Checkpoint, wanted: Iterable[str], held: Iterable[str]) -> None:
@@ -146,17 +146,19 @@ def _walk(state: Any, live: Any, at_tensor: Callable[[Any, Any], Any]) -> Any:
     """`state` with its tensors replaced by what `at_tensor` returns for them and what stands there in `live`."""
     if isinstance(state, Tensor | Stored):
         return at_tensor(state, live)
+
+    def items() -> Iterator[Any]:
+        return (_walk(item, _beneath(live, index), at_tensor) for index, item in enumerate(state))
+
     if isinstance(state, dict) and not isinstance(state, Counter):
         for key in state:
             state[key] = _walk(state[key], _beneath(live, key), at_tensor)
-        return state
-    if isinstance(state, list):
-        state[:] = [_walk(item, _beneath(live, index), at_tensor) for index, item in enumerate(state)]
-        return state
-    if isinstance(state, tuple | set | frozenset) and type(state) in (tuple, set, frozenset):
-        return type(state)(_walk(item, _beneath(live, index), at_tensor) for index, item in enumerate(state))
-    if isinstance(state, deque):
-        return deque((_walk(item, _beneath(live, i), at_tensor) for i, item in enumerate(state)), state.maxlen)
+    elif isinstance(state, list):
+        state[:] = items()
+    elif type(state) in (tuple, set, frozenset):
+        return type(state)(items())
+    elif isinstance(state, deque):
+        return deque(items(), state.maxlen)
     return state
 
 
@@ -192,16 +194,16 @@ def _wrapped(local: Tensor, shape: Any, live: Any) -> Any:
     return like(live, local) if live.shape == shape else replicated_like(live, local)
 
 
-def _to_verify(crew: Together, files: Iterable[str]) -> list[str]:
+def _to_verify(group: CheckpointGroup, files: Iterable[str]) -> list[str]:
     """Those files of which this process takes the sha256: each is given to one of those on its machine that read it."""
     host = socket.gethostname()
-    of_ranks = crew.of_all((host, sorted(files)))
+    of_ranks = group.of_all((host, sorted(files)))
     load: Counter[int] = Counter()
     mine = []
     for file in sorted({file for its_host, files in of_ranks if its_host == host for file in files}):
         readers = [rank for rank, (its_host, files) in enumerate(of_ranks) if its_host == host and file in files]
         chosen = min(readers, key=lambda rank: (load[rank], rank))
         load[chosen] += 1
-        if chosen == crew.rank:
+        if chosen == group.rank:
             mine.append(file)
     return mine

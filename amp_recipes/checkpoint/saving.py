@@ -1,4 +1,4 @@
-"""How several processes write one checkpoint: each its own files, and one commit after all of them.
+"""Writes one checkpoint from several processes: each its own files, and one commit after all of them.
 
 The main process writes what is not sharded. It gathers from all which parts of sharded tensors they hold and whether
 these are finite, makes the folder, has all write into it, gathers the sha256 of their files, and gives the folder its
@@ -14,33 +14,33 @@ from pathlib import Path
 from typing import Any
 
 from amp_recipes.checkpoint.folder import RANK_MARK, STATE_SUFFIX, Checkpoint, write_states
+from amp_recipes.checkpoint.group import CheckpointGroup, Unheard
 from amp_recipes.checkpoint.loading import nonfinite_parameters
 from amp_recipes.checkpoint.state_format import PackedState
-from amp_recipes.checkpoint.together import Together, Unheard
 from amp_recipes.errors import AmpRecipesError, CheckpointError, ConfigError
 
 
-def meet_to_save(recoverables: Mapping[str, Any], crew: Together) -> None:
+def meet_to_save(recoverables: Mapping[str, Any], group: CheckpointGroup) -> None:
     """Go on when all have come to save; the main one knows then what `part_of_process` returned in each.
 
     They are told before any `state_dict` is asked, so that none of these asks other processes itself: where another
     raises, they would wait.
     """
-    crew.meet("save a checkpoint")
+    group.meet("save a checkpoint")
     for obj in recoverables.values():
         if hasattr(obj, "part_of_process"):
-            obj.parts = [{}] if crew.count == 1 else crew.to_main(crew.all_do(obj.part_of_process)) or [{}]
+            obj.parts = [{}] if group.count == 1 else group.to_main(group.all_do(obj.part_of_process)) or [{}]
 
 
-def own_files(states: Mapping[str, PackedState], crew: Together) -> dict[str, PackedState]:
+def own_files(states: Mapping[str, PackedState], group: CheckpointGroup) -> dict[str, PackedState]:
     """What this process is to write, by the file's name without its suffix."""
     parts = {}
     for name, state in states.items():
         if state.parts:
             offsets = {key: begins for key, (_, begins) in state.parts.items()}
             tensors = {key: tensor for key, (tensor, _) in state.parts.items()}
-            parts[f"{name}{RANK_MARK}{crew.rank:05d}"] = PackedState({"offsets": offsets}, tensors)
-    return {**states, **parts} if crew.is_main else parts
+            parts[f"{name}{RANK_MARK}{group.rank:05d}"] = PackedState({"offsets": offsets}, tensors)
+    return {**states, **parts} if group.is_main else parts
 
 
 @dataclass(frozen=True)
@@ -75,23 +75,26 @@ def note_pieces(files: Mapping[str, PackedState], of_ranks: list[Held]) -> dict[
     """
     unwanted: dict[str, list[str]] = {}
     taken: set[tuple] = set()
-    for rank, held in enumerate(of_ranks):
-        for stem, pieces in held.pieces.items():
-            name = stem.partition(RANK_MARK)[0]
-            unknown = pieces.keys() - files[name].sharded.keys() if name in files else pieces.keys()
-            if unknown:
-                raise CheckpointError(f"rank {rank} shares {name}[{min(unknown)!r}], which rank 0 does not have.")
-            places = {key: (name, key, *map(tuple, box)) for key, box in pieces.items()}
-            unwanted[stem] = [key for key, place in places.items() if place in taken]
-            taken.update(places.values())
-            files[name].add_pieces(
-                f"{stem}{STATE_SUFFIX}", {key: box for key, box in pieces.items() if key not in unwanted[stem]}
-            )
+    for rank, stem, pieces in [(rank, *item) for rank, held in enumerate(of_ranks) for item in held.pieces.items()]:
+        name = stem.partition(RANK_MARK)[0]
+        _refuse_unknown(rank, name, pieces, files.get(name))
+        places = {key: (name, key, *map(tuple, box)) for key, box in pieces.items()}
+        wanted = {key: box for key, box in pieces.items() if places[key] not in taken}
+        taken.update(places.values())
+        files[name].add_pieces(f"{stem}{STATE_SUFFIX}", wanted)
+        if len(wanted) < len(pieces):
+            unwanted[stem] = [key for key in pieces if key not in wanted]
     for name, state in files.items():
         lacking = state.incomplete()
         if lacking:
             raise CheckpointError(f"the parts of {name}[{lacking[0]!r}] on all processes do not make up the tensor.")
-    return {stem: keys for stem, keys in unwanted.items() if keys}
+    return unwanted
+
+
+def _refuse_unknown(rank: int, name: str, pieces: Mapping[str, Any], file: PackedState | None) -> None:
+    unknown = pieces.keys() - (file.sharded.keys() if file is not None else set())
+    if unknown:
+        raise CheckpointError(f"rank {rank} shares {name}[{min(unknown)!r}], which rank 0 does not have.")
 
 
 def without(files: Mapping[str, PackedState], unwanted: Mapping[str, list[str]]) -> dict[str, PackedState]:
@@ -107,22 +110,22 @@ def without(files: Mapping[str, PackedState], unwanted: Mapping[str, list[str]])
 class OtherProcesses:
     """The others as the main process sees them from the moment it has heard what they hold."""
 
-    def __init__(self, crew: Together, of_ranks: list[Held]) -> None:
-        self._crew = crew
+    def __init__(self, group: CheckpointGroup, of_ranks: list[Held]) -> None:
+        self._group = group
         self.needed_bytes = sum(held.needed_bytes for held in of_ranks[1:])
         self.unwanted: dict[str, list[str]] = {}  # parts that they are not to write, by the file's stem
         self._writing = False
 
     def begin(self, temporary: Path) -> None:
         """Have them write into the folder."""
-        self._crew.from_main(("write", temporary.name, self.unwanted))
+        self._group.from_main(("write", temporary.name, self.unwanted))
         self._writing = True
 
     def end(self) -> dict[str, str]:
         """Wait until they have; file -> sha256. Raises CheckpointError, or OSError if it was their disk that failed."""
         self._writing = False
         sums: dict[str, str] = {}
-        for rank, (written, failed) in enumerate(self._crew.to_main(({}, None))):
+        for rank, (written, failed) in enumerate(self._group.to_main(({}, None))):
             if failed is not None:
                 code, text = failed
                 raise OSError(code, f"rank {rank}: {text}") if code else CheckpointError(f"rank {rank}: {text}")
@@ -131,26 +134,26 @@ class OtherProcesses:
 
     def tell(self, saved: Checkpoint) -> None:
         """It is done."""
-        self._crew.from_main(("done", saved.path.name, saved.number, saved.meta))
+        self._group.from_main(("done", saved.path.name, saved.number, saved.meta))
 
     def tell_failure(self, error: Exception) -> None:
         """It has failed, here or on another of them."""
         if isinstance(error, Unheard):
             return  # nor would they be heard now
         if self._writing:
-            self._crew.to_main(({}, None))
+            self._group.to_main(({}, None))
         kind = ConfigError if isinstance(error, ConfigError) else CheckpointError
         text = str(error) if isinstance(error, AmpRecipesError) else f"rank 0: {type(error).__name__}: {error}"
-        self._crew.from_main(("failed", kind, text))
+        self._group.from_main(("failed", kind, text))
 
 
 def commit_as_main(
-    crew: Together, held: Held, commit: Callable[[list[Held], OtherProcesses], Checkpoint],
+    group: CheckpointGroup, held: Held, commit: Callable[[list[Held], OtherProcesses], Checkpoint],
     then: Callable[[Checkpoint], object] | None,
 ) -> Checkpoint:  # fmt: skip
     """Save as the main process; commit: writes this process's files, given the others. Its error is raised on all."""
-    of_ranks = crew.to_main(held)
-    others = OtherProcesses(crew, of_ranks)
+    of_ranks = group.to_main(held)
+    others = OtherProcesses(group, of_ranks)
     try:
         saved = commit(of_ranks, others)
         if then is not None:
@@ -162,14 +165,14 @@ def commit_as_main(
     return saved
 
 
-def commit_as_other(crew: Together, held: Held, files: Mapping[str, PackedState], folder: Path) -> Checkpoint:
+def commit_as_other(group: CheckpointGroup, held: Held, files: Mapping[str, PackedState], folder: Path) -> Checkpoint:
     """Save as any other process: write `files` when the main one says where. Raises its CheckpointError."""
-    crew.to_main(held)
+    group.to_main(held)
     while True:
-        order, *what = crew.from_main()
+        order, *what = group.from_main()
         if order == "write":
             name, unwanted = what
-            crew.to_main(_written(without(files, unwanted), folder / name))
+            group.to_main(_written(without(files, unwanted), folder / name))
         elif order == "failed":
             kind, text = what
             raise kind(text)

@@ -1,4 +1,4 @@
-"""Tensors that lie in parts on several processes: which part is here, and how one is made from what a file holds."""
+"""Cuts and joins tensors that lie in parts on several processes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from amp_recipes.distributed.torch_private import dtensor_like
 
 
 def dtensors_exist() -> bool:
@@ -60,13 +62,7 @@ def is_first_holder(value: Any) -> bool:
 
 def like(value: Any, local: Tensor) -> Any:
     """A DTensor that is shared among the processes as `value` is; local: this process's part, wherever it is to be."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    # Not DTensor.from_local, which moves the part to the mesh's device (cpu_offload keeps it on the host).
-    meta = TensorMeta(value.shape, value.stride(), local.dtype)
-    spec = DTensorSpec(value.device_mesh, value.placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
+    return dtensor_like(value, local)
 
 
 def replicated_like(value: Any, whole: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""How the state of a running training is set aside in host memory, so that it can be written while training goes on."""
+"""Copies the state of a running training to host memory, so that it can be written while training goes on."""
 
 from __future__ import annotations
 
@@ -65,21 +65,21 @@ class Snapshot:
 
     def _make_room(self, live: Mapping[_Slot, Tensor]) -> bool:
         """Have a buffer of the right form for each tensor, and none besides."""
-        self._buffers = {
-            slot: buffer for slot, buffer in self._buffers.items() if slot in live and _fits(buffer, live[slot])
-        }
-        missing = {slot: tensor for slot, tensor in live.items() if slot not in self._buffers}
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in missing.values())
-        free = free_host_memory() if needed else None
-        if free is not None and needed * _FREE_PER_NEEDED > free:
-            return self._tell(needed, f"{free / 1e6:.0f} MB free")
+        kept = self._buffers.items()
+        self._buffers = {slot: buffer for slot, buffer in kept if slot in live and _fits(buffer, live[slot])}
+        missing = {slot: live[slot] for slot in live if slot not in self._buffers}
+        needed = sum(tensor.nbytes for tensor in missing.values())
+        problem = _lack_of_memory(needed) or self._add_buffers(missing)
+        return problem is None or self._tell(needed, problem)
+
+    def _add_buffers(self, missing: Mapping[_Slot, Tensor]) -> str | None:
         try:
             for slot, tensor in missing.items():
                 self._buffers[slot] = torch.empty_like(tensor, device="cpu", pin_memory=slot[-1])
         except RuntimeError as error:  # torch's way to say that memory could not be had
             self._buffers.clear()
-            return self._tell(needed, str(error).partition("\n")[0])
-        return True
+            return str(error).partition("\n")[0]
+        return None
 
     def _tell(self, needed: int, why: str) -> bool:
         if not self._told:
@@ -89,6 +89,11 @@ class Snapshot:
             )  # fmt: skip
         self._told = True
         return False
+
+
+def _lack_of_memory(needed: int) -> str | None:
+    free = free_host_memory() if needed else None
+    return f"{free / 1e6:.0f} MB free" if free is not None and needed * _FREE_PER_NEEDED > free else None
 
 
 def _slot(name: str, key: str, tensor: Tensor) -> _Slot:

@@ -31,7 +31,7 @@ def is_speechbrains(checkpointer: Any) -> bool:
 
 
 class SpeechBrainCheckpointer:
-    """SpeechBrain's Checkpointer under the names that `CheckpointKeeper` calls.
+    """SpeechBrain's Checkpointer under the names that `CheckpointPolicy` calls.
 
     The recipe goes on calling `original` itself. What the framework adds (its place, optimizers, scaler) is saved by
     whatever saves there, in files of our own format, and missing in checkpoints of the original Brain without harm.

@@ -1,4 +1,4 @@
-"""How a state becomes a file and a file a state again, without a line of pickled code.
+"""Turns a state into a file and a file into a state, without a line of pickled code.
 
 A file is a safetensors file: the tensors of the state are its tensors, and everything else stands as JSON under
 `amp_recipes` in its `__metadata__`. JSON arrays are lists and JSON objects dicts with text keys; what JSON lacks is an
@@ -20,57 +20,42 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 
 from amp_recipes.checkpoint.hashed_file import HashedFile
+from amp_recipes.checkpoint.packing import (
+    DTYPE_NAMES,
+    FACTORIES,
+    NUMPY_NAMES,
+    SEQUENCES,
+    VERSIONS,
+    Packer,
+    Refused,
+    title,
+)
 from amp_recipes.checkpoint.shards import (
     Piece,
     Stored,
     fills,
-    here,
-    is_distributed,
-    is_first_holder,
-    is_pending,
-    is_replicated,
-    local_part,
 )
 from amp_recipes.errors import CheckpointError
+from amp_recipes.modules.torch_private import set_versions_of_state
 
 _METADATA_KEY = "amp_recipes"
 _SHARDS_KEY = "amp_recipes_shards"
-_MAX_DEPTH = 100  # far below Python's recursion limit, also where the save stands deep in other calls
 _MAX_HEADER_BYTES = 100_000_000  # what the safetensors library reads
-_INT_BOUND = 1 << 63
-
-# The dtypes that every release of the library reads back into torch as what they are.
-_DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
 _FILE_PATTERN = re.compile(r"\w[\w.+@-]*")
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-_NUMPY_NAMES = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)) | {
-    "bool", "float16", "float32", "float64", "complex64", "complex128",
-}  # fmt: skip
-_SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
-_SEQUENCE_TAGS = {kind: tag for tag, kind in _SEQUENCES.items()}
-_KEYS = (type(None), bool, int, float, str, bytes, tuple)
-_FACTORIES = {it.__name__: it for it in (bool, int, float, str, list, tuple, set, dict)} | {"None": None}
-_FACTORY_NAMES = {it: name for name, it in _FACTORIES.items()}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass
@@ -104,10 +89,10 @@ def pack_state(state: Any, name: str) -> PackedState:
     name: what errors call its owner. Raises CheckpointError, with the key's path and the type, for what a file
     cannot hold: functions, objects of other classes, sparse and quantized tensors, more than 100 levels.
     """
-    packer = _Packer()
+    packer = Packer()
     try:
         document = packer.node(state, ())
-    except _Refused as error:
+    except Refused as error:
         raise CheckpointError(
             f"State of recoverable {name}: state_dict(){error.where} is {error.what}; a checkpoint holds dense "
             "tensors, NumPy arrays, numbers, text, bytes and dicts, lists, tuples and sets of them."
@@ -122,184 +107,12 @@ def plain_problem(value: Any) -> str | None:
     back as a dict. Raises nothing, and copies no tensor that lies in memory as it is.
     """
     try:
-        _Packer(strict=True).node(value, ())
-    except _Refused as error:
+        Packer(strict=True).node(value, ())
+    except Refused as error:
         return f"{error.what} at {error.where}" if error.where else error.what
     except Exception as error:  # an object that fails at being looked at
-        return f"a {_title(type(value))} that cannot be read ({type(error).__name__}: {error})"
+        return f"a {title(type(value))} that cannot be read ({type(error).__name__}: {error})"
     return None
-
-
-class _Refused(Exception):
-    """A file cannot hold it; where: the path of keys to it, as Python writes it; what: kind and name."""
-
-    def __init__(self, path: tuple, what: str) -> None:
-        self.where, self.what = "".join(f"[{key!r}]" for key in path), what
-        super().__init__(f"{self.where} is {what}")
-
-
-class _Packer:
-    def __init__(self, strict: bool = False) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.sharded: dict[str, dict[str, Any]] = {}
-        self.parts: dict[str, tuple[Tensor, list[int]]] = {}
-        self._strict = strict
-        self._packed: dict[tuple, str] = {}
-
-    def node(self, value: Any, path: tuple) -> Any:
-        """The JSON for `value`."""
-        kind = type(value)
-        if value is None or kind is bool or kind is str:
-            return value
-        if kind is int:
-            return value if -_INT_BOUND <= value < _INT_BOUND else {"$int": hex(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {"$float": repr(value)}
-        if isinstance(value, Tensor):
-            return self._tensor(value, path)
-        if len(path) > _MAX_DEPTH:
-            raise _Refused(path[:3], f"nested more than {_MAX_DEPTH} levels deep, or holds itself")
-        if isinstance(value, dict):
-            return self._mapping(value, path)
-        if kind in _SEQUENCE_TAGS:
-            return {_SEQUENCE_TAGS[kind]: self._items(value, path)}
-        if kind is list:
-            return self._items(value, path)
-        if kind is deque:
-            return {"$deque": self._items(value, path), "maxlen": value.maxlen}
-        return self._value(value, path)
-
-    def _items(self, values: Any, path: tuple) -> list[Any]:
-        # Generator states are long rows of small integers; looking at each of them in Python takes longer.
-        if set(map(type, values)) == {int} and min(values) >= -_INT_BOUND and max(values) < _INT_BOUND:
-            return list(values)
-        return [self.node(value, (*path, index)) for index, value in enumerate(values)]
-
-    def _mapping(self, value: dict, path: tuple) -> Any:
-        kind = type(value)
-        if kind not in (dict, OrderedDict, defaultdict, Counter):
-            raise _Refused(path, f"a {_title(kind)}")
-        usual = kind is not defaultdict or _is_usual(value.default_factory)
-        if self._strict and not usual:
-            raise _Refused(path, f"a defaultdict whose factory is {_named(value.default_factory)}")
-        if (kind is dict or not usual) and all(type(key) is str and key[:1] != "$" for key in value):
-            return {key: self.node(item, (*path, key)) for key, item in value.items()}
-        pairs = [[self._key(key, path), self.node(item, (*path, key))] for key, item in value.items()]
-        if kind is defaultdict and usual:
-            return {"$defaultdict": pairs, "factory": _FACTORY_NAMES[value.default_factory]}
-        if kind is OrderedDict:
-            metadata = getattr(value, "_metadata", None)
-            return {"$OrderedDict": pairs, "_metadata": self.node(metadata, (*path, "_metadata"))}
-        return {"$Counter" if kind is Counter else "$dict": pairs}
-
-    def _key(self, key: Any, path: tuple) -> Any:
-        if isinstance(key, np.generic) and key.dtype.name in _NUMPY_NAMES:
-            key = key.item()  # the Python number that finds the same entry
-        if not isinstance(key, _KEYS) or isinstance(key, Enum):
-            raise _Refused(path, f"a dict with a {_title(type(key))} as a key")
-        return self.node(key, (*path, key))
-
-    def _value(self, value: Any, path: tuple) -> Any:
-        if isinstance(value, np.ndarray):
-            return self._array(value, path)
-        if isinstance(value, np.generic) and value.dtype.name in _NUMPY_NAMES:
-            return {"$scalar": self.node(value.item(), path), "dtype": value.dtype.name}
-        if isinstance(value, torch.Size):
-            return {"$Size": list(value)}
-        if isinstance(value, complex):
-            return {"$complex": [self.node(value.real, path), self.node(value.imag, path)]}
-        if isinstance(value, torch.dtype | torch.device):
-            return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
-        if isinstance(value, bytes):
-            return {"$bytes": base64.b64encode(value).decode()}
-        for base in (str, int, float):  # a version that torch wraps as text, say
-            if isinstance(value, base) and not isinstance(value, Enum):
-                return self.node(base(value), path)
-        raise _Refused(path, _named(value))
-
-    def _array(self, value: np.ndarray, path: tuple) -> Any:
-        if type(value) is not np.ndarray or value.dtype.name not in _NUMPY_NAMES:
-            raise _Refused(path, f"a {_title(type(value))} of {value.dtype}")
-        array = value.astype(value.dtype.newbyteorder("="), copy=False)
-        if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-            array = array.copy()  # torch shares memory with neither
-        return {"$array": self._tensor(torch.from_numpy(array), path)}
-
-    def _tensor(self, value: Tensor, path: tuple) -> Any:
-        if is_lazy(value):
-            raise _Refused(path, "a lazy parameter without a shape yet (run a batch before the first save)")
-        if is_distributed(value):
-            return self._distributed(value, path)
-        tensor = value.detach()
-        if type(value) not in (Tensor, nn.Parameter):
-            if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                raise _Refused(path, f"a {_title(type(value))}")
-            tensor = tensor.as_subclass(Tensor)
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
-            what = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
-            raise _Refused(path, f"a tensor that is not plain and dense ({what.removeprefix('torch.')})")
-        tensor = tensor.resolve_conj().resolve_neg()
-        layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        place = (tensor.device, tensor.data_ptr(), *layout) if tensor.numel() else (path,)
-        name = self._packed.get(place)
-        if name is None:  # tied tensors are written once
-            name = self._packed[place] = self._free_name(path)
-            self.tensors[name] = tensor
-        node: dict[str, Any] = {"$tensor": name}
-        if not tensor.is_contiguous():
-            dense = torch.empty_like(tensor, device="meta")
-            if not dense.is_contiguous():
-                node["stride"] = list(dense.stride())
-        if tensor.dtype not in _DTYPE_NAMES:
-            node.update(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
-        return node
-
-    def _distributed(self, value: Any, path: tuple) -> Any:
-        if is_pending(value):
-            raise _Refused(path, f"a DTensor with a sum that has not been taken ({value.placements})")
-        local = local_part(value)
-        if is_replicated(value):
-            return self._tensor(local, path)
-        if value.dtype not in _DTYPE_NAMES or local.layout != torch.strided:
-            raise _Refused(path, f"a sharded tensor of {str(value.dtype).removeprefix('torch.')}")
-        offsets, sizes = here(value)
-        if local.numel():
-            place = (local.device, local.data_ptr(), tuple(value.shape), local.stride(), value.dtype)
-        elif value.numel():  # the memory tells which are tied, also where nothing of them is here
-            place = (local.untyped_storage()._cdata, local.storage_offset(), tuple(value.shape), value.dtype)
-        else:
-            place = (path,)
-        name = self._packed.get(place)
-        if name is None:
-            name = self._packed[place] = self._free_name(path)
-            self.sharded[name] = {"dtype": _DTYPE_NAMES[value.dtype], "shape": list(value.shape), "pieces": []}
-            if local.numel() and is_first_holder(value):
-                if sizes != list(local.shape):
-                    raise _Refused(path, f"a sharded tensor whose part is {list(local.shape)}, expected {sizes}")
-                self.parts[name] = (local, offsets)
-        return {"$sharded": name}
-
-    def _free_name(self, path: tuple) -> str:
-        plain = "/".join(map(str, path)).encode("utf-8", "backslashreplace").decode() or "value"
-        name, count = plain, 1
-        while name in self.tensors or name in self.sharded or name == "__metadata__":
-            count += 1
-            name = f"{plain}#{count}"
-        return name
-
-
-def _is_usual(factory: Any) -> bool:
-    return any(factory is it for it in _FACTORIES.values())
-
-
-def _named(value: Any) -> str:
-    kind = "class" if isinstance(value, type) else "function"
-    name = getattr(value, "__qualname__", None)
-    return f"the {kind} {name}" if isinstance(name, str) else f"a {_title(type(value))}"
-
-
-def _title(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 # ---------------------------------------------------------------------- to the disk
@@ -313,7 +126,7 @@ def file_header(packed: PackedState) -> bytes:
     offset = 0
     for name, tensor in _in_file_order(packed):
         size = tensor.numel() * tensor.element_size()
-        known = _DTYPE_NAMES.get(tensor.dtype)
+        known = DTYPE_NAMES.get(tensor.dtype)
         shape = list(tensor.shape) if known else [size]
         header[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
@@ -384,8 +197,8 @@ class _Reader:
         tag = next(iter(node), "")
         if not tag.startswith("$"):
             return {key: self.value(item) for key, item in node.items()}
-        if tag in _SEQUENCES:
-            return _SEQUENCES[tag](self.value(node[tag]))
+        if tag in SEQUENCES:
+            return SEQUENCES[tag](self.value(node[tag]))
         return _READERS[tag](self, node)
 
     def tensor(self, node: dict) -> Tensor | Stored:
@@ -429,8 +242,8 @@ class _Reader:
     def ordered(self, node: dict) -> OrderedDict:
         """An OrderedDict, with the `_metadata` of a module's state dict where it had one."""
         found = OrderedDict(self.pairs(node["$OrderedDict"]))
-        if node["_metadata"] is not None:
-            found._metadata = self.value(node["_metadata"])
+        if node[VERSIONS] is not None:
+            set_versions_of_state(found, self.value(node[VERSIONS]))
         return found
 
 
@@ -466,11 +279,11 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _defaultdict(reader: _Reader, node: dict) -> defaultdict:
-    return defaultdict(_FACTORIES[node["factory"]], reader.pairs(node["$defaultdict"]))
+    return defaultdict(FACTORIES[node["factory"]], reader.pairs(node["$defaultdict"]))
 
 
 def _scalar(reader: _Reader, node: dict) -> np.generic:
-    if node["dtype"] not in _NUMPY_NAMES:
+    if node["dtype"] not in NUMPY_NAMES:
         raise TypeError(f"{node['dtype']!r} is no NumPy scalar")
     return np.dtype(node["dtype"]).type(reader.value(node["$scalar"]))
 

@@ -1,4 +1,4 @@
-"""What a recipe gives as a data set, as an iterable of batches."""
+"""Makes an iterable of batches of what a recipe gives as a data set."""
 
 from __future__ import annotations
 

@@ -143,21 +143,27 @@ class DynamicBatches(EpochBatches):
 
 def _checked(lengths: Iterable[float] | Tensor, name: str) -> Tensor:
     """The lengths as a 1-d tensor; float64 unless they are whole numbers, so that a limit is met exactly."""
-    if not isinstance(lengths, (Tensor, Sequence)) and not hasattr(lengths, "__array__"):
-        lengths = list(lengths)
     try:
-        checked = torch.as_tensor(lengths).detach().cpu()
+        checked = _as_tensor(lengths)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{name}: lengths must be numbers, one for each sample: {error}") from error
     if checked.ndim != 1 or checked.is_complex() or checked.dtype == torch.bool:
         raise ConfigError(f"{name}: lengths must be numbers, one for each sample; got shape {tuple(checked.shape)}")
-    if not checked.is_floating_point():
-        checked = checked.long()
-    elif not isinstance(lengths, Tensor) and not hasattr(lengths, "__array__"):
-        checked = torch.tensor(lengths, dtype=torch.float64)
     bad = (~torch.isfinite(checked) | (checked < 0)).nonzero().flatten().tolist()
     if bad:
         raise ConfigError(
             f"{name}: the length of sample {bad[0]} is {checked[bad[0]].item()}; expected a finite number, 0 or more"
         )
     return checked
+
+
+def _as_tensor(lengths: Iterable[float] | Tensor) -> Tensor:
+    if isinstance(lengths, Tensor) or hasattr(lengths, "__array__"):
+        found = torch.as_tensor(lengths).detach().cpu()
+    else:
+        numbers = lengths if isinstance(lengths, Sequence) else list(lengths)
+        found = torch.as_tensor(numbers)
+        if found.is_floating_point():  # else Python's floats would become float32
+            found = torch.tensor(numbers, dtype=torch.float64)
+    is_whole = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
+    return found.long() if is_whole else found

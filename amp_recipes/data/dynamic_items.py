@@ -1,4 +1,4 @@
-"""What SpeechBrain's data sets and loaders ask of ours; it is looked at only where somebody has imported it."""
+"""Serves SpeechBrain's data sets and loaders, where somebody has imported them."""
 
 from __future__ import annotations
 

@@ -1,24 +1,23 @@
-"""A loader over a data set that knows its place: order, draws and position are functions of (seed, epoch, samples)."""
+"""Loads a data set in an order that is a function of (seed, epoch, samples), so that it knows its place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader
 
 from amp_recipes.data.buckets import EpochBatches
-from amp_recipes.data.loader_faults import Iteration, let_go, read_fault, worker_fault
+from amp_recipes.data.engine import Engine, EnginePass, Engines
+from amp_recipes.data.loader_faults import Iteration, read_fault
 from amp_recipes.data.order import EpochOrder, Task
 from amp_recipes.data.reading import Failure, Reader, collate_as_it_is
-from amp_recipes.data.sample_draws import draws_put_back, held_generators
+from amp_recipes.data.sample_draws import held_generators
 from amp_recipes.data.samplers import EpochShuffle, epoch_seed, shares_itself
-from amp_recipes.data.waiting import LoadingStopped, next_batch, poll_seconds
-from amp_recipes.data.workers import TIMEOUT_SECONDS, Workers, deaths_unreported, start_worker
+from amp_recipes.data.waiting import poll_seconds
+from amp_recipes.data.workers import TIMEOUT_SECONDS, Workers, start_worker
 from amp_recipes.errors import DataError
 from amp_recipes.state.randomness import generator_state, set_generator_state
 
@@ -49,8 +48,7 @@ class EpochLoader(DataLoader):
         self.rank, self.world_size = rank, world_size
         self._position = _Position(0, 0)
         self._resumed: _Position | None = None  # where the next iteration begins; None: at the epoch's first sample
-        self._persistent: tuple[DataLoader, _Tasks, Workers] | None = None
-        self._passes: WeakSet[_EpochIterator] = WeakSet()
+        self._engines = Engines()
 
     # ------------------------------------------------------------------ the place
 
@@ -112,39 +110,24 @@ class EpochLoader(DataLoader):
         held = self._generators()
         start.generators = {name: generator_state(generator) for name, generator in held.items()}
         self._position = _Position(start.samples, start.batches, start.generators)
-        if self._persistent is not None and self._persistent[2].dead():
-            self._persistent = None
-        engine, tasks, workers = self._persistent or self._engine()
-        if self.persistent_workers:
-            self._persistent = engine, tasks, workers
-        engine.generator.manual_seed(epoch_seed(self.seed, self.epoch, "workers"))
+        engine = self._engines.take(self._engine)
+        engine.loader.generator.manual_seed(epoch_seed(self.seed, self.epoch, "workers"))
         if self.generator is not None:
             # torch takes the seed of its workers from it, before the sampler takes the order. Taken here, in every
             # epoch, so that the order is torch's and yet the same with workers, without, and with persistent ones.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        # Kept: an error that a signal's handler raises takes the iterator away before anybody asks what it was reading.
-        iteration = self._last = Iteration(self.name, self.dataset, workers)
+        iteration = Iteration(self.name, self.dataset, engine.workers)
         done: dict[int, int] = {}
-        tasks.iterator = self._order().tasks(start.samples, iteration.in_flight, done)
-        batches = _EpochIterator(self, engine, self._position, iteration, done)
-        self._passes.add(batches)
+        engine.loader.sampler.iterator = self._order().tasks(start.samples, iteration.in_flight, done)
+        protect = engine.workers is None and engine.loader.dataset.draws
+        passed = EnginePass(self, engine, iteration, self._engines.drop, protect)
+        batches = _EpochIterator(self, passed, self._position, iteration, done)
+        self._engines.note(batches, iteration)
         return batches
-
-    def drop_workers(self) -> None:
-        """The next iteration starts new workers, where the loader kept some."""
-        self._persistent = None
 
     def close(self) -> None:
         """End all workers now, and the passes that use them; the next iteration starts new ones."""
-        if self._persistent is not None:
-            self._persistent[2].close()
-        self._persistent = None
-        for batches in list(self._passes):
-            batches.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_persistent", None) is not None:
-            self._persistent[2].close()
+        self._engines.close()
 
     @property
     def _own_batches(self) -> bool:
@@ -177,15 +160,14 @@ class EpochLoader(DataLoader):
             epoch=self.epoch,
         )
 
-    def _engine(self) -> tuple[DataLoader, _Tasks, Workers | None]:
+    def _engine(self) -> Engine:
         """torch's loader, which reads whole batches through our reader."""
         workers = Workers(self.num_workers) if self.num_workers else None
         reader = Reader(self.dataset, self.batch_sampler is not None, self.collate_fn, self.seed, workers)
-        tasks = _Tasks()
         engine = DataLoader(
             reader,
             batch_size=None,
-            sampler=tasks,
+            sampler=_Tasks(),
             num_workers=self.num_workers,
             collate_fn=collate_as_it_is,
             pin_memory=self.pin_memory,
@@ -197,7 +179,7 @@ class EpochLoader(DataLoader):
             persistent_workers=self.persistent_workers,
             in_order=self.in_order,
         )
-        return engine, tasks, workers
+        return Engine(engine, workers)
 
 
 class _Position:
@@ -223,21 +205,11 @@ class _EpochIterator:
     """The batches of one pass, as `EpochLoader` hands them out."""
 
     def __init__(
-        self, loader: EpochLoader, engine: Iterable[Any], position: _Position, iteration: Iteration, done: dict
+        self, loader: EpochLoader, batches: EnginePass, position: _Position, iteration: Iteration, done: dict
     ) -> None:
+        self._loader, self._batches = loader, batches
         self._position, self._iteration, self._done = position, iteration, done
-        self._persistent = loader.persistent_workers
-        self._protect = iteration.workers is None and engine.dataset.draws
-        self._loader = loader  # keeps persistent workers alive as long as they are iterated
-        self._failed: int | None = None
-        self._fault: DataError | None = None
-        self._batches: Iterator[Any] | None = None
-        try:
-            with iteration.workers.starting() if iteration.workers is not None else nullcontext():
-                self._batches = iter(engine)
-        except Exception as error:
-            self._raise_if_told(error)
-            raise
+        self._failed: int | None = None  # the number of a batch with a sample that could not be read
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -246,21 +218,13 @@ class _EpochIterator:
         return len(self._loader)
 
     def __next__(self) -> Any:
-        if self._fault is not None:
-            raise self._fault
         if self._failed is not None:  # the user goes on after a bad batch
             self._hand_out(self._failed)
             self._failed = None
         try:
-            with draws_put_back() if self._protect else nullcontext():
-                number, batch = next_batch(self._batches, self._loader.timeout, self._loader.stop)
+            number, batch = next(self._batches)
         except StopIteration:
             self._position.generators = None
-            raise
-        except LoadingStopped:
-            raise
-        except Exception as error:
-            self._raise_if_told(error)
             raise
         if isinstance(batch, Failure):
             self._failed = number
@@ -274,27 +238,9 @@ class _EpochIterator:
 
     def close(self) -> None:
         """The pass is over: its workers end, and there are no more batches."""
-        if self._iteration.workers is not None:
-            self._iteration.workers.close()
-            self._batches = iter(())
-
-    def __del__(self) -> None:
-        if self._iteration.workers is not None and not self._persistent:
-            self._iteration.workers.close()
+        self._batches.close()
 
     def _hand_out(self, number: int) -> None:
         del self._iteration.in_flight[number]
         self._position.samples = self._done.pop(number)
         self._position.batches += 1
-
-    def _raise_if_told(self, error: Exception) -> None:
-        """Raise what an error about a worker means; the pass is over then, and the workers end."""
-        self._fault = worker_fault(error, self._iteration.name, self._iteration)
-        if self._fault is None:
-            return
-        self._loader.drop_workers()
-        self._iteration.workers.close()
-        let_go(error)
-        with deaths_unreported():
-            self._batches = None
-        raise self._fault from error

@@ -1,4 +1,4 @@
-"""What went wrong with a loader's worker: which one, and what it was reading."""
+"""Says what went wrong with a loader's worker: which one, and what it was reading."""
 
 from __future__ import annotations
 
@@ -111,6 +111,11 @@ def worker_fault(error: BaseException, name: str, iteration: Iteration | None = 
             # Where it was noticed late, the cause's text knows more.
             how = next((it for it in texts if _BY_SIGNAL.search(it) or _BY_CODE.search(it)), text)
             return _death(int(died["pids"].split(",")[0]), how, name)
+    return _unreported_death(error, name, iteration)
+
+
+def _unreported_death(error: BaseException, name: str, iteration: Iteration | None) -> DataError | None:
+    """A worker of the iteration has ended, and torch has not said so yet."""
     if iteration is None or iteration.workers is None:
         return None
     with deaths_unreported():

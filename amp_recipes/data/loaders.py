@@ -1,4 +1,4 @@
-"""The loader that fits a data set, refused early where it could not train."""
+"""Makes the loader that fits a data set; refuses early what could not train."""
 
 from __future__ import annotations
 
@@ -53,20 +53,18 @@ def make_loader(
     _bound_workers(loader_kwargs, name)
     iterable = isinstance(dataset, IterableDataset)
     ordered = any(loader_kwargs.get(key) is not None for key in ("sampler", "batch_sampler"))
-    _refuse_empty(dataset, name, needs_length=not (iterable or ordered))
+    orders_itself = iterable or ordered
+    _refuse_empty(dataset, name, needs_length=not orders_itself)
     loader_kwargs.setdefault("pin_memory", torch.device(device).type == "cuda")
     loader_kwargs.setdefault("collate_fn", usual_collate_fn(dataset))
-    shuffle = shuffle and not iterable and not ordered
     if loader_kwargs.get("generator") is None:
         loader_kwargs.pop("generator", None)
     batch_sampler = loader_kwargs.get("batch_sampler")
     if isinstance(batch_sampler, EpochBatches):
         _fit_batch_sampler(batch_sampler, dataset, seed, name)
     try:
-        if shuffle and "generator" in loader_kwargs:
-            loader_kwargs["shuffle"] = True
-        elif shuffle:
-            loader_kwargs["sampler"] = EpochShuffle(dataset, seed)
+        if shuffle and not orders_itself:
+            loader_kwargs |= _shuffling(dataset, seed, "generator" in loader_kwargs)
         if iterable:
             loader: DataLoader = StreamLoader(dataset, seed=seed, name=name, **loader_kwargs)
         else:
@@ -74,6 +72,10 @@ def make_loader(
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: its loader cannot be made: {error}") from error
     return _checked(loader, name)
+
+
+def _shuffling(dataset: Any, seed: int, has_generator: bool) -> dict[str, Any]:
+    return {"shuffle": True} if has_generator else {"sampler": EpochShuffle(dataset, seed)}
 
 
 def reads_all(loader: Any) -> bool:
@@ -161,26 +163,32 @@ def _fit_batch_sampler(batch_sampler: EpochBatches, dataset: Any, seed: int, nam
 
 def _checked(loader: DataLoader, name: str) -> DataLoader:
     """`loader`, if it gives any batch."""
-    source = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
-    batch_sampler = loader.batch_sampler
-    own_batches = batch_sampler is not None and loader.batch_size is None
+    own_batches = loader.batch_sampler is not None and loader.batch_size is None
     if own_batches:
-        source = batch_sampler
+        source = loader.batch_sampler
+    else:
+        source = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
     # Asked of the source: `len(loader)` would make torch warn about an IterableDataset that yields more.
     length = _length(source)
-    if length is None:
-        return loader
     if length == 0:
         raise DataError(f"{name} gives 0 batches: its {type(source).__name__} yields nothing.")
-    processes = loader.world_size if isinstance(loader, EpochLoader) and not loader.already_shared else 1
-    needed = (loader.batch_size or 1) * processes
-    if not own_batches and loader.drop_last and length < needed:
-        size = f"batch size {loader.batch_size}" + (f" x {processes} processes" if processes > 1 else "")
-        raise DataError(
-            f"{name} gives 0 batches: drop_last with {length} samples < {size}. "
-            "Lower batch_size, or set drop_last to false."
-        )
+    if length is not None and loader.drop_last and not own_batches:
+        _refuse_less_than_a_batch(loader, length, name)
     return loader
+
+
+def _refuse_less_than_a_batch(loader: DataLoader, length: int, name: str) -> None:
+    shares = isinstance(loader, EpochLoader) and not loader.already_shared
+    processes = loader.world_size if shares else 1
+    if length >= (loader.batch_size or 1) * processes:
+        return
+    size = f"batch size {loader.batch_size}"
+    if processes > 1:
+        size += f" x {processes} processes"
+    raise DataError(
+        f"{name} gives 0 batches: drop_last with {length} samples < {size}. "
+        "Lower batch_size, or set drop_last to false."
+    )
 
 
 def _length(x: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""How a batch of any structure gets to the device, and how many samples it counts for.
+"""Moves a batch of any structure to the device, and counts its samples.
 
 Both run once per step, so tensors and the plain containers that loaders yield come before every general case.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import UserDict, UserList
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from numbers import Integral
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
+
+from amp_recipes.modules.nested import parts_of
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.Size)
-_UNSET = object()
 
 
 def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
@@ -64,22 +64,24 @@ def _move(x: Any, device: torch.device | str, non_blocking: bool) -> Any:
         return x.to(device, non_blocking=non_blocking)
     kind = type(x)
     if kind is tuple or kind is list:
-        # A tensor inside is moved here: one more call each would cost as much as `Tensor.to`.
-        values = [
-            value.to(device, non_blocking=non_blocking)
-            if isinstance(value, Tensor)
-            else _move(value, device, non_blocking)
-            for value in x
-        ]
+        values = _move_all(x, device, non_blocking)
         return values if kind is list else tuple(values)
     if kind is dict:
-        return {key: _move(value, device, non_blocking) for key, value in x.items()}
+        return dict(zip(x, _move_all(x.values(), device, non_blocking), strict=True))
     if isinstance(x, _PLAIN):
         return x
     if callable(getattr(kind, "to", None)):
         moved = x.to(device, non_blocking=non_blocking) if _takes_non_blocking(kind) else x.to(device)
         return x if moved is None else moved  # None: it moved in place
     return _move_container(x, lambda value: _move(value, device, non_blocking))
+
+
+def _move_all(values: Iterable[Any], device: torch.device | str, non_blocking: bool) -> list[Any]:
+    # A tensor is moved here: one more call each would cost as much as `Tensor.to`.
+    return [
+        value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else _move(value, device, non_blocking)
+        for value in values
+    ]
 
 
 @lru_cache(maxsize=256)
@@ -94,36 +96,22 @@ def _takes_non_blocking(kind: type) -> bool:
 
 def _move_container(x: Any, move: Callable[[Any], Any]) -> Any:
     """A container that is not just a list, tuple or dict, with its values moved."""
-    kind = type(x)
-    if isinstance(x, tuple) and hasattr(kind, "_make"):
-        return kind._make([move(value) for value in x])
-    if kind in pytree.SUPPORTED_NODES:
-        return pytree.tree_map(move, x, is_leaf=lambda node: node is not x)  # one level: `move` does the rest
-    if is_dataclass(x):
-        return _move_fields(x, move)
-    if isinstance(x, dict | UserDict):
+    if isinstance(x, UserDict):
         moved = copy.copy(x)
-        for key, value in x.items():
-            moved[key] = move(value)
+        moved.update({key: move(value) for key, value in x.items()})
         return moved
-    if isinstance(x, list | UserList):
+    if isinstance(x, UserList):
         moved = copy.copy(x)
         moved[:] = [move(value) for value in x]
         return moved
-    if isinstance(x, tuple):
-        values = [move(value) for value in x]
-        return x if all(new is old for new, old in zip(values, x, strict=True)) else kind(values)
-    return x
-
-
-def _move_fields(x: Any, move: Callable[[Any], Any]) -> Any:
-    # Not `dataclasses.replace`: it runs `__post_init__` again and refuses fields that are not in `__init__`.
-    moved = copy.copy(x)
-    for field in fields(x):
-        value = getattr(x, field.name, _UNSET)
-        if value is not _UNSET:
-            object.__setattr__(moved, field.name, move(value))  # also where the dataclass is frozen
-    return moved
+    parts = parts_of(x)
+    if parts is None:
+        return x
+    items, rebuild = parts
+    values = [move(value) for value in items]
+    if isinstance(x, tuple) and all(new is old for new, old in zip(values, x, strict=True)):
+        return x  # Python's own records, such as time.struct_time, cannot be rebuilt
+    return rebuild(values)
 
 
 def _leading_lengths(x: Any, inside_object: bool = False) -> Iterator[int | None]:
@@ -143,14 +131,18 @@ def _leading_lengths(x: Any, inside_object: bool = False) -> Iterator[int | None
         for value in x.values():
             yield from _leading_lengths(value, inside_object)
     elif not inside_object:  # objects in objects are not searched: they may refer back
-        for name in ("batchsize", "batch_size"):
-            told = getattr(x, name, None)
-            if isinstance(told, Integral):
-                yield int(told)
-                return
-        attributes = [getattr(x, field.name, None) for field in fields(x)] if is_dataclass(x) else []
-        for value in attributes or getattr(x, "__dict__", {}).values():
-            yield from _leading_lengths(value, inside_object=True)
+        yield from _leading_lengths_of_object(x)
+
+
+def _leading_lengths_of_object(x: Any) -> Iterator[int | None]:
+    for name in ("batchsize", "batch_size"):
+        told = getattr(x, name, None)
+        if isinstance(told, Integral):
+            yield int(told)
+            return
+    values = [getattr(x, field.name, None) for field in fields(x)] if is_dataclass(x) else []
+    for value in values or getattr(x, "__dict__", {}).values():
+        yield from _leading_lengths(value, inside_object=True)
 
 
 def _plain_length(batch: Any) -> int:

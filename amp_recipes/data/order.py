@@ -1,4 +1,4 @@
-"""The batches of one pass over an epoch, for one process: which indices, from which place on."""
+"""Lists the batches of one pass over an epoch, for one process: which indices, from which place on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where any iterable of batches stands, and how to get back there."""
+"""Tells where any iterable of batches stands, and gets it back there."""
 
 from __future__ import annotations
 
@@ -101,23 +101,16 @@ def _cannot_tell(loader: Any) -> str | None:
     """Why the batches that are left can only be reached by reading those before them, and what to do."""
     kind = type(loader).__name__
     if isinstance(loader, StreamLoader):
-        if loader.knows_its_place:
-            return None
-        if is_stateful(loader.dataset):
-            return "an IterableDataset read by workers tells its place only through torchdata: pip install torchdata"
-        return (
-            f"{type(loader.dataset).__name__} is an IterableDataset that cannot tell its place: give it state_dict and "
-            "load_state_dict"
-        )
+        return _stream_cannot_tell(loader)
     if is_stateful(loader) or isinstance(loader, Sequence):
         return None
     if not isinstance(loader, DataLoader):
         return (
             f"a {kind} cannot tell its place: give a torch Dataset instead, or give it state_dict and load_state_dict"
         )
+    if _tells_by_dataset(loader):
+        return None
     if isinstance(loader.dataset, IterableDataset):
-        if _tells_by_dataset(loader):
-            return None
         advice = "give the IterableDataset itself, with state_dict and load_state_dict, instead of a DataLoader"
         return (
             f"a DataLoader over an IterableDataset cannot tell its place: {advice}, or torchdata's StatefulDataLoader"
@@ -127,6 +120,15 @@ def _cannot_tell(loader: Any) -> str | None:
     if not _can_skip(loader):
         return "what a DataLoader's workers draw depends on all that they read before: give the Dataset itself instead"
     return None
+
+
+def _stream_cannot_tell(loader: StreamLoader) -> str | None:
+    if loader.knows_its_place:
+        return None
+    if is_stateful(loader.dataset):
+        return "an IterableDataset read by workers tells its place only through torchdata: pip install torchdata"
+    kind = type(loader.dataset).__name__
+    return f"{kind} is an IterableDataset that cannot tell its place: give it state_dict and load_state_dict"
 
 
 def _from_dataloader(loader: DataLoader, step: int, state: Mapping[str, Any]) -> Iterator[Any]:
@@ -217,11 +219,20 @@ def _add_held(dataset: Any, path: str, found: dict[str, Any], seen: set[int]) ->
     for name, value in attributes.items():
         if isinstance(value, GENERATORS) and not any(value is other for other in found.values()):
             found[f"{path}.{name}"] = value
-    parts = attributes.get("datasets")  # of a ConcatDataset or a StackDataset, as `dataset` is of a Subset
-    named = parts.items() if isinstance(parts, dict) else enumerate(parts if isinstance(parts, (list, tuple)) else ())
-    for name, part in [*named, *([("dataset", attributes["dataset"])] if "dataset" in attributes else [])]:
+    for name, part in _made_of(attributes):
         if isinstance(part, Dataset):
             _add_held(part, f"{path}.{name}", found, seen)
+
+
+def _made_of(attributes: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """What stands where a ConcatDataset or StackDataset has its `datasets`, and a Subset its `dataset`."""
+    parts = attributes.get("datasets")
+    if isinstance(parts, dict):
+        yield from parts.items()
+    elif isinstance(parts, (list, tuple)):
+        yield from enumerate(parts)
+    if "dataset" in attributes:
+        yield "dataset", attributes["dataset"]
 
 
 def _parts(loader: DataLoader) -> list[Any]:

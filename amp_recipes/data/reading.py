@@ -1,4 +1,4 @@
-"""What reads the samples, in a worker or in the main process: seeds the draws, and says which sample failed."""
+"""Reads samples, in a worker or in the main process: seeds the draws, and says which sample failed."""
 
 from __future__ import annotations
 
@@ -108,18 +108,20 @@ class Reader(Dataset):
 
     def _unfit(self, samples: Sequence[Any], indices: Sequence[Any]) -> str:
         """Which sample of a batch that cannot be collated is unfit, and in what way; empty where that is open."""
-        names = [describe_sample(self.dataset, index) for index in indices]
-        for name, sample in zip(names, samples, strict=False):
-            if sample is None:
-                return f"; {name} is None"
-        alone = [name for name, sample in zip(names, samples, strict=False) if not self._fit([sample])]
-        if alone:  # where all are, the fault may be the collate_fn's
-            return f"; {alone[0]} cannot be put into one alone" if len(alone) < len(samples) else ""
-        for name, sample in zip(names[1:], samples[1:], strict=False):
-            if not self._fit([samples[0], sample]):
-                advice = " (give a collate_fn that pads them)" if self._collate is default_collate else ""
-                return f"; {name} does not fit with {names[0]}{advice}"
-        return ""
+        named = [(describe_sample(self.dataset, index), it) for index, it in zip(indices, samples, strict=False)]
+        missing = [name for name, sample in named if sample is None]
+        if missing:
+            return f"; {missing[0]} is None"
+        alone = [name for name, sample in named if not self._fit([sample])]
+        if len(alone) == len(samples):  # the fault may be the collate_fn's
+            return ""
+        if alone:
+            return f"; {alone[0]} cannot be put into one alone"
+        other = next((name for name, sample in named[1:] if not self._fit([samples[0], sample])), None)
+        return "" if other is None else f"; {other} does not fit with {named[0][0]}{self._advice()}"
+
+    def _advice(self) -> str:
+        return " (give a collate_fn that pads them)" if self._collate is default_collate else ""
 
     def _fit(self, samples: list[Any]) -> bool:
         try:

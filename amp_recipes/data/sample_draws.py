@@ -1,4 +1,4 @@
-"""What a data set draws at random: for each sample a function of (seed, epoch, index), whoever reads it."""
+"""Seeds what a data set draws: for each sample by a function of (seed, epoch, index), whoever reads it."""
 
 from __future__ import annotations
 

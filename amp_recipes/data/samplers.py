@@ -1,4 +1,4 @@
-"""In which order an epoch takes its samples, and which of them are this process's."""
+"""Orders an epoch's samples, and picks those of this process."""
 
 from __future__ import annotations
 

@@ -1,24 +1,23 @@
-"""A loader over an IterableDataset that goes on where it stopped, as far as the data set can tell its place."""
+"""Loads an IterableDataset and goes on where it stopped, as far as the data set can tell its place."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
-from amp_recipes.data.loader_faults import Iteration, let_go, read_fault, worker_fault
+from amp_recipes.data.engine import Engine, EnginePass, Engines
+from amp_recipes.data.loader_faults import Iteration, read_fault
 from amp_recipes.data.reading import Failure, failure_of
-from amp_recipes.data.sample_draws import SampleSeeds, draws_put_back
+from amp_recipes.data.sample_draws import SampleSeeds
 from amp_recipes.data.samplers import epoch_seed
-from amp_recipes.data.waiting import LoadingStopped, next_batch, poll_seconds
-from amp_recipes.data.workers import TIMEOUT_SECONDS, Workers, deaths_unreported, start_worker
+from amp_recipes.data.waiting import poll_seconds
+from amp_recipes.data.workers import TIMEOUT_SECONDS, Workers, start_worker
 from amp_recipes.errors import DataError
 
 
@@ -42,8 +41,7 @@ class StreamLoader(DataLoader):
         self.batches_done = 0
         self._resumed: Mapping[str, Any] | None = None
         self._running: DataLoader | None = None  # torch's loader of the latest iteration
-        self._persistent: tuple[DataLoader, Workers] | None = None
-        self._passes: WeakSet[_StreamIterator] = WeakSet()
+        self._engines = Engines()
 
     @property
     def knows_its_place(self) -> bool:
@@ -87,50 +85,40 @@ class StreamLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
         self.batches_done = 0
-        if resumed is not None or (self._persistent is not None and self._persistent[1].dead()):
-            self._persistent = None  # where workers are to go on, they start anew with the state
-        engine, workers = self._persistent or self._engine()
-        if self.persistent_workers:
-            self._persistent = engine, workers
-        if self.generator is None:
-            engine.generator.manual_seed(epoch_seed(self.seed, self.epoch, "workers"))
-        if workers is not None:
-            workers.epoch = self.epoch
-        if isinstance(engine.dataset, _Stream):
-            engine.dataset.epoch = self.epoch
-        if resumed is not None and "stream" in resumed:
-            engine.load_state_dict(resumed["stream"])
-        elif resumed is not None and "dataset" in resumed:
-            engine.dataset.go_to(resumed["dataset"])
-        self._running = engine
-        batches = _StreamIterator(self, engine, workers)
-        self._passes.add(batches)
+        # Where workers are to go on, they start anew with the state.
+        engine = self._engines.take(self._engine, anew=resumed is not None)
+        self._set_epoch_of(engine)
         if resumed is not None:
-            again = 0 if "stream" in resumed or "dataset" in resumed else resumed["batches"]
-            for _ in range(again):
+            _restore_place(engine.loader, resumed)
+        self._running = engine.loader
+        iteration = Iteration(self.name, self.dataset, engine.workers)
+        # The global generators stay where they are; workers have their own.
+        passed = EnginePass(self, engine, iteration, self._engines.drop, protect=engine.workers is None)
+        if engine.workers is not None:  # not before: torchdata waits as long for the workers' start, too
+            passed.wait_at_most(poll_seconds(self.timeout, self.stop, self.persistent_workers))
+        batches = _StreamIterator(self, passed, engine.loader)
+        self._engines.note(batches, iteration)
+        if resumed is not None:
+            for _ in range(_batches_to_read_again(resumed)):
                 next(batches, None)
             self.batches_done = resumed["batches"]
         return batches
 
-    def drop_workers(self) -> None:
-        """The next iteration starts new workers."""
-        self._persistent = None
-
     def close(self) -> None:
         """End all workers now, and the passes that use them; the next iteration starts new ones."""
-        if self._persistent is not None:
-            self._persistent[1].close()
-        self._persistent = None
         if self.num_workers:
             self._running = None  # torchdata's loader holds on to its latest pass
-        for batches in list(self._passes):
-            batches.close()
+        self._engines.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_persistent", None) is not None:
-            self._persistent[1].close()
+    def _set_epoch_of(self, engine: Engine) -> None:
+        if self.generator is None:
+            engine.loader.generator.manual_seed(epoch_seed(self.seed, self.epoch, "workers"))
+        if engine.workers is not None:
+            engine.workers.epoch = self.epoch
+        if isinstance(engine.loader.dataset, _Stream):
+            engine.loader.dataset.epoch = self.epoch
 
-    def _engine(self) -> tuple[DataLoader, Workers | None]:
+    def _engine(self) -> Engine:
         workers = Workers(self.num_workers) if self.num_workers else None
         start = partial(start_worker, workers, self.worker_init_fn) if workers else None
         dataset, collate = self.dataset, self.collate_fn
@@ -159,7 +147,19 @@ class StreamLoader(DataLoader):
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*set_vital")  # torchdata 0.11 calls it, torch 2.13 warns
-            return kind(dataset, **options), workers
+            return Engine(kind(dataset, **options), workers)
+
+
+def _restore_place(engine: DataLoader, state: Mapping[str, Any]) -> None:
+    """Let the stream go on at the saved place, as far as it can tell one."""
+    if "stream" in state:
+        engine.load_state_dict(state["stream"])
+    elif "dataset" in state:
+        engine.dataset.go_to(state["dataset"])
+
+
+def _batches_to_read_again(state: Mapping[str, Any]) -> int:
+    return 0 if "stream" in state or "dataset" in state else state["batches"]
 
 
 def is_stateful(x: Any) -> bool:
@@ -277,38 +277,15 @@ def _collate(collate: Callable[[Any], Any], samples: Any) -> Any:
 class _StreamIterator:
     """The batches of one pass, as `StreamLoader` hands them out."""
 
-    def __init__(self, loader: StreamLoader, engine: DataLoader, workers: Workers | None) -> None:
-        self._loader, self._workers, self._engine = loader, workers, engine
-        self._persistent = loader.persistent_workers
-        self._iteration = loader._last = Iteration(loader.name, loader.dataset, workers)  # kept as in EpochLoader
-        self._fault: DataError | None = None
-        self._batches: Iterator[Any] | None = None
-        with self._quietly(), workers.starting() if workers is not None else nullcontext():
-            self._batches = iter(engine)
-        if workers is not None:  # not before: torchdata waits as long for the workers' start, too
-            self._batches._timeout = poll_seconds(loader.timeout, loader.stop, self._persistent)
+    def __init__(self, loader: StreamLoader, batches: EnginePass, engine: DataLoader) -> None:
+        self._loader, self._batches = loader, batches
+        self._engine: DataLoader | None = engine
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._fault is not None:
-            raise self._fault
-        try:
-            with self._quietly():
-                batch = next_batch(self._batches, self._loader.timeout, self._loader.stop)
-        except (StopIteration, LoadingStopped):
-            raise
-        except Exception as error:
-            self._fault = worker_fault(error, self._loader.name, self._iteration)
-            if self._fault is None:
-                raise
-            self._workers.close()
-            let_go(error)
-            with deaths_unreported():
-                self._batches = None
-                self._loader.drop_workers()
-            raise self._fault from error
+        batch = next(self._batches)
         if isinstance(batch, Failure):
             fault = read_fault(batch, self._loader.name)
             del self  # as in EpochLoader: an error that is kept must not keep the workers
@@ -319,14 +296,6 @@ class _StreamIterator:
 
     def close(self) -> None:
         """The pass is over: its workers end, and there are no more batches."""
-        if self._workers is not None:
-            self._workers.close()
-            self._batches, self._engine = iter(()), None
-
-    def __del__(self) -> None:
-        if self._workers is not None and not self._persistent:
-            self._workers.close()
-
-    def _quietly(self) -> Any:
-        """The global generators stay where they are; workers have their own."""
-        return draws_put_back() if self._workers is None else nullcontext()
+        self._batches.close()
+        if self._loader.num_workers:
+            self._engine = None

@@ -1,4 +1,4 @@
-"""Waiting for a loader's workers in a way that can be ended: by a time limit, or because the caller wants to go."""
+"""Waits for a loader's workers until a time limit, or until the caller wants to go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loader's worker processes: what each one reads now, which signals they heed, and that none outlives the run."""
+"""Watches a loader's worker processes: what each reads now, and that none outlives the run."""
 
 from __future__ import annotations
 

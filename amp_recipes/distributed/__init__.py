@@ -1,4 +1,4 @@
-"""What a process knows of its neighbours: rank, who writes files, whether all agree, what of the model is its own."""
+"""Tells a process its rank, who writes files, whether all agree, and shares the model among them."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,15 @@ from amp_recipes.files.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from amp_recipes.distributed.checks import check
-    from amp_recipes.distributed.collectives import Poll, agree, from_main_process, gather, mean, sums, wait_for_all
+    from amp_recipes.distributed.collectives import (
+        AsyncGather,
+        agree,
+        from_main_process,
+        gather,
+        mean,
+        sums,
+        wait_for_all,
+    )
     from amp_recipes.distributed.ddp import averaging, differing, evaluating, start_alike
     from amp_recipes.distributed.failures import collective, show_ranks_in_errors, timeout_text
     from amp_recipes.distributed.processes import (
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
     from amp_recipes.distributed.sharing import is_sharded, keeping_gathered, leaves, no_sync, total, wrap
 
 __all__ = [
-    "Poll",
+    "AsyncGather",
     "agree",
     "averaging",
     "check",

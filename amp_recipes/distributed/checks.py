@@ -1,4 +1,4 @@
-"""Which run options on processes go together, said before any work is lost."""
+"""Checks which run options on processes go together, before any work is lost."""
 
 from __future__ import annotations
 
@@ -59,25 +59,31 @@ def _problems_of_strategy(
     problems = _problem(ddp.check, options, device)
     if plan and options.tensor_parallel == 1:
         logger.warning("%s does nothing without --tensor_parallel (how many processes share each layer)", OPTION)
-    if options.strategy == "fsdp":
-        problems += _problem(layout, options, world_size()) + (
-            _problem(ddp.check_ready, modules) or _problem(fsdp.check, modules)
-        )
-        if options.shard_replicas * options.tensor_parallel == world_size() and options.tensor_parallel == 1:
-            logger.warning("shard_replicas is the number of processes: each holds all of the model, as with ddp")
-        refused, unheeded, other = _OF_DDP, _ONLY_SPEED_OF_DDP, "ddp"
-    else:
-        refused, unheeded, other = _OF_FSDP, _ONLY_SPEED_OF_FSDP, "fsdp"
-    for name, nothing in refused.items():
-        if getattr(options, name) != nothing:
-            problems.append(
-                f"{name} {getattr(options, name)} is for --strategy {other}, and this run's is {options.strategy}: "
-                f"take the other strategy, or leave {name} out."
-            )
-    for name, nothing in unheeded.items():
+    if options.strategy != "fsdp":
+        return problems + _options_of_the_other(options, "fsdp", _OF_FSDP, _ONLY_SPEED_OF_FSDP)
+    problems += _problem(layout, options, world_size())
+    problems += _problem(ddp.check_ready, modules) or _problem(fsdp.check, modules)
+    if options.shard_replicas == world_size() and options.tensor_parallel == 1:
+        logger.warning("shard_replicas is the number of processes: each holds all of the model, as with ddp")
+    return problems + _options_of_the_other(options, "ddp", _OF_DDP, _ONLY_SPEED_OF_DDP)
+
+
+def _options_of_the_other(
+    options: Any, other: str, refused: Mapping[str, Any], ignored: Mapping[str, Any]
+) -> list[str]:
+    """What is wrong with options of the strategy that the run does not take; warns of those that only make it fast.
+
+    refused, ignored: option -> the value at which it asks for nothing.
+    """
+    for name, nothing in ignored.items():
         if getattr(options, name) != nothing:
             logger.warning("%s is for --strategy %s; with %s it does nothing", name, other, options.strategy)
-    return problems
+    return [
+        f"{name} {getattr(options, name)} is for --strategy {other}, and this run's is {options.strategy}: "
+        f"take the other strategy, or leave {name} out."
+        for name, nothing in refused.items()
+        if getattr(options, name) != nothing
+    ]
 
 
 def _problem(look: Callable[..., Any], *arguments: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""What processes tell each other: verdicts, means, sums, and what the main one decides.
+"""Exchanges verdicts, means, sums and decisions between the processes.
 
 Numbers of the host go over `host_group`, which never waits for the device.
 """
@@ -24,7 +24,7 @@ def agree(flag: torch.Tensor) -> torch.Tensor:
     return flag
 
 
-class Poll:
+class AsyncGather:
     """Numbers that each process gives, all as many and at the same moment; on their way until somebody reads them."""
 
     def __init__(self, numbers: Sequence[float]) -> None:
@@ -51,7 +51,7 @@ def mean(value: float, weight: float) -> float:
     """The mean of `value` over all ranks, weighted; NaN where no rank has any weight."""
     if not initialized():
         return value
-    pairs = Poll([value if weight > 0 else 0.0, weight]).read()
+    pairs = AsyncGather([value if weight > 0 else 0.0, weight]).read()
     weights = math.fsum(weight for _, weight in pairs)
     return math.fsum(value * weight for value, weight in pairs) / weights if weights > 0 else math.nan
 

@@ -1,4 +1,4 @@
-"""Modules of which every process holds all, with gradients averaged over the processes.
+"""Averages gradients of modules of which every process holds all.
 
 The work is that of DistributedDataParallel (its buckets, hooks and buffer broadcast), which however is not put around a
 module: it hangs on the module's forward hooks, as `torch.distributed._composable.replicate` and FSDP2 have it. So a
@@ -18,14 +18,13 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_recipes.distributed.collectives import Poll
+from amp_recipes.distributed import torch_private
+from amp_recipes.distributed.collectives import AsyncGather
 from amp_recipes.distributed.processes import initialized
 from amp_recipes.errors import ConfigError, RecipeError
+from amp_recipes.modules.torch_private import BatchNorm, forward_hooks, forward_pre_hooks, non_persistent_buffers
 
 _BROADCAST_BYTES = 250 * 1024 * 1024  # as DistributedDataParallel has it
-# Of torch's, which may change with any release.
-_INSIDES_OF_DDP = ("_pre_forward", "_post_forward")
-_INSIDES_OF_REDUCER = ("_rebuild_buckets", "prepare_for_backward", "_reset_state", "_check_reducer_finalized")
 _SYNC_BATCHNORM_DEVICES = ("cuda", "hpu", "xpu")
 
 
@@ -37,9 +36,7 @@ class _Reducer(DistributedDataParallel):
         left_out = [name for name, it in module.named_parameters(remove_duplicate=False) if id(it) not in chosen]
         # `_Replica` sends them: that modules share a parameter is no reason to send the buffers of one with the other.
         left_out += [name for name, _ in module.named_buffers(remove_duplicate=False)]
-        # torch names the module's own parameters with a dot before, in one place of two.
-        module._ddp_params_and_buffers_to_ignore = [*left_out, *(f".{name}" for name in left_out)]
-        try:
+        with torch_private.leaving_out(module, left_out):
             super().__init__(
                 module,
                 init_sync=False,  # done, for all modules together
@@ -48,8 +45,6 @@ class _Reducer(DistributedDataParallel):
                 find_unused_parameters=options.find_unused_parameters and not options.static_graph,
                 static_graph=options.static_graph,
             )
-        finally:
-            del module._ddp_params_and_buffers_to_ignore
         self.averaged = list(parameters)
         self.reached = False  # by the backward under way
         self.owes = False  # gradients of this window's earlier micro-batches, which were not averaged
@@ -66,21 +61,30 @@ class _Reducer(DistributedDataParallel):
     def after_forward(self, output: Any) -> Any:
         """The output, to be returned; a backward averages gradients from now on, if it is to."""
         self.expects_gradients = self.require_backward_grad_sync
-        return self._post_forward(output)
+        return torch_private.after_forward(self, output)
 
     def expect_gradients(self, loss: torch.Tensor) -> None:
         """Average in the next backward, from `loss`, also where no forward came before."""
         if self.static_graph or self.expects_gradients:
             return
-        self.reducer._rebuild_buckets()  # where it is due: not once it expects gradients
         # A forward would have looked for what is unused in its outputs; of a method, the loss tells.
-        self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
+        torch_private.expect_gradients(self, [loss] if self.find_unused_parameters else [])
         self.expects_gradients = True
+
+    def not_averaged(self) -> list[nn.Parameter]:
+        """After a backward: the parameters whose gradients of this window nobody has averaged, though they are due."""
+        due: list[nn.Parameter] = []
+        if not self.reached:
+            self.expect_none()  # the loss does not depend on the module
+            if self.owes:  # but an earlier one of the window did
+                due = self.averaged
+        self.expects_gradients = self.owes = False
+        return due
 
     def expect_none(self) -> None:
         """Leave gradients as they are: those of a critic that a generator's loss only goes through."""
         if self.expects_gradients:
-            self.reducer._reset_state()
+            torch_private.expect_none(self)
             self.expects_gradients = False
 
 
@@ -103,7 +107,7 @@ class _Replica:
         if not self._takes_part():
             return
         for reducer in self.reducers:
-            reducer._pre_forward()
+            torch_private.before_forward(reducer)
         if self.has_buffers and self.buffers_are_due:
             _broadcast_buffers(module)
 
@@ -123,8 +127,7 @@ class _Replica:
 
 def check(options: Any, device: torch.device) -> None:
     """Raise ConfigError for options that several processes on `device` cannot run with, and for another torch."""
-    inside = [(DistributedDataParallel, _INSIDES_OF_DDP), (dist.Reducer, _INSIDES_OF_REDUCER)]
-    missing = [name for kind, names in inside for name in names if not hasattr(kind, name)]
+    missing = torch_private.missing_for_ddp()
     if missing:
         raise ConfigError(
             f"several processes average gradients with insides of torch 2.13 ({', '.join(missing)}) that torch "
@@ -202,13 +205,14 @@ def averaging(
 
     parameters: those that the backward leaves gradients with; default: all.
     """
-    reducers = [it for it in _reducers(modules) if it.require_backward_grad_sync] if initialized() else []
     chosen = None if parameters is None else {id(parameter) for parameter in parameters}
     by_hand: list[nn.Parameter] = []
     whole: list[_Reducer] = []
-    for reducer in reducers:
+    for reducer in _synchronising(modules):
         reducer.reached = False
-        wanted = [it for it in reducer.averaged if chosen is None or id(it) in chosen]
+        wanted = reducer.averaged
+        if chosen is not None:
+            wanted = [it for it in wanted if id(it) in chosen]
         if len(wanted) == len(reducer.averaged):
             whole.append(reducer)
             reducer.expect_gradients(loss)
@@ -218,11 +222,7 @@ def averaging(
     yield
     for reducer in whole:
         _check_finished(reducer, modules)
-        if not reducer.reached:
-            reducer.expect_none()  # the loss does not depend on the module
-            if reducer.owes:  # but an earlier one of the window did
-                by_hand += reducer.averaged
-        reducer.expects_gradients = reducer.owes = False
+        by_hand += reducer.not_averaged()
     _average(by_hand)
 
 
@@ -234,7 +234,7 @@ def differing(modules: nn.Module) -> list[str]:
     if not initialized() or not named:
         return []
     sums = [it.contiguous().view(words[it.element_size()]).sum(dtype=torch.int64) for _, it in named]
-    rows = Poll((torch.stack(sums) % 2**52).tolist()).read()  # as many as a double holds
+    rows = AsyncGather((torch.stack(sums) % 2**52).tolist()).read()  # as many as a double holds
     return [name for (name, _), column in zip(named, zip(*rows, strict=True), strict=True) if len(set(column)) > 1]
 
 
@@ -285,7 +285,7 @@ def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 def _replica_of(module: nn.Module) -> _Replica | None:
     """The live one that hangs on the module's hooks."""
-    for hook in module._forward_pre_hooks.values():
+    for hook in forward_pre_hooks(module).values():
         replica = getattr(hook, "__self__", None)
         if isinstance(replica, _Replica) and replica.reducers:
             return replica
@@ -307,6 +307,11 @@ def _reducers(modules: nn.Module) -> list[_Reducer]:
     return list(dict.fromkeys(reducer for replica in _replicas(modules) for reducer in replica.reducers))
 
 
+def _synchronising(modules: nn.Module) -> list[_Reducer]:
+    """Those that average in the next backward."""
+    return [reducer for reducer in _reducers(modules) if reducer.require_backward_grad_sync] if initialized() else []
+
+
 def _is_wrapped(modules: nn.ModuleDict, by_owners: dict[tuple[str, ...], list[nn.Parameter]]) -> bool:
     """Whether the very parameters that are trainable now are averaged, in the process group of now."""
     reducers = _reducers(modules)
@@ -319,9 +324,9 @@ def _is_wrapped(modules: nn.ModuleDict, by_owners: dict[tuple[str, ...], list[nn
 def _unwrap(modules: nn.ModuleDict) -> None:
     """Let go of hooks from an earlier wrap."""
     for reducer in _reducers(modules):
-        reducer.reducer._remove_autograd_hooks()
+        torch_private.remove_hooks(reducer)
     for module in modules.children():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for hooks in (forward_pre_hooks(module), forward_hooks(module)):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Replica)]:
                 del hooks[key]
 
@@ -344,9 +349,20 @@ def start_alike(modules: nn.ModuleDict) -> None:
     Raises ConfigError, on all of them, where they differ in more than values.
     """
     persistent = {id(buffer) for buffer in _persistent_buffers(modules)}
-    tensors = [*modules.named_parameters(), *modules.named_buffers()]
-    saved = [(name, it) for name, it in tensors if isinstance(it, nn.Parameter) or id(it) in persistent]
-    shapes = _gather([(name, tuple(it.shape), str(it.dtype), it.requires_grad) for name, it in saved])
+    saved, others = [], []
+    for name, tensor in (*modules.named_parameters(), *modules.named_buffers()):
+        is_saved = isinstance(tensor, nn.Parameter) or id(tensor) in persistent
+        (saved if is_saved else others).append((name, tensor))
+    _refuse_other_models(saved)
+    # Tables that have grown with what a rank has seen stay its own.
+    alike = len(set(map(str, _gather([(name, tuple(it.shape)) for name, it in others])))) == 1
+    broadcast = [it.detach() for _, it in ([*saved, *others] if alike else saved)]
+    if broadcast:
+        torch_private.broadcast(broadcast, _BROADCAST_BYTES)
+
+
+def _refuse_other_models(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    shapes = _gather([(name, tuple(it.shape), str(it.dtype), it.requires_grad) for name, it in tensors])
     for rank, of_rank in enumerate(shapes):
         for ours, theirs in zip_longest(shapes[0], of_rank):
             if ours != theirs:
@@ -355,13 +371,6 @@ def start_alike(modules: nn.ModuleDict) -> None:
                     "Every process must build the same model: look for what in it depends on the rank, on random "
                     "numbers or on the part of the data that a rank reads."
                 )
-    # Tables that have grown with what a rank has seen stay its own.
-    known = {id(it) for _, it in saved}
-    others = [(name, it) for name, it in tensors if id(it) not in known]
-    alike = len(set(map(str, _gather([(name, tuple(it.shape)) for name, it in others])))) == 1
-    broadcast = [it.detach() for _, it in (tensors if alike else saved)]
-    if broadcast:
-        dist._broadcast_coalesced(dist.group.WORLD, broadcast, _BROADCAST_BYTES, 0)
 
 
 def _gather(found: Any) -> list[Any]:
@@ -382,8 +391,8 @@ def _broadcast_buffers(modules: nn.Module) -> None:
     buffers = _persistent_buffers(modules)
     if buffers:
         # Graphs that have saved one do not mind: at least in rank 0 nothing has changed.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-            dist._broadcast_coalesced(dist.group.WORLD, buffers, _BROADCAST_BYTES, 0)
+        with torch.no_grad(), torch_private.versions_kept(buffers):
+            torch_private.broadcast(buffers, _BROADCAST_BYTES)
 
 
 def _persistent_buffers(modules: nn.Module) -> list[torch.Tensor]:
@@ -394,7 +403,7 @@ def _persistent_buffers(modules: nn.Module) -> list[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     for module in modules.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if name not in non_persistent_buffers(module):
                 found[id(buffer)] = buffer
     return list(found.values())
 
@@ -432,9 +441,9 @@ def _average(parameters: Sequence[nn.Parameter]) -> None:
 def _check_finished(reducer: _Reducer, modules: nn.Module) -> None:
     """Raise RecipeError if a backward reached some of the parameters only: no rank has averages then."""
     try:
-        reducer.reducer._check_reducer_finalized()
+        torch_private.check_finished(reducer)
     except RuntimeError:
-        reducer.reducer._reset_state()
+        torch_private.expect_none(reducer)
     else:
         return
     missing = {id(parameter) for parameter in reducer.averaged if parameter.grad is None}
@@ -456,8 +465,7 @@ def synchronise_batchnorms(modules: nn.ModuleDict) -> None:
     `SyncBatchNorm.convert_sync_batchnorm` makes new modules, and loses them. Raises ConfigError for a class derived
     from BatchNorm, whose own forward would be lost as well.
     """
-    batchnorms = nn.modules.batchnorm._BatchNorm
-    found = [(name, it) for name, it in modules.named_modules() if isinstance(it, batchnorms)]
+    found = [(name, it) for name, it in modules.named_modules() if isinstance(it, BatchNorm)]
     found = [(name, it) for name, it in found if not isinstance(it, nn.SyncBatchNorm)]
     own = [name for name, it in found if type(it) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
     if own:

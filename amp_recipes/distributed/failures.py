@@ -1,4 +1,4 @@
-"""A rank that fails tells the others why, and all end within seconds, whatever they are waiting for."""
+"""Ends all ranks within seconds of one that fails, and says why."""
 
 from __future__ import annotations
 
@@ -334,22 +334,31 @@ def _fail(before: Callable[..., Any], kind: type[BaseException], error: BaseExce
         explained = ProcessError(_explain(error))
         explained.__cause__ = error
         kind, error, trace = ProcessError, explained, None
-    first = None if _watch is None else _watch.report()
     consequence = isinstance(error, ProcessError)
     message = f"{error}"[:_MESSAGE_LENGTH]
-    if consequence and first is not None and not first.consequence and first.rank != _rank():
+    if consequence and _another_rank_has_the_cause():
         # The way to this place in so many ranks would hide the one error that matters.
         stack = f"{kind.__name__}: {message}"
         _print(_rank(), f"{Path(sys.argv[0]).name}: {stack}")
     else:
-        with contextlib.redirect_stderr(io.StringIO()) as printed:
-            before(kind, error, trace)
-        stack = printed.getvalue()
+        stack = _printed(before, kind, error, trace)
         if "Traceback (most recent" in stack or not _rank_0_says(stack):
             _print(_rank(), stack)
     _write_error_file(f"{kind.__name__}: {message}", stack, consequence)
     if _watch is not None:
         _watch.tell(Report(_rank(), kind.__name__, message, consequence))
+
+
+def _another_rank_has_the_cause() -> bool:
+    first = None if _watch is None else _watch.report()
+    return first is not None and not first.consequence and first.rank != _rank()
+
+
+def _printed(before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any) -> str:
+    """What `before`, an excepthook, prints."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        before(kind, error, trace)
+    return printed.getvalue()
 
 
 def _rank_0_says(mistake: str) -> bool:

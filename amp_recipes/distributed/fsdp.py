@@ -1,4 +1,4 @@
-"""Modules of which every process holds a part, gathered when they compute (FSDP2).
+"""Shards modules over the processes, and gathers them when they compute (FSDP2).
 
 A unit is what is gathered at a time: a block, or what an entry holds besides its blocks. Its parameters travel in one
 message per format: those that autocast would cast anyway in the compute dtype, all others in fp32, so that each op
@@ -20,12 +20,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from amp_recipes.distributed import torch_private
 from amp_recipes.distributed.gathered_dtype import GatheredDtype
 from amp_recipes.distributed.meshes import REPLICATE, data_mesh, make_mesh
 from amp_recipes.distributed.tensor_parallel import divide, styles_of
 from amp_recipes.errors import ConfigError
 from amp_recipes.modules.blocks import chosen_blocks, has_parameters, repeated_blocks, with_forward
 from amp_recipes.modules.sharded import is_sharded as is_sharded_tensor
+from amp_recipes.modules.torch_private import parameters_of
 
 # torch.distributed.fsdp is imported where it is used: that takes 0.6 s, which only those who shard should pay.
 logger = logging.getLogger(__name__)
@@ -40,8 +42,6 @@ _CAST_BY_AUTOCAST = {
     },
 }  # fmt: skip
 
-# Of torch.distributed.fsdp._fully_shard._fsdp_init, which may change with any release.
-_INSIDES = ("_init_param_group", "_get_mesh_info", "_get_post_forward_mesh_info", "_get_device_from_mesh")
 _WAITING: WeakSet[nn.Module] = WeakSet()  # roots whose replicas add up later
 
 
@@ -72,34 +72,36 @@ def shard(
     mesh = make_mesh(device, options)
     _announce(modules, units, options, mesh, device)
     offloads = _offloads(options, device)
+
+    def shard_unit(unit: nn.Module, reshard_after_forward: bool | None) -> None:
+        own = {parameter: parameter for parameter, owner in owners.items() if owner is unit}
+        _to_device(own, device)
+        for module in _outside_of_others(unit, units):
+            if module in divided:
+                own |= divide(module, divided[module], mesh)
+        parameters = [(now, compute_dtype if before in low else None) for before, now in own.items()]
+        _shard_unit(unit, parameters, data_mesh(mesh), reshard_after_forward, offloads)
+
     for root in roots:
-        for unit in reversed([module for module in root.modules() if module in units]):
-            if _gathers(unit):
-                continue
+        for unit in _from_the_inside_out(root, units):
             # An only root's own parameters are needed again at once, by the backward: torch keeps them gathered.
             auto = unit is root and len(roots) == 1 and options.reshard_after_forward
-            own = {parameter: parameter for parameter, owner in owners.items() if owner is unit}
-            _to_device(own, device)
-            for module in _outside_of_others(unit, units):
-                if module in divided:
-                    own |= divide(module, divided[module], mesh)
-            _shard_unit(
-                unit,
-                [(now, compute_dtype if before in low else None) for before, now in own.items()],
-                data_mesh(mesh),
-                None if auto else options.reshard_after_forward,
-                offloads,
-            )
+            shard_unit(unit, None if auto else options.reshard_after_forward)
         if options.find_unused_parameters:
             root.set_reduce_scatter_unused_params(True)
         root.register_forward_hook(_free_where_no_backward_follows)
 
 
+def _from_the_inside_out(root: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    """The units in `root`, itself last, that no earlier root has sharded."""
+    for unit in reversed([module for module in root.modules() if module in units]):
+        if not _gathers(unit):
+            yield unit
+
+
 def check(modules: nn.ModuleDict) -> None:
     """Raise ConfigError for parameters that cannot be sharded, and for a torch whose insides are others."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_init
-
-    missing = [name for name in _INSIDES if not hasattr(_fsdp_init, name)]
+    missing = torch_private.missing_for_fsdp()
     if missing:
         raise ConfigError(
             f"strategy fsdp makes its groups with insides of torch 2.13 ({', '.join(missing)}) that torch "
@@ -160,9 +162,9 @@ def leaves(modules: nn.Module, parameters: Iterable[nn.Parameter]) -> list[torch
     gathered: dict[nn.Parameter, torch.Tensor | None] = {}
     for module in modules.modules():
         if _gathers(module):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in torch_private.groups_of(module):
                 for it in group.fsdp_params:
-                    gathered[it.sharded_param] = getattr(it, "_unsharded_param", None)
+                    gathered[it.sharded_param] = torch_private.gathered_form(it)
     found = (gathered.get(parameter, parameter) for parameter in parameters)
     return [tensor for tensor in found if tensor is not None]
 
@@ -194,29 +196,16 @@ def _owners(modules: nn.ModuleDict, roots: list[nn.Module], units: set[nn.Module
 
     def walk(module: nn.Module, way: tuple[nn.Module, ...]) -> None:
         way = (*way, module) if module in units else way
-        for parameter in module._parameters.values():
+        for parameter in parameters_of(module).values():
             if parameter is not None:
-                pairs = zip(ways.get(parameter, way), way, strict=False)
-                ways[parameter] = tuple(here for here, _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
+                ways[parameter] = _shared_beginning(ways.get(parameter, way), way)
         for child in module.children():
             walk(child, way)
 
-    inner = {module for root in roots for module in root.modules() if module is not root}
-    for root in roots:
-        if root not in inner:
-            walk(root, ())
-    problems = []
-    for name, parameter in modules.named_parameters():
-        if is_sharded_tensor(parameter):
-            continue
-        if not ways.get(parameter, ()):
-            problems.append(
-                f"{name} stands in more than one entry of the modules"
-                if parameter in ways
-                else f"{name} stands in a module without a forward"
-            )
-        elif parameter.ndim == 0:
-            problems.append(f"{name} is a single number without a dimension: make it a tensor of shape (1,)")
+    for root in _outermost(roots):
+        walk(root, ())
+    named = [(name, it) for name, it in modules.named_parameters() if not is_sharded_tensor(it)]
+    problems = [f"{name} {problem}" for name, it in named if (problem := _why_unowned(it, ways)) is not None]
     if problems:
         raise ConfigError(
             "strategy fsdp cannot shard " + "; ".join(problems) + ". A parameter is gathered when the module that "
@@ -224,6 +213,26 @@ def _owners(modules: nn.ModuleDict, roots: list[nn.Module], units: set[nn.Module
             "--strategy ddp."
         )
     return {parameter: way[-1] for parameter, way in ways.items()}
+
+
+def _outermost(roots: list[nn.Module]) -> list[nn.Module]:
+    inner = {module for root in roots for module in root.modules() if module is not root}
+    return [root for root in roots if root not in inner]
+
+
+def _shared_beginning(first: tuple[nn.Module, ...], second: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
+    pairs = zip(first, second, strict=False)
+    return tuple(here for here, _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
+
+
+def _why_unowned(parameter: nn.Parameter, ways: Mapping[nn.Parameter, tuple[nn.Module, ...]]) -> str | None:
+    if parameter not in ways:
+        return "stands in a module without a forward"
+    if not ways[parameter]:
+        return "stands in more than one entry of the modules"
+    if parameter.ndim == 0:
+        return "is a single number without a dimension: make it a tensor of shape (1,)"
+    return None
 
 
 def _low_precision(modules: nn.ModuleDict, fp32_modules: Collection[str]) -> set[nn.Parameter]:
@@ -253,7 +262,6 @@ def _shard_unit(
     ours.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-    from torch.distributed.fsdp._fully_shard import _fsdp_init
 
     offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
     # autocast casts inputs, so that pinned modules get them as they are.
@@ -270,24 +278,14 @@ def _shard_unit(
         ignored_params=set(unit.parameters()),
     )
     kinds = lambda item: (str(item[1]), str(item[0].dtype))  # noqa: E731
-    mesh_info = _fsdp_init._get_mesh_info(mesh)
     reshards = True if reshard_after_forward is None else reshard_after_forward
     for _, group in groupby(sorted(parameters, key=kinds), kinds):
         members = list(group)
-        _fsdp_init._init_param_group(
-            fully_shard.state(unit),
-            [parameter for parameter, _ in members],
-            (unit,),
-            mesh_info,
-            _fsdp_init._get_post_forward_mesh_info(reshards, mesh_info),
-            _fsdp_init._get_device_from_mesh(mesh),
-            None,
-            policies[members[0][1]],
-            offload,
-        )
-    low = [group for group in fully_shard.state(unit)._fsdp_param_groups if group.mp_policy.param_dtype is not None]
+        own = [parameter for parameter, _ in members]
+        torch_private.add_group(unit, own, mesh, reshards, policies[members[0][1]], offload)
+    low = [group for group in torch_private.groups_of(unit) if group.mp_policy.param_dtype is not None]
     if low:
-        GatheredDtype(unit, low, low[0].mp_policy.param_dtype, _fsdp_init._get_device_from_mesh(mesh))
+        GatheredDtype(unit, low, low[0].mp_policy.param_dtype, torch_private.device_of(mesh))
 
 
 def _outside_of_others(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
@@ -332,8 +330,8 @@ def _free_where_no_backward_follows(root: nn.Module, inputs: Any, outputs: Any) 
 
 def _has_replicas(root: nn.Module) -> bool:
     # The root may have no group: all its parameters may be in blocks. All units of a run have one mesh.
-    groups = (it for module in root.modules() if _gathers(module) for it in module._get_fsdp_state()._fsdp_param_groups)
-    first = next(groups, None)
+    units = filter(_gathers, root.modules())
+    first = next((group for unit in units for group in torch_private.groups_of(unit)), None)
     return first is not None and REPLICATE in (first.mesh_info.mesh.mesh_dim_names or ())
 
 

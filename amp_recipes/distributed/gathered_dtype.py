@@ -1,4 +1,4 @@
-"""In which dtype a sharded unit's parameters travel: the one that autocast would cast them to at this call.
+"""Gathers a sharded unit's parameters in the dtype that autocast would cast them to at this call.
 
 A policy of torch's is for good. But a run trains in bf16, evaluates in fp32, and may widen for a few steps; there each
 op needs what it would find in one process.
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_recipes.distributed import torch_private
 from amp_recipes.errors import RecipeError
 
 
@@ -55,24 +56,16 @@ class GatheredDtype:
 
     @property
     def _awaits_backward(self) -> bool:
-        # torch notes each forward, and forgets them at the end of a backward.
-        return any(group._post_forward_indices for group in self._groups)
+        return any(map(torch_private.awaits_backward, self._groups))
 
     def _switch(self, dtype: torch.dtype | None) -> None:
         parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
         for group in self._groups:
-            group.wait_for_unshard()
-            group._to_sharded()
+            torch_private.free_gathered(group)
             group.mp_policy = dataclasses.replace(group.mp_policy, param_dtype=dtype)
-        kept = [
-            {name: vars(it)[name] for name in ("all_gather_outputs", "_unsharded_param") if name in vars(it)}
-            for it in parameters
-        ]
-        self._shells[self._dtype] = kept
+        self._shells[self._dtype] = [torch_private.take_shells(parameter) for parameter in parameters]
         for parameter, shells in zip(parameters, self._shells.get(dtype, [{}] * len(parameters)), strict=True):
-            vars(parameter).pop("_unsharded_param", None)
-            parameter.all_gather_outputs = []
-            vars(parameter).update(shells)
+            torch_private.put_shells(parameter, shells)
             if hasattr(parameter, "param_dtype"):  # else torch reads the policy at the first forward
                 parameter.init_dtype_attrs(self._groups[0].mp_policy)
         self._dtype = dtype

@@ -1,4 +1,4 @@
-"""How the processes are laid out: which of them hold copies, which shards, and which share a layer."""
+"""Lays out the processes: which of them hold copies, which shards, and which share a layer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from amp_recipes.distributed.processes import world_size
+from amp_recipes.distributed.torch_private import set_timeout
 from amp_recipes.errors import ConfigError
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
@@ -39,7 +39,7 @@ def make_mesh(device: torch.device, options: Any) -> DeviceMesh:
     sizes = layout(options, world_size())
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for group in mesh.get_all_groups():  # which torch gives timeouts of its own, 10 or 30 minutes
-        _set_pg_timeout(timedelta(minutes=options.distributed_timeout_minutes), group)
+        set_timeout(group, timedelta(minutes=options.distributed_timeout_minutes))
     return mesh
 
 

@@ -1,4 +1,4 @@
-"""Which process this is, which device is its own, and the group that it belongs to."""
+"""Starts and ends the group of processes; tells a process its rank and its device."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from amp_recipes.distributed import failures
 from amp_recipes.distributed.rendezvous import SignOfLife, check_environment, launched, meet, minutes_text
+from amp_recipes.distributed.torch_private import default_store
 from amp_recipes.errors import ConfigError, ProcessError
 
 logger = logging.getLogger(__name__)
@@ -268,7 +269,7 @@ def main_process_first(each_machine: bool = False) -> Iterator[None]:
 def _any_store() -> dist.Store:
     """The store that the processes share, whoever made their group."""
     if _store is None and dist.is_initialized():
-        return dist.PrefixStore("amp_recipes", dist.distributed_c10d._get_default_store())
+        return dist.PrefixStore("amp_recipes", default_store())
     check_environment()
     return _meet()
 

@@ -1,4 +1,4 @@
-"""Which activations are thrown away in the forward and computed again in the backward."""
+"""Throws activations away in the forward, and computes them again in the backward."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
-from torch.distributed._composable import checkpoint
 
+from amp_recipes.distributed.torch_private import recompute_composably
 from amp_recipes.errors import ConfigError
 from amp_recipes.modules.blocks import chosen_blocks, repeated_blocks
 from amp_recipes.modules.names import check_patterns
@@ -27,8 +27,7 @@ def recompute(modules: nn.ModuleDict, patterns: Sequence[str]) -> None:
     Raises ConfigError for a pattern that matches nothing, and for "blocks" where the model repeats none.
     """
     for module in chosen(modules, patterns):
-        if checkpoint.state(module) is None:
-            checkpoint(module, context_fn=lambda module=module: (nullcontext(), _buffers_kept(module)))
+        recompute_composably(module, lambda module=module: (nullcontext(), _buffers_kept(module)))
 
 
 def chosen(modules: nn.ModuleDict, patterns: Sequence[str]) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""Where the processes of a run first meet: a store of keys that all of them reach, empty at each start of the run."""
+"""Lets the processes of a run meet: in a store of keys that all of them reach, empty at each start of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How several processes share the modules of a run: each holds all of them (ddp), or a part of each (fsdp)."""
+"""Shares the modules of a run among the processes: each holds all of them (ddp), or a part of each (fsdp)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from amp_recipes.distributed.collectives import Poll
+from amp_recipes.distributed.collectives import AsyncGather
 from amp_recipes.distributed.processes import data_world_size
 
 
@@ -24,7 +24,7 @@ class SyncedWindow:
     ) -> None:
         self.weights = weights
         self._weighted = weighted
-        self._poll = Poll([len(weights), sum(weights), samples, signal, save_due])
+        self._gathered = AsyncGather([len(weights), sum(weights), samples, signal, save_due])
         self._rows: list[list[float]] | None = None
         self._data_processes = data_world_size()
 
@@ -61,7 +61,7 @@ class SyncedWindow:
     @property
     def _received(self) -> list[list[float]]:
         if self._rows is None:
-            self._rows = self._poll.read()
+            self._rows = self._gathered.read()
         return self._rows
 
     def _of_all(self, column: int) -> float:

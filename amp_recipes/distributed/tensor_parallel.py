@@ -1,8 +1,8 @@
-"""Which layers several processes compute together, each a part of it, on the same data."""
+"""Divides layers that several processes compute together, each a part of it, on the same data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,18 +39,23 @@ def styles_of(modules: nn.ModuleDict, plan: Mapping[str, str] | None) -> dict[nn
             problems.append(f"{OPTION}: {pattern!r}: {style!r} is no style; expected {_accepted()}")
             continue
         for name, module in matching(OPTION, modules, [pattern]).items():
-            if not isinstance(module, (nn.Linear, nn.Embedding)):
-                kind = type(module).__name__
-                problems.append(
-                    f"{OPTION}: {pattern!r} matches {name} ({kind}); only Linear and Embedding can be divided"
-                )
-            shared = [place for it in module.parameters() for place in places[it] if len(places[it]) > 1]
-            if shared:
-                problems.append(f"{OPTION}: {name} shares a parameter ({' = '.join(shared)}), which cannot be divided")
+            problems += _why_undivided(pattern, name, module, places)
             found[module] = style
     if problems:
         raise ConfigError("\n".join(problems))
     return found
+
+
+def _why_undivided(
+    pattern: str, name: str, module: nn.Module, places: Mapping[nn.Parameter, list[str]]
+) -> Iterator[str]:
+    """What is wrong with a layer that several processes are to share; places: the names of each parameter."""
+    if not isinstance(module, (nn.Linear, nn.Embedding)):
+        kind = type(module).__name__
+        yield f"{OPTION}: {pattern!r} matches {name} ({kind}); only Linear and Embedding can be divided"
+    shared = [place for it in module.parameters() if len(places[it]) > 1 for place in places[it]]
+    if shared:
+        yield f"{OPTION}: {name} shares a parameter ({' = '.join(shared)}), which cannot be divided"
 
 
 def divide(module: nn.Module, style: str, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:

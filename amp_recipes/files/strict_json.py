@@ -1,10 +1,10 @@
-"""JSON that every parser reads: Python's own writes NaN and Infinity, which the standard does not have."""
+"""Writes JSON that every parser reads: Python's own has NaN and Infinity, which the standard does not have."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -16,17 +16,20 @@ def plain_number(value: Any) -> float | str:
         return str(value)
 
 
-def without_nonfinite(value: Any) -> Any:
-    """The same value with `"nan"`, `"inf"` and `"-inf"` for nonfinite floats, and text for keys."""
+def without_nonfinite(value: Any, default: Callable[[Any], Any] = plain_number) -> Any:
+    """The same with "nan", "inf" and "-inf" for nonfinite floats, texts for keys, and lists for tuples.
+
+    default: what to make of an object that JSON does not know.
+    """
     if isinstance(value, Mapping):
-        return {str(key): without_nonfinite(item) for key, item in value.items()}
+        return {str(key): without_nonfinite(item, default) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [without_nonfinite(item) for item in value]
+        return [without_nonfinite(item, default) for item in value]
     if value is None or isinstance(value, str | int):
         return value
-    number = plain_number(value)
+    number = value if isinstance(value, float) else default(value)
     if isinstance(number, float) and not math.isfinite(number):
-        return str(number)
+        return str(float(number))
     return number
 
 
@@ -41,3 +44,13 @@ def encode(value: Any, indent: int | None = None) -> str:
         return _COMPACT.encode(value)
     except (TypeError, ValueError):  # a nonfinite float or an odd key: rare, so only then look at every value
         return _COMPACT.encode(without_nonfinite(value))
+
+
+def encode_findings(value: Any) -> bytes:
+    """A whole file of strict JSON, to be read by people too. Raises TypeError for what JSON does not know."""
+    return (json.dumps(as_it_is_read(value), indent=2, allow_nan=False) + "\n").encode()
+
+
+def as_it_is_read(value: Any) -> Any:
+    """`value` as reading `encode_findings(value)` gives it back; what JSON does not know stays itself."""
+    return without_nonfinite(value, default=lambda unknown: unknown)

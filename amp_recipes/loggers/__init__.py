@@ -1,4 +1,4 @@
-"""Where records go: the terminal, `metrics.jsonl`, `summary.json`. A new logger is a new file here."""
+"""Writes records: to the terminal, `metrics.jsonl`, `summary.json`. A new logger is a new file here."""
 
 from typing import TYPE_CHECKING
 

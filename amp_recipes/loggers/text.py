@@ -1,4 +1,4 @@
-"""How numbers look to people, and a stream that may break."""
+"""Formats numbers for people, and writes to a stream that may break."""
 
 from __future__ import annotations
 

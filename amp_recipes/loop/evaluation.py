@@ -15,7 +15,7 @@ from amp_recipes.data import LoadingStopped, batch_length, loader_faults
 from amp_recipes.errors import CheckpointError, DataError
 from amp_recipes.loop.loader_pass import Pass
 from amp_recipes.loop.window import Window
-from amp_recipes.precision.host_copy import Ticket
+from amp_recipes.precision.host_copy import HostFuture
 from amp_recipes.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def evaluate(run: Any, loader: Iterable[Any], stage: Stage, epoch: int | None) -
         position.validation_begins()
     run.start_pass(current, loader)
     sharing = distributed.evaluating(run.modules)
-    posted: deque[tuple[Ticket, float]] = deque()
+    posted: deque[tuple[HostFuture, float]] = deque()
     with torch.no_grad(), run.ema.applied(), sharing, loader_faults(loader), suppress(LoadingStopped):
         for batch, counts in run.processes.to_evaluate(run.log.timed(run.feed.limited(loader)), current):
             if not counts:
@@ -43,8 +43,8 @@ def evaluate(run: Any, loader: Iterable[Any], stage: Stage, epoch: int | None) -
         _leave(run, current)
     if stage is Stage.VALID:
         position.validation_ends()
-    for ticket, weight in posted:
-        _add_loss(run, current, ticket, weight)
+    for future, weight in posted:
+        _add_loss(run, current, future, weight)
     if not any(distributed.gather(current.step)):
         raise DataError(f"the {stage.name.lower()} set yielded no batch")
     # Its hook sees the weights that were tested; that of a validation may save, and saves those that train.
@@ -54,7 +54,7 @@ def evaluate(run: Any, loader: Iterable[Any], stage: Stage, epoch: int | None) -
     return loss
 
 
-def _evaluated(run: Any, current: Pass, batch: Any) -> tuple[Ticket, float]:
+def _evaluated(run: Any, current: Pass, batch: Any) -> tuple[HostFuture, float]:
     """The batch's loss, on its way to the host, and what it counts for."""
     current.step += 1
     weight = float(run.recipe.batch_weight(batch))
@@ -63,8 +63,8 @@ def _evaluated(run: Any, current: Pass, batch: Any) -> tuple[Ticket, float]:
     return run.host.post(loss), weight
 
 
-def _add_loss(run: Any, current: Pass, ticket: Ticket, weight: float) -> None:
-    current.average.add(ticket.read()[0], weight, run.recipe.update_average)
+def _add_loss(run: Any, current: Pass, future: HostFuture, weight: float) -> None:
+    current.average.add(future.read()[0], weight, run.recipe.update_average)
 
 
 def _leave(run: Any, current: Pass) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from amp_recipes import distributed
 from amp_recipes.data import batch_length
 from amp_recipes.distributed.synced_window import SyncedWindow
 from amp_recipes.loop.loader_pass import Pass
 from amp_recipes.loop.window import Shares
+from amp_recipes.modules.nested import tensors_in
 from amp_recipes.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -243,33 +243,33 @@ class _EvaluatedTogether:
 
     def __init__(self, own: Sequence[Any], signum: int) -> None:
         self._samples = batch_length(own[0]) if own else 0
-        self._poll = distributed.Poll([len(own), signum, self._samples])
+        self._gathered = distributed.AsyncGather([len(own), signum, self._samples])
 
     @property
     def any_has_one(self) -> bool:
         """Whether any process has a batch."""
-        return any(count for count, *_ in self._poll.read())
+        return any(count for count, *_ in self._gathered.read())
 
     @property
     def all_have_one(self) -> bool:
         """Whether each process has a batch."""
-        return all(count for count, *_ in self._poll.read())
+        return all(count for count, *_ in self._gathered.read())
 
     @property
     def signal(self) -> int:
         """The number of a signal that asks any of the processes to end; 0: none."""
-        return max(int(signum) for _, signum, _ in self._poll.read())
+        return max(int(signum) for _, signum, _ in self._gathered.read())
 
     @property
     def samples_of_others(self) -> int:
         """How many samples the batches of the others hold; processes that share their data count once."""
-        rows = self._poll.read()
+        rows = self._gathered.read()
         return int(sum(row[2] for row in rows) * distributed.data_world_size() / len(rows)) - self._samples
 
 
 def _digest(batches: Any) -> str | None:
     """The same for batches whose tensors are equal; None where there are none, or none that can be read."""
-    tensors = [leaf for leaf in tree_leaves(batches) if isinstance(leaf, torch.Tensor)]
+    tensors = list(tensors_in(batches))
     digest = hashlib.blake2b()
     try:
         for tensor in tensors:

@@ -16,6 +16,7 @@ from amp_recipes import numerics
 from amp_recipes.errors import AmpRecipesError, ConfigError, PrecisionError
 from amp_recipes.loop.rehearsal import BeforeStep, forward_trial, training_trial
 from amp_recipes.loop.window import Window
+from amp_recipes.modules.torch_private import version_of
 from amp_recipes.precision import Precision, Update, device_capabilities
 from amp_recipes.stage import Stage
 from amp_recipes.state.randomness import generator_state, torch_random_state
@@ -179,7 +180,7 @@ def _versions(batches: Sequence[Any]) -> list[int]:
     for batch in batches:
         for part in _parts(batch):
             if type(part) is torch.Tensor and not part.is_inference():
-                found.append(part._version)
+                found.append(version_of(part))
     return found
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from amp_recipes import distributed
 from amp_recipes.checkpoint import (
     Checkpointer,
-    CheckpointKeeper,
+    CheckpointPolicy,
     HookedModules,
     clean_name,
     hooked_state,
@@ -125,7 +125,7 @@ class Run:
     def open_folder(self, checkpointer: Checkpointer | None, write_settings: Callable[[], None]) -> None:
         """Make the output folder this run's, and set up what goes into its checkpoints."""
         self._lock_folder(write_settings)
-        self.checkpoints = self._checkpoint_keeper(checkpointer)
+        self.checkpoints = self._checkpoint_policy(checkpointer)
         if self.checkpoints.owned:
             # As they are before a wrapper for several processes adds its prefix to every name.
             self.checkpoints.register("modules", nn.ModuleDict(dict(self.modules)))
@@ -150,18 +150,18 @@ class Run:
             check_file_system(folder)
             write_settings()
 
-    def _checkpoint_keeper(self, checkpointer: Checkpointer | None) -> CheckpointKeeper:
+    def _checkpoint_policy(self, checkpointer: Checkpointer | None) -> CheckpointPolicy:
         settings, folder = self.settings, self._checkpoint_folder()
         if folder is not None and checkpointer is None:
             refuse_link(folder)  # a copied run folder may have one, and old checkpoints are deleted
-        keeper = CheckpointKeeper(checkpointer, folder, self.task.trains, settings.ckpt_background, settings.debug)
+        policy = CheckpointPolicy(checkpointer, folder, self.task.trains, settings.ckpt_background, settings.debug)
         by_interval = settings.ckpt_interval_steps > 0 or settings.ckpt_interval_minutes > 0
-        if by_interval and keeper.theirs and distributed.world_size() > 1:
+        if by_interval and policy.theirs and distributed.world_size() > 1:
             logger.warning(
                 "SpeechBrain's Checkpointer saves inside an epoch in runs of one process only: ckpt_interval_steps and "
                 "ckpt_interval_minutes do nothing. Leave `checkpointer` out and give an output_folder to have it."
             )
-        return keeper
+        return policy
 
     def _checkpoint_folder(self) -> Path | None:
         if self.settings.output_folder is None or self.settings.debug:

@@ -11,7 +11,7 @@ import torch
 from amp_recipes.errors import RecipeError
 from amp_recipes.loop.metrics import StageMetrics
 from amp_recipes.precision import PendingUpdate, Update, clear_gradients
-from amp_recipes.precision.host_copy import HostCopy, Ticket
+from amp_recipes.precision.host_copy import HostCopy, HostFuture
 
 
 class Shares(Protocol):
@@ -66,7 +66,7 @@ class Window:
         self.differentiated: list[int] = []
         self.rates: Mapping[str, Any] = {}
         self.pending: deque[tuple[PendingUpdate, Mapping[str, Any]]] = deque()
-        self.posted: Ticket | None = None
+        self.posted: HostFuture | None = None
 
     def take(self, batches: Sequence[Any]) -> list[torch.Tensor]:
         """Call `fit_batch` for each of the batches; returns the losses of those that count."""

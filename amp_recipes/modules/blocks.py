@@ -1,4 +1,4 @@
-"""Which parts of a model are gathered, or computed again, one at a time."""
+"""Finds the parts of a model that are gathered, or computed again, one at a time."""
 
 from __future__ import annotations
 

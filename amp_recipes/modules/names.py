@@ -1,4 +1,4 @@
-"""How users name modules: shell-style patterns of their names, or of their classes."""
+"""Matches modules by shell-style patterns of their names, or of their classes."""
 
 from __future__ import annotations
 
@@ -28,19 +28,17 @@ def check_patterns(option: str, patterns: Sequence[str]) -> None:
 
 def no_match(option: str, pattern: str, named_modules: Sequence[tuple[str, nn.Module]]) -> str:
     """What is wrong with a pattern that matches none of `named_modules`, with the nearest names."""
-    prefix = _TYPE_PREFIX if pattern.startswith(_TYPE_PREFIX) else ""
-    if prefix:
+    prefix, what = "", "module"
+    candidates = [name for name, _ in named_modules if name]
+    if pattern.startswith(_TYPE_PREFIX):
+        prefix, what = _TYPE_PREFIX, "class of a module"
         candidates = sorted({type(module).__name__ for _, module in named_modules})
-        what = "class of a module"
-    else:
-        candidates = [name for name, _ in named_modules if name]
-        what = "module"
-    nearest = difflib.get_close_matches(pattern.removeprefix(prefix), candidates, n=3)
     message = f"{option}: {pattern!r} matches no {what}"
+    nearest = difflib.get_close_matches(pattern.removeprefix(prefix), candidates, n=3)
     if nearest:
         return f"{message}. Did you mean {' or '.join(prefix + name for name in nearest)}?"
-    shown = ", ".join(prefix + name for name in candidates[:8]) or "none: the model has no submodules"
-    return f"{message}; there are {shown}{', ...' if len(candidates) > 8 else ''}"
+    shown = [prefix + name for name in candidates[:8]] or ["none: the model has no submodules"]
+    return f"{message}; there are {', '.join(shown)}{', ...' if len(candidates) > 8 else ''}"
 
 
 def matching(option: str, modules: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:

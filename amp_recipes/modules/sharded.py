@@ -1,4 +1,4 @@
-"""Tensors of which each process holds a part (DTensors), without importing them where there are none.
+"""Recognises tensors of which each process holds a part (DTensors), without importing them where there are none.
 
 The import takes 0.6 s, which only those who shard should pay; where nobody has imported them, no tensor is one.
 """

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from amp_recipes.errors import PrecisionError
-from amp_recipes.files.plain_json import json_bytes
 from amp_recipes.files.run_files import write_atomically
+from amp_recipes.files.strict_json import encode_findings
 from amp_recipes.numerics.census.census import Census, take_census
 from amp_recipes.numerics.drift.drift import ModuleDrift, drift
 from amp_recipes.numerics.hazards.hazards import Hazard, find_hazards
@@ -175,17 +175,22 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         """What to do, in a few lines."""
-        names = [answer.name for answer in self.answers]
         lines = [answer.verdict for answer in self.answers]
-        if self.underflow is not None and "fp16" in names:
+        if self.underflow is not None and "fp16" in [answer.name for answer in self.answers]:
             lines.append(self.underflow.summary())
         lines += [f"{lost['module']}: the pin does nothing: {lost['reason']}" for lost in self.lost_pins]
-        hazards = [it for it in self.hazards if it.precision in ("", *names) and it.grade != "note"]
-        lines += [f"{hazard.place}: {hazard.message}" for hazard in hazards[:_HAZARDS_SHOWN]]
+        lines += self._hazard_lines()
+        if self.weights:
+            lines.append(f"Looked at the weights {self.weights}.")
+        return "\n".join([*lines, *self.notes])
+
+    def _hazard_lines(self) -> list[str]:
+        precisions = ("", *(answer.name for answer in self.answers))
+        hazards = [it for it in self.hazards if it.precision in precisions and it.grade != "note"]
+        lines = [f"{hazard.place}: {hazard.message}" for hazard in hazards[:_HAZARDS_SHOWN]]
         if len(hazards) > _HAZARDS_SHOWN:
             lines.append(f"{len(hazards) - _HAZARDS_SHOWN} more hazards are in {JSON_FILE}.")
-        seen = [f"Looked at the weights {self.weights}."] if self.weights else []
-        return "\n".join([*lines, *seen, *self.notes])
+        return lines
 
     def __str__(self) -> str:
         return self.verdict
@@ -217,7 +222,7 @@ class Diagnosis:
     def write(self, folder: Path) -> None:
         """Write `diagnosis.json`, and `fp32_modules.yaml` if pins are verified, into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / JSON_FILE, json_bytes(self.as_dict()))
+        write_atomically(folder / JSON_FILE, encode_findings(self.as_dict()))
         if self.answers and self.answers[-1].pins.decision == "pins":
             write_atomically(folder / PINS_FILE, self.answers[-1].pins.yaml().encode())
 

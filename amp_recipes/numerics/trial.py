@@ -1,4 +1,4 @@
-"""A training step that can be taken again and again from the same state, at any precision, leaving nothing behind."""
+"""Takes a training step again and again from the same state, at any precision, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_recipes.files.user_code import Line, user_line
+from amp_recipes.modules.torch_private import DYNAMO
 from amp_recipes.precision import LossScaler, PendingUpdate, Pins, TorchAutocast, UpdateOwner, pinned_only
+from amp_recipes.precision.torch_private import without_modes
 from amp_recipes.state.preserved import preserved, values_kept
 
 # Batches whose gradients make one update.
@@ -92,7 +93,7 @@ class Recorder(UpdateOwner):
         """Keep what the optimizers would have been given; a later step of the same window adds `#2` to the names."""
         if torch.is_autocast_enabled(self._zero.device.type):
             self.stepped_under_autocast = user_line()
-        with _disable_current_modes():  # instruments shall see the step, not what is done to keep its gradients
+        with without_modes():  # instruments shall see the step, not what is done to keep its gradients
             for key, optimizer in optimizers.items():
                 parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
                 for index, parameter in enumerate(parameters):
@@ -225,7 +226,7 @@ class Trial:
         return course
 
     def _enter(self, stack: ExitStack, pins: Iterable[str] | None) -> Pins | None:
-        if "torch._dynamo" in sys.modules:  # compiled code hides its ops; asking for it otherwise imports the compiler
+        if DYNAMO in sys.modules:  # compiled code hides its ops; asking for it otherwise imports the compiler
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         return None if pins is None else stack.enter_context(pinned_only(self.modules, pins))
 

@@ -1,4 +1,4 @@
-"""Every line that knows about dtypes in training."""
+"""Gathers every line that knows about dtypes in training."""
 
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         has_default_precision,
         map_tensors,
     )
+    from amp_recipes.precision.optimizers import check_optimizers
     from amp_recipes.precision.patience import Patience
     from amp_recipes.precision.pins import Pins, decorated_modules, pin_fp32, pinned_modules, pinned_only
     from amp_recipes.precision.plan import PrecisionPlan
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         Update,
         UpdateOwner,
         as_scalar,
-        check_optimizers,
         clear_gradients,
     )
 

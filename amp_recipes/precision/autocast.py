@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import enum
 import functools
 import inspect
@@ -15,9 +13,11 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from amp_recipes.errors import PrecisionError
+from amp_recipes.modules.nested import parts_of
+from amp_recipes.modules.torch_private import REGISTER_PYTREE
+from amp_recipes.precision.torch_private import out_of_tree_device_type
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,7 +39,7 @@ AUTOCAST_DEVICE_TYPES: tuple[str, ...] = tuple(
     device_type
     for device_type in (
         *("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu"),
-        torch._C._get_privateuse1_backend_name(),  # the name an out-of-tree accelerator gave itself
+        out_of_tree_device_type(),
     )
     if _autocast_available(device_type)
 )
@@ -228,7 +228,7 @@ def call_without_autocast(
 
     untouched: how many leading positional arguments are not inputs (a method's self, a Function's ctx).
     """
-    # torch._C._is_any_autocast_enabled() would be cheaper than this 1.4 us, but it overlooks mps.
+    # torch's own question whether any is on would be cheaper than this 1.4 us, but it overlooks mps.
     active = [device_type for device_type in AUTOCAST_DEVICE_TYPES if torch.is_autocast_enabled(device_type)]
     if not active:
         return fwd(*args, **kwargs)
@@ -295,27 +295,13 @@ class _TensorMap:
         kind = type(value)
         if kind in _PLAIN_TYPES or isinstance(value, nn.Module):
             return value
-        if kind is dict:
-            return self._rebuilt(value, value.values(), lambda items: dict(zip(value, items, strict=True)))
-        if kind is list or kind is tuple:
+        if kind is tuple or kind is list:  # what arguments come in
             return self._rebuilt(value, value, kind)
-        if isinstance(value, tuple) and hasattr(kind, "_make"):
-            # _make skips __new__: a PackedSequence is a namedtuple whose __new__ takes other arguments.
-            return self._rebuilt(value, value, kind._make)
-        if kind in pytree.SUPPORTED_NODES:
-            node = pytree.SUPPORTED_NODES[kind]
-            items, context = node.flatten_fn(value)
-            return self._rebuilt(value, items, lambda items: node.unflatten_fn(items, context))
-        if isinstance(value, dict):
-            return self._rebuilt(value, value.values(), lambda items: _dict_like(value, items))
-        if isinstance(value, (list, tuple)) and kind is not torch.Size:
-            return self._rebuilt(value, value, lambda items: _sequence_like(value, items))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-            items = [getattr(value, name) for name in names]
-            return self._rebuilt(value, items, lambda items: _dataclass_like(value, names, items))
-        _warn_once_if_opaque(value)
-        return value
+        parts = parts_of(value)
+        if parts is None:
+            _warn_once_if_opaque(value)
+            return value
+        return self._rebuilt(value, *parts)
 
     def _visit_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         result = self.mapped.get(tensor)
@@ -335,34 +321,6 @@ class _TensorMap:
 
 
 _PLAIN_TYPES = (type(None), bool, int, float, str)  # what arguments mostly are, tried first
-
-
-def _dict_like(value: dict, items: list) -> dict:
-    result = copy.copy(value)  # keeps what a subclass carries besides its items
-    if getattr(value, "__dict__", None) is value:  # the idiom `self.__dict__ = self`
-        result.__dict__ = result
-    for key, item in zip(value, items, strict=True):
-        result[key] = item
-    return result
-
-
-def _sequence_like(value: Any, items: list) -> Any:
-    if isinstance(value, list):
-        result = copy.copy(value)
-        result[:] = items
-        return result
-    result = tuple.__new__(type(value), items)
-    if hasattr(value, "__dict__"):
-        result.__dict__.update(value.__dict__)
-    return result
-
-
-def _dataclass_like(value: Any, names: list[str], items: list) -> Any:
-    # Not dataclasses.replace: it cannot set init=False fields, and it runs __post_init__ again.
-    result = copy.copy(value) if hasattr(value, "__dict__") else object.__new__(type(value))
-    for name, item in zip(names, items, strict=True):
-        object.__setattr__(result, name, item)  # also into a frozen one
-    return result
 
 
 _SILENT_TYPES = (
@@ -386,7 +344,7 @@ def _warn_once_if_opaque(value: Any) -> None:
     warnings.warn(
         f"a precision cast passes {kind.__module__}.{kind.__qualname__} objects untouched: tensors inside "
         "keep their dtype. Pass the tensors themselves, make the class a dataclass, or register it with "
-        "torch.utils._pytree.register_pytree_node",
+        + REGISTER_PYTREE,
         stacklevel=2,
     )
 

@@ -24,7 +24,7 @@ class _Row:
         self.event = torch.Event(device) if asynchronous else None
 
 
-class Ticket:
+class HostFuture:
     """Stands for values on their way to the host."""
 
     __slots__ = ("_home", "_row", "_values")
@@ -58,14 +58,14 @@ class Ticket:
         return self._values
 
 
-def _arrived(values: list[float]) -> Ticket:
-    ticket = Ticket.__new__(Ticket)
-    ticket._row, ticket._values = None, values
-    return ticket
+def _arrived(values: list[float]) -> HostFuture:
+    future = HostFuture.__new__(HostFuture)
+    future._row, future._values = None, values
+    return future
 
 
 class HostCopy:
-    """Hands out tickets for scalars of one device; landing places are used again once read."""
+    """Hands out futures for scalars of one device; landing places are used again once read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,8 +79,8 @@ class HostCopy:
         """Whether a copy is there as soon as it is made: the device does not queue its work behind the host."""
         return self._device.type not in _ASYNCHRONOUS
 
-    def post(self, vector: torch.Tensor) -> Ticket:
-        """Start copying a detached floating vector (or 0-d tensor); returns the ticket that will hold its values."""
+    def post(self, vector: torch.Tensor) -> HostFuture:
+        """Start copying a detached floating vector (or 0-d tensor); returns the future that will hold its values."""
         # Converted on the device: a copy that also converts goes through memory that is not pinned, and waits.
         if vector.dtype not in (torch.float32, torch.float64):
             vector = vector.float()
@@ -90,7 +90,7 @@ class HostCopy:
         row.values.copy_(vector, non_blocking=row.event is not None)
         if row.event is not None:
             row.event.record()
-        return Ticket(self, row)
+        return HostFuture(self, row)
 
     def release(self, row: _Row) -> None:
         """Take back a landing place that has been read."""

@@ -1,4 +1,4 @@
-"""torch's GradScaler with what a run needs besides: a floor, several rounds of one optimizer, a pause."""
+"""Adds to torch's GradScaler what a run needs: a floor, several rounds of one optimizer, a pause."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from amp_recipes.modules.sharded import is_sharded, local
 from amp_recipes.precision.sharded_gradients import by_format
+from amp_recipes.precision.torch_private import current_scale, rounds_of, scaler_is_on, switch_scaler, unscale_and_check
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -23,11 +24,11 @@ class LossScaler(torch.amp.GradScaler):
     def __init__(self, device: str, min_scale: float = 1.0, **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
         self.min_scale = min(min_scale, kwargs.get("init_scale", 2.0**16))
-        self._scales = self._enabled
+        self._scales = scaler_is_on(self)
 
     def pause(self, paused: bool) -> None:
         """While paused nothing is scaled and the state stays as it is; it is saved and loaded all the same."""
-        self._enabled = self._scales and not paused
+        switch_scaler(self, self._scales and not paused)
 
     def state_dict(self) -> dict[str, Any]:
         """As that of `GradScaler`, also while paused."""
@@ -38,11 +39,12 @@ class LossScaler(torch.amp.GradScaler):
         self._unpaused(super().load_state_dict, state_dict)
 
     def _unpaused(self, call: Callable[..., Any], *args: Any) -> Any:
-        enabled, self._enabled = self._enabled, self._scales
+        enabled = scaler_is_on(self)
+        switch_scaler(self, self._scales)
         try:
             return call(*args)
         finally:
-            self._enabled = enabled
+            switch_scaler(self, enabled)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """As `GradScaler.update`, then hold the floor; nothing is read from the device."""
@@ -57,7 +59,7 @@ class LossScaler(torch.amp.GradScaler):
         now, so they are divided by it first; then the earlier round's verdict moves the scale. What the recipe has
         unscaled itself is left as it is.
         """
-        states = self._per_optimizer_states
+        states = rounds_of(self)
         if states[id(optimizer)]["stage"] is OptState.UNSCALED:
             return
         earlier = states.pop(id(optimizer))
@@ -66,14 +68,14 @@ class LossScaler(torch.amp.GradScaler):
             this_round = states[id(optimizer)]
             states[id(optimizer)] = earlier
             self.update()
-            self._per_optimizer_states[id(optimizer)] = this_round
+            rounds_of(self)[id(optimizer)] = this_round  # another dict since the update
 
     def found_infs(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """Whether the gradients of `optimizer` overflowed, on each of their devices (0-d float32; 0: no).
 
         Of sharded gradients each process knows its part, so all are to agree on it before the scale moves.
         """
-        return list(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+        return list(rounds_of(self)[id(optimizer)]["found_inf_per_device"].values())
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -89,19 +91,19 @@ class LossScaler(torch.amp.GradScaler):
         for (device, _), parts in by_format(local(parameter.grad) for parameter in parameters).items():
             # Waits where the device is the CPU (offloaded gradients): a copy still under way would be read as it is.
             here = found.setdefault(device, found_inf.to(device))
-            torch._amp_foreach_non_finite_check_and_unscale_(parts, here, inv_scale.to(device))
+            unscale_and_check(parts, here, inv_scale.to(device))
         return found
 
     def note_step(self, optimizer: Optimizer) -> None:
         """`optimizer` has stepped, or was skipped, outside of `GradScaler.step`."""
-        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+        rounds_of(self)[id(optimizer)]["stage"] = OptState.STEPPED
 
     @property
     def awaits_update(self) -> bool:
         """Whether a step's verdict has not moved the scale yet."""
-        return self._enabled and any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
+        return scaler_is_on(self) and any(state["found_inf_per_device"] for state in rounds_of(self).values())
 
     @property
     def scale_tensor(self) -> torch.Tensor | None:
         """The scale on the device (0-d float32); None before the first `scale` and when disabled."""
-        return self._scale if self._enabled else None
+        return current_scale(self) if scaler_is_on(self) else None

@@ -11,7 +11,9 @@ from torch import nn
 
 from amp_recipes.errors import ConfigError, PrecisionError
 from amp_recipes.modules.names import check_patterns, matches, no_match
+from amp_recipes.modules.torch_private import COMPILED_MODULE, children_of
 from amp_recipes.precision.autocast import call_without_autocast, has_default_precision
+from amp_recipes.precision.torch_private import assume_constant_result
 
 
 class _TraceLog:
@@ -21,14 +23,11 @@ class _TraceLog:
         self.classes: set[type] = set()
 
 
+@assume_constant_result
 def _note_traced(trace_log: _TraceLog, module_class: type) -> bool:
     """Runs while torch.compile traces, not in the compiled code."""
     trace_log.classes.add(module_class)
     return True
-
-
-# What torch.compiler.assume_constant_result does, without the 2 s for which that imports the compiler.
-_note_traced._dynamo_marked_constant = True
 
 
 class _Pin:
@@ -99,6 +98,14 @@ def pin_fp32(modules: nn.Module, patterns: Sequence[str]) -> Pins:
     Raises ConfigError that lists all patterns that match nothing or nothing with a forward (ParameterList),
     PrecisionError for TorchScript modules; in either case nothing was pinned.
     """
+    targets = _targets(modules, patterns)
+    trace_log = _TraceLog()
+    # named_modules() gives a module that stands under several names once, under the first.
+    return Pins({name: _pin(module, trace_log) for name, module in modules.named_modules() if module in targets})
+
+
+def _targets(modules: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
+    """The modules whose forwards `patterns` mean. Raises as `pin_fp32` does."""
     check_patterns("fp32_modules", patterns)
     named_modules = list(modules.named_modules(remove_duplicate=False))
     problems: list[str] = []
@@ -113,10 +120,7 @@ def pin_fp32(modules: nn.Module, patterns: Sequence[str]) -> Pins:
             problems.append(_no_forward(pattern, matched))
     if problems:
         raise ConfigError("\n".join(problems))
-
-    trace_log = _TraceLog()
-    # named_modules() gives a module that stands under several names once, under the first.
-    return Pins({name: _pin(module, trace_log) for name, module in modules.named_modules() if module in targets})
+    return targets
 
 
 @contextmanager
@@ -179,7 +183,7 @@ def _with_forward(name: str, module: nn.Module) -> Iterator[nn.Module]:
             f"fp32_modules: {name!r} is a TorchScript module, whose compiled forward cannot be pinned; "
             "use the module that it was made from"
         )
-    is_compiled = "_orig_mod" in module._modules
+    is_compiled = COMPILED_MODULE in children_of(module)
     if not is_compiled and ("forward" in vars(module) or type(module).forward is not nn.Module.forward):
         yield module
         return

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch._utils import _flatten_dense_tensors as flatten
 from torch.nn.parameter import is_lazy
+
+from amp_recipes.modules.torch_private import buffers_of, children_of, version_of
+from amp_recipes.precision.torch_private import flatten, foreach_copy
 
 # A large buffer that training leaves alone (a causal mask) is not copied. A small one is, whether it moves or not:
 # kernels (torch's native batch_norm) and `.data` write without raising the version counter that would tell.
@@ -22,9 +24,13 @@ LARGE_BYTES = 2**20
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """One buffer: where it lives, and the object that stood there at the last verdict."""
+    """One buffer: where it lives, and the object that stood there at the last verdict.
+
+    register: the owner's, in which it stands under `key`; looked up in each step.
+    """
 
     owner: nn.Module
+    register: dict[str, torch.Tensor | None]
     key: str
     name: str
     tensor: torch.Tensor | None = None
@@ -36,7 +42,7 @@ class _Watched:
 
     @property
     def current(self) -> torch.Tensor | None:
-        return self.owner._buffers.get(self.key)
+        return self.register.get(self.key)
 
     @property
     def in_place(self) -> bool:
@@ -67,11 +73,11 @@ class _Watched:
         """Let the object stand there again, or `values` on the new device if the module was moved since."""
         current = self.current
         if current is not None and values is not None and current.device != values.device:
-            self.owner._buffers[self.key] = values.to(current.device)
+            self.register[self.key] = values.to(current.device)
             return
         if self.alias is not None and not self.tensor.is_set_to(self.alias):
             self.tensor.data = self.alias
-        self.owner._buffers[self.key] = self.tensor
+        self.register[self.key] = self.tensor
 
     def fits(self, current: torch.Tensor | None) -> bool:
         """Whether `current` can hold the values of `alias`, in the same place of a group."""
@@ -98,16 +104,20 @@ class _Group:
         """Indices of the items that do not stand in place any more."""
         return [index for index, item in enumerate(self.items) if not item.in_place]
 
+    def strays(self, replaced: Iterable[int]) -> list[_Watched]:
+        """Those of the replaced items in whose place something of another kind stands now."""
+        return [item for item in map(self.items.__getitem__, replaced) if not item.fits(item.current)]
+
     def keep(self, replaced: Iterable[int]) -> None:
         """Go on from the buffers as they are."""
         self._take(replaced)
-        torch._foreach_copy_(self.parts, self.aliases)
+        foreach_copy(self.parts, self.aliases)
 
     def put_back(self, replaced: Iterable[int]) -> None:
         """Bring back the kept values, in the objects that held them."""
         for index in replaced:
             self.items[index].put_back(self.parts[index])
-        torch._foreach_copy_(self.aliases, self.parts)
+        foreach_copy(self.aliases, self.parts)
 
     def choose(self, skip: torch.Tensor, replaced: Sequence[int]) -> None:
         """`put_back` where `skip` (0-d bool) is true, else `keep`, without the host.
@@ -118,9 +128,9 @@ class _Group:
         torch.where(skip, self.kept, flatten(self.aliases), out=self.kept)
         for index in replaced:
             item = self.items[index]
-            item.owner._buffers[item.key] = torch.empty_like(item.alias)
+            item.register[item.key] = torch.empty_like(item.alias)
         self._take(replaced)
-        torch._foreach_copy_(self.aliases, self.parts)
+        foreach_copy(self.aliases, self.parts)
 
     def _take(self, replaced: Iterable[int]) -> None:
         for index in replaced:
@@ -183,7 +193,7 @@ class BufferRollback:
         skip = None if skip is None else skip != 0
         for group in list(self._groups):
             replaced = group.replaced()
-            strays = [item for item in (group.items[index] for index in replaced) if not item.fits(item.current)]
+            strays = group.strays(replaced) if replaced else []
             if not strays and skip is not None and skip.device.type == group.kept.device.type:
                 group.choose(skip.to(group.kept.device), replaced)
                 continue
@@ -241,15 +251,15 @@ class BufferRollback:
     def _find_new(self) -> Iterator[_Watched]:
         """The buffers that are not watched, and None where one may come to stand."""
         modules = dict(self._modules.named_modules())
-        self._registers = [each for module in modules.values() for each in (module._buffers, module._modules)]
+        self._registers = [each for module in modules.values() for each in (buffers_of(module), children_of(module))]
         self._registered = sum(map(len, self._registers))
         seen = {id(item.tensor) for item in self._watched.values()}
         for path, module in modules.items():
-            for key, tensor in module._buffers.items():
+            for key, tensor in buffers_of(module).items():
                 known = (id(module), key) in self._watched or (tensor is not None and id(tensor) in seen)
                 seen.add(id(tensor))
                 if not known:
-                    yield _Watched(module, key, f"{path}.{key}" if path else key)
+                    yield _Watched(module, buffers_of(module), key, f"{path}.{key}" if path else key)
 
     def _add(self, items: Iterable[_Watched]) -> None:
         """Watch `items` from their present state on: small contiguous ones together, others alone."""
@@ -276,7 +286,7 @@ class BufferRollback:
 
 def _version(tensor: torch.Tensor | None) -> int:
     """The version counter; -1 where there is none (yet)."""
-    return -1 if tensor is None or is_lazy(tensor) or tensor.is_inference() else tensor._version
+    return -1 if tensor is None or is_lazy(tensor) or tensor.is_inference() else version_of(tensor)
 
 
 def _writable(tensor: torch.Tensor | None) -> bool:

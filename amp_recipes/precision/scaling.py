@@ -1,7 +1,7 @@
-"""The one owner of scale -> backward -> unscale -> clip -> step -> update -> skip.
+"""Owns scale -> backward -> unscale -> clip -> step -> update -> skip, and nobody else does.
 
 A nonfinite loss or gradient never reaches the weights, at any precision: the verdict is one 0-d tensor on the device.
-Fused optimizers look at it there; for others the host reads it, once. Either way it travels to the host as a ticket
+Fused optimizers look at it there; for others the host reads it, once. Either way it travels to the host as a future
 that is read when somebody needs it.
 """
 
@@ -12,19 +12,22 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_recipes.errors import PrecisionError, RecipeError
+from amp_recipes.errors import RecipeError
 from amp_recipes.modules.sharded import is_sharded, local
-from amp_recipes.precision.amp_config import fp16_parameters
-from amp_recipes.precision.host_copy import HostCopy, Ticket
+from amp_recipes.modules.torch_private import sparse_values
+from amp_recipes.precision.host_copy import HostCopy, HostFuture
 from amp_recipes.precision.loss_scaler import LossScaler
+from amp_recipes.precision.optimizers import parameters_of_optimizer
 from amp_recipes.precision.rollback import BufferRollback
 from amp_recipes.precision.sharded_gradients import Ranks, mark_of, marks_differ, sum_of_squares
+from amp_recipes.precision.torch_private import STEP_TAKES_FOUND_INF, foreach_mul, foreach_norm, unscale_and_check
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +50,11 @@ class Update:
 class PendingUpdate:
     """An update whose verdict may still be on its way from the device."""
 
-    __slots__ = ("_marked", "_names", "_ticket", "_update", "losses")
+    __slots__ = ("_future", "_marked", "_names", "_update", "losses")
 
-    def __init__(self, ticket: Ticket, losses: int, names: Sequence[str], marked: bool = False) -> None:
+    def __init__(self, future: HostFuture, losses: int, names: Sequence[str], marked: bool = False) -> None:
         self._marked = marked  # the last number is 1 where ranks had gradients of different parameters
-        self._ticket = ticket  # verdict, losses, norms, and the scale where there is one
+        self._future = future  # verdict, losses, norms, and the scale where there is one
         self.losses = losses  # how many were handed to `backward` for it
         self._names = names
         self._update: Update | None = None
@@ -59,12 +62,12 @@ class PendingUpdate:
     @property
     def known(self) -> bool:
         """Whether the host has the verdict already, without waiting."""
-        return self._ticket.known
+        return self._future.known
 
     def read(self) -> Update:
         """The verdict; waits for it where it has not arrived."""
         if self._update is None:
-            skip, *numbers = self._ticket.read()
+            skip, *numbers = self._future.read()
             if self._marked and numbers.pop():
                 raise RecipeError(
                     "the processes have gradients of different parameters: a forward left some unused on one rank, "
@@ -184,8 +187,8 @@ class UpdateOwner:
         """
         # Not forgotten before the next backward: two optimizers may step by name after both backwards.
         losses, self._losses_judged = self._losses, True
-        parameters = {name: _with_gradient(optimizer) for name, optimizer in optimizers.items()}
-        parameters = {name: found for name, found in parameters.items() if found}
+        found = ((name, _with_gradient(optimizer)) for name, optimizer in optimizers.items())
+        parameters = {name: with_gradient for name, with_gradient in found if with_gradient}
         if not parameters:
             return None
         scale = self.scaler.scale_tensor
@@ -195,29 +198,29 @@ class UpdateOwner:
                 "loss.backward()."
             )
         with torch.no_grad():
-            report = list(losses) if scale is None else [*losses, scale.clone()]
+            # Copied before unscaling, which may move the scale by an earlier round's verdict.
+            scales = [] if scale is None else [scale.clone()]
             gradients = {name: self._unscaled(optimizers[name], found) for name, found in parameters.items()}
-            if any(is_sharded(gradient) for found in gradients.values() for gradient in found):
+            failed, marks = None, []
+            if _any_sharded(gradients.values()):
                 norms, failed, differs = self._ask_ranks(optimizers, gradients, losses)
                 marks = [differs]
-                gradients = {name: [local(gradient) for gradient in found] for name, found in gradients.items()}
+                gradients = {name: list(map(local, found)) for name, found in gradients.items()}
             else:
-                norms, failed, marks = {name: _norm(found) for name, found in gradients.items()}, None, []
-            report[len(losses) : len(losses)] = norms.values()
-            numbers = self._gather([*report, *marks])
+                norms = {name: _norm(found) for name, found in gradients.items()}
+            numbers = self._gather([*losses, *norms.values(), *scales, *marks])
             skip = None if self._decides_on_host else self._verdict(numbers, failed)
             pending = PendingUpdate(self._host.post(numbers), len(losses), list(norms), bool(marks))
-            on_device = skip is not None and all(
-                _skips_on_device(optimizers[name], skip) and self._knows(optimizers[name], found)
-                for name, found in parameters.items()
-            )
-            if on_device or pending.read().taken:
+            if skip is not None and self._can_skip_on_device(optimizers, parameters, skip):
                 for name, found in gradients.items():
-                    known_norm = None if on_device else pending.read().grad_norms[name]
-                    _clip(found, norms[name], known_norm, max_grad_norm)
-                    _step(optimizers[name], skip if on_device else None)
-                    if skip is not None and not on_device:
-                        self._remember(optimizers[name], parameters[name])
+                    _clip(found, norms[name], None, max_grad_norm)
+                    _step(optimizers[name], skip)
+            elif pending.read().taken:
+                for name, found in gradients.items():
+                    _clip(found, norms[name], pending.read().grad_norms[name], max_grad_norm)
+                    _step(optimizers[name], None)
+                if skip is not None:
+                    self._remember(optimizers, parameters)
             self.buffers.settle(skip, lambda: not pending.read().taken)
         return pending
 
@@ -236,15 +239,30 @@ class UpdateOwner:
         self._initialized.clear()
         self.buffers.watching = False
 
+    def _can_skip_on_device(
+        self,
+        optimizers: Mapping[str, Optimizer],
+        parameters: Mapping[str, Sequence[nn.Parameter]],
+        skip: torch.Tensor,
+    ) -> bool:
+        """Whether the kernels of all optimizers can leave everything as it is, so that the host need not know."""
+        return all(
+            _skips_on_device(optimizers[name], skip) and self._knows(optimizers[name], found)
+            for name, found in parameters.items()
+        )
+
     def _knows(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether the state of all of `parameters` exists, so that a kernel can skip."""
         _, states, known = self._initialized.get(id(optimizer), (None, -1, {}))
         return states == len(optimizer.state) and known.keys() >= {id(parameter) for parameter in parameters}
 
-    def _remember(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        _, _, known = self._initialized.get(id(optimizer), (None, -1, {}))
-        known = {**known, **{id(parameter): parameter for parameter in parameters}}
-        self._initialized[id(optimizer)] = (optimizer, len(optimizer.state), known)
+    def _remember(self, optimizers: Mapping[str, Optimizer], parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
+        """The optimizers have stepped, so the state of all of `parameters` exists."""
+        for name, found in parameters.items():
+            optimizer = optimizers[name]
+            _, _, known = self._initialized.get(id(optimizer), (None, -1, {}))
+            known = {**known, **{id(parameter): parameter for parameter in found}}
+            self._initialized[id(optimizer)] = (optimizer, len(optimizer.state), known)
 
     def _unscaled(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """The optimizer's gradients, unscaled in place; of sparse ones the values behind their distinct indices."""
@@ -257,9 +275,9 @@ class UpdateOwner:
             self.scaler.note_step(optimizer)
             self._stepped.add(id(optimizer))
         gradients = [parameter.grad for parameter in parameters]
-        return (
-            [gradient._values() if gradient.is_sparse else gradient for gradient in gradients] if sparse else gradients
-        )
+        if sparse:
+            gradients = [sparse_values(gradient) if gradient.is_sparse else gradient for gradient in gradients]
+        return gradients
 
     def _leaves(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         """What to differentiate with respect to: for a sharded parameter, what its module computed with."""
@@ -281,12 +299,13 @@ class UpdateOwner:
         """
         assert self._ranks is not None, "sharded parameters have other ranks to ask"
         processes, device = self._ranks.world_size(), self._zero.device
-        scaled = self.scaler.is_enabled()
-        overflows = [self.scaler.found_infs(optimizers[name]) if scaled else [] for name in gradients]
+        overflows: list[list[torch.Tensor]] = [[] for _ in gradients]
+        if self.scaler.is_enabled():
+            overflows = [self.scaler.found_infs(optimizers[name]) for name in gradients]
         squares = [sum_of_squares(found, device, processes) for found in gradients.values()]
         bad = [_sum(found, device) for found in overflows]
         bad.append(_sum((loss.isfinite().logical_not() for loss in losses), device))
-        mark = mark_of(it for name in gradients for group in optimizers[name].param_groups for it in group["params"])
+        mark = mark_of(chain.from_iterable(parameters_of_optimizer(optimizers[name]) for name in gradients))
         # Filled on the device: to copy them there, the host would wait for it.
         marks = torch.stack([squares[0].new_full((), number) for number in (mark, mark * mark)])
         numbers = self._ranks.total(torch.cat([torch.stack([*squares, *bad]), marks]))
@@ -323,7 +342,7 @@ class UpdateOwner:
         if numbers.dtype == torch.float32:
             skip = numbers[0]
             # One kernel that raises the flag; multiplying by one leaves the numbers as they are.
-            torch._amp_foreach_non_finite_check_and_unscale_([numbers[1:]], skip, self._one)
+            unscale_and_check([numbers[1:]], skip, self._one)
         else:
             skip = numbers.isfinite().all().logical_not().float()
         if failed is not None:
@@ -335,51 +354,8 @@ class UpdateOwner:
         return skip
 
 
-def check_optimizers(
-    optimizers: Mapping[str, Optimizer], modules: nn.Module, scaled: bool, several_processes: bool = False
-) -> None:
-    """Raise PrecisionError for what cannot be trained safely, before the first step.
-
-    scaled: losses are scaled (fp16), which needs parameters in fp32. several_processes: gradients are averaged over
-    them, and only those of `modules`; others are a RecipeError.
-    """
-    names = {id(parameter): name for name, parameter in modules.named_parameters()}
-    sharded = any(is_sharded(parameter) for parameter in modules.parameters())
-    owner: dict[int, str] = {}
-    for key, optimizer in optimizers.items():
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise PrecisionError(
-                f"optimizer '{key}' is LBFGS, which evaluates the loss several times inside one step; a step that may "
-                "be skipped, clipped and scaled cannot call it. Use a first-order optimizer such as AdamW or SGD."
-            )
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        named = [(names.get(id(p), f"parameter {index}"), p) for index, p in enumerate(parameters)]
-        strangers = [parameter for parameter in parameters if id(parameter) not in names]
-        if sharded and strangers:
-            raise RecipeError(
-                f"optimizer '{key}' holds parameters from before the modules were sharded (strategy fsdp), which "
-                "nobody trains any more: make optimizers in init_optimizers, or give opt_class."
-            )
-        if several_processes and strangers:
-            raise RecipeError(
-                f"optimizer '{key}' trains {len(strangers)} parameters, the first of shape "
-                f"{tuple(strangers[0].shape)}, that are not in the Brain's modules: nobody would average their "
-                "gradients over the processes. Put what holds them into `modules`."
-            )
-        for name, parameter in named:
-            if owner.setdefault(id(parameter), key) != key:
-                raise PrecisionError(
-                    f"parameter {name} belongs to two optimizers, '{owner[id(parameter)]}' and '{key}': one step of "
-                    "both would unscale and clip its gradient twice. Give it to one of them."
-                )
-        low = fp16_parameters(named) if scaled else []
-        if low:
-            shown = ", ".join(low[:5]) + (f" and {len(low) - 5} more" if len(low) > 5 else "")
-            raise PrecisionError(
-                "precision fp16 keeps the weights in fp32 and casts them in the forward, but optimizer "
-                f"'{key}' holds {len(low)} fp16 parameter(s): {shown}. Do not call .half() on the model; remove it, or "
-                "convert back with .float()."
-            )
+def _any_sharded(gradients: Iterable[Sequence[torch.Tensor]]) -> bool:
+    return any(is_sharded(gradient) for found in gradients for gradient in found)
 
 
 def as_scalar(loss: Any, where: str) -> torch.Tensor:
@@ -412,7 +388,7 @@ def _norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     device, dtype = gradients[0].device, gradients[0].dtype
     if all(gradient.dtype is dtype and gradient.device == device for gradient in gradients):
         # The common case without sorting the gradients by device and dtype, which costs more than the norm.
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
     return torch.nn.utils.get_total_norm(gradients)
 
 
@@ -429,7 +405,7 @@ def _clip(
     # In the order in which torch divides a number by a tensor, so that the bits are the same; in place it is cheaper.
     coefficient = (norm + 1e-6).reciprocal_().mul_(max_grad_norm).clamp_(max=1.0)
     if all(gradient.device == coefficient.device for gradient in gradients):
-        torch._foreach_mul_(gradients, coefficient)
+        foreach_mul(gradients, coefficient)
     else:
         for gradient in gradients:
             gradient.mul_(coefficient.to(gradient.device, non_blocking=gradient.device.type != "cpu"))
@@ -450,7 +426,7 @@ def _skips_on_device(optimizer: Optimizer, skip: torch.Tensor) -> bool:
 
     Not one on the CPU beside a GPU (offloaded parameters): it would read a copy of `skip` that is still under way.
     """
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+    return getattr(optimizer, STEP_TAKES_FOUND_INF, False) and all(
         group.get("fused", True) and all(p.device.type == skip.device.type for p in group["params"][:1])
         for group in optimizer.param_groups
     )

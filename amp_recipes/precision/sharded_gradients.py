@@ -1,4 +1,4 @@
-"""Gradients of which each process holds a part (DTensors): this process's part, and norms over all parts.
+"""Takes norms over gradients of which each process holds a part (DTensors).
 
 Scaling, clipping and judging work on the parts; only sums of squares travel.
 """
@@ -16,6 +16,7 @@ from torch import nn
 
 from amp_recipes.errors import PrecisionError
 from amp_recipes.modules.sharded import is_sharded, local
+from amp_recipes.precision.torch_private import foreach_norm
 
 
 class Ranks(Protocol):
@@ -55,7 +56,7 @@ def sum_of_squares(gradients: Sequence[torch.Tensor], device: torch.device, proc
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for times, parts in copies.items():
         for same in by_format(parts).values():
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(same)))
+            norm = torch.linalg.vector_norm(torch.stack(foreach_norm(same)))
             squares += norm.to(device).double().square() / times
     return squares
 

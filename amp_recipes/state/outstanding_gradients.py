@@ -1,4 +1,4 @@
-"""Gradients that wait for their update, kept in checkpoints: a recipe may save between a backward and its step."""
+"""Saves gradients that wait for their update: a recipe may save between a backward and its step."""
 
 from __future__ import annotations
 

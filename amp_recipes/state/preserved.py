@@ -91,6 +91,17 @@ class _Memory:
         self._undo = undo
         self._weights = weights
         self._seen = {id(it): it for it in untouched}  # by identity; held, so that none is given out again
+        # The first that fits counts: a Parameter is a Tensor, too.
+        self._by_kind: tuple[tuple[Any, Callable[[Any], None]], ...] = (
+            (nn.Parameter, self._keep_parameter),
+            (torch.Tensor, self._keep_tensor),
+            (np.ndarray, self._keep_array),
+            (GENERATORS, self._keep_generator),
+            (Optimizer, self._keep_optimizer),
+            (nn.Module, self._keep_module),
+            (tuple, self._keep_tuple),
+            ((Dataset, DataLoader, Sampler), self._leave),
+        )
 
     def keep(self, value: Any) -> None:
         """Keep what `value` holds, and what that holds."""
@@ -99,33 +110,14 @@ class _Memory:
         self._seen[id(value)] = value
         if len(self._seen) > _MOST_OBJECTS:
             return
-        if isinstance(value, nn.Parameter):
-            self._keep_parameter(value)
-        elif isinstance(value, torch.Tensor):
-            if self._weights or value.nbytes <= _LARGE_BYTES:
-                self._keep_values(value)
-        elif isinstance(value, np.ndarray):
-            if value.flags.writeable and (self._weights or value.nbytes <= _LARGE_BYTES):
-                self._undo.callback(np.copyto, value, value.copy())
-        elif isinstance(value, GENERATORS):
-            self._undo.callback(set_generator_state, value, generator_state(value))
-        elif isinstance(value, Optimizer):
-            self._keep_optimizer(value)
-        elif isinstance(value, nn.Module):
-            self._keep_module(value)
-        elif type(value) in (dict, OrderedDict, defaultdict, list, deque, set):
+        for kinds, keep in self._by_kind:
+            if isinstance(value, kinds):
+                keep(value)
+                return
+        if type(value) in (dict, OrderedDict, defaultdict, list, deque, set):
             self._keep_container(value)
-        elif isinstance(value, tuple):
-            for item in value:
-                self.keep(item)
-        elif isinstance(value, (Dataset, DataLoader, Sampler)):
-            return
-        elif _is_the_users(type(value)):
-            self.keep_attributes(vars(value))
-        elif hasattr(type(value), "__iter__"):
-            return  # a library's loader, or a counter of epochs: a step does not move it, and a load would
-        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-            self._undo.callback(value.load_state_dict, deepcopy(value.state_dict()))
+        else:
+            self._keep_object(value)
 
     def keep_attributes(self, attributes: dict[str, Any], left_out: Collection[str] = ()) -> None:
         """Keep attributes of an object, but those left out."""
@@ -139,6 +131,32 @@ class _Memory:
         self._undo.callback(_put_parameter, parameter, parameter.grad, parameter.requires_grad)
         if self._weights:
             self._keep_values(parameter)
+
+    def _keep_tensor(self, tensor: torch.Tensor) -> None:
+        if self._weights or tensor.nbytes <= _LARGE_BYTES:
+            self._keep_values(tensor)
+
+    def _keep_array(self, array: np.ndarray) -> None:
+        if array.flags.writeable and (self._weights or array.nbytes <= _LARGE_BYTES):
+            self._undo.callback(np.copyto, array, array.copy())
+
+    def _keep_generator(self, generator: Any) -> None:
+        self._undo.callback(set_generator_state, generator, generator_state(generator))
+
+    def _keep_tuple(self, items: tuple) -> None:
+        for item in items:
+            self.keep(item)
+
+    def _leave(self, data: Any) -> None:
+        """Data sets and loaders stay as the step leaves them."""
+
+    def _keep_object(self, value: Any) -> None:
+        if _is_the_users(type(value)):
+            self.keep_attributes(vars(value))
+        elif hasattr(type(value), "__iter__"):
+            return  # a library's loader, or a counter of epochs: a step does not move it, and a load would
+        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            self._undo.callback(value.load_state_dict, deepcopy(value.state_dict()))
 
     def _keep_values(self, tensor: torch.Tensor) -> None:
         if is_lazy(tensor) or tensor.is_meta or tensor.is_inference() or tensor.layout is not torch.strided:

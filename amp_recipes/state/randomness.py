@@ -1,4 +1,4 @@
-"""Where random generators stand, as plain values, and how to put them back there."""
+"""Reads where random generators stand, as plain values, and puts them back there."""
 
 from __future__ import annotations
 

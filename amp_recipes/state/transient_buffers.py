@@ -1,4 +1,4 @@
-"""Buffers that modules leave out of their state (`persistent=False`), kept where training changes them."""
+"""Saves buffers that modules leave out of their state (`persistent=False`), where training changes them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from amp_recipes.modules.torch_private import non_persistent_buffers, version_of
 
 # Tables that never change (masks, rotary angles) are large, and statistics are small. torch's own kernels write
 # statistics without telling the version counter, so small ones are always kept.
@@ -58,7 +60,7 @@ class TransientBuffers:
         """Name in the checkpoint, module and attribute of each; of shared ones the first name."""
         seen: set[int] = set()
         for prefix, owner in self._modules.named_modules():
-            for leaf in sorted(owner._non_persistent_buffers_set):
+            for leaf in sorted(non_persistent_buffers(owner)):
                 buffer = getattr(owner, leaf, None)
                 if isinstance(buffer, Tensor) and id(buffer) not in seen:
                     seen.add(id(buffer))
@@ -67,4 +69,4 @@ class TransientBuffers:
 
 
 def _mark(buffer: Tensor) -> tuple[int, int]:
-    return id(buffer), 0 if buffer.is_inference() else buffer._version
+    return id(buffer), 0 if buffer.is_inference() else version_of(buffer)

@@ -9,9 +9,10 @@ from planted_faults import OUTSIDE, ZOO, Batch, Planted, cases, gan_loss, optimi
 
 from amp_recipes import Brain
 from amp_recipes.errors import NonfiniteError
+from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.nonfinite import NonfiniteReport, locate
 from amp_recipes.numerics.trial import Outcome
-from amp_recipes.numerics.watch.observe import OpWatch, op_name, tensors_in
+from amp_recipes.numerics.watch.observe import OpWatch, op_name
 
 WELL_IN_FP32 = [*zoo(cause="precision"), *zoo(cause="scale")]
 NONFINITE = zoo(nonfinite=True)

@@ -26,6 +26,7 @@ from amp_recipes.numerics.trial import Outcome, Trial, Window
 from amp_recipes.numerics.watch.observe import dtype_name
 from amp_recipes.numerics.watch.op_kinds import OpKind
 from amp_recipes.precision import decorated_modules, pinned_modules
+from amp_recipes.precision.torch_private import has_kernel, is_dispatch_key
 
 _WIDE = {"float32", "float64"}
 # Autocast has a rule for `matmul`, not for each of the ops that a recipe may call in its place.
@@ -108,12 +109,16 @@ def census_of(
     scripts = {name for name, module in modules.named_modules() if isinstance(module, torch.jit.ScriptModule)}
     if census.dtype in LOW:
         census.meant_low = _meant_low(census, scripts, device_type)
-    census.meant_fp32 = [
-        Misplaced(row.module, row.phase, row.op, row.low, row.calls, "inside a module that is pinned to float32")
-        for row in census.ops
-        if row.counts_as_low and any(_inside(row.module, name) for name in census.pins)
-    ]
+    census.meant_fp32 = _meant_fp32(census)
     return census
+
+
+def _meant_fp32(census: Census) -> list[Misplaced]:
+    """Ops that ran low inside of pinned modules."""
+    reason = "inside a module that is pinned to float32"
+    low = [row for row in census.ops if row.counts_as_low]
+    pinned = [row for row in low if any(_inside(row.module, name) for name in census.pins)]
+    return [Misplaced(row.module, row.phase, row.op, row.low, row.calls, reason) for row in pinned]
 
 
 def _ops(watch: CensusWatch) -> list[OpCount]:
@@ -176,31 +181,31 @@ def _meant_low(census: Census, scripts: set[str], device_type: str) -> list[Misp
     """Products that ran wide in a run at a low dtype, and why they did."""
     found = []
     for row in census.ops:
-        if row.phase != "forward" or not row.is_product or not row.inputs or not set(row.inputs) <= _WIDE:
-            continue
-        base = row.op.rpartition("::")[2].rstrip("_")
-        if row.module in scripts:
-            reason = "in TorchScript"
-        elif any(_inside(row.module, name) for name in census.pins):
-            reason = PINNED
-        elif "float64" in row.inputs:
-            reason = "takes float64, which autocast leaves as it is"
-        elif row.writes_into:
-            reason = f"writes {row.writes_into}, and autocast leaves such ops alone"
-        elif base in _MAY_LACK_A_RULE and not _has_rule(base, device_type):
-            reason = f"autocast has no rule for it on {device_type}"
-        else:
-            reason = "autocast was off there: disabled by the code, or the call lies outside of its region"
-        dtype = "float64" if "float64" in row.inputs else "float32"
-        found.append(Misplaced(row.module, row.phase, row.op, dtype, row.calls, reason))
+        if row.phase == "forward" and row.is_product and row.inputs and set(row.inputs) <= _WIDE:
+            dtype = "float64" if "float64" in row.inputs else "float32"
+            reason = _why_wide(row, census.pins, scripts, device_type)
+            found.append(Misplaced(row.module, row.phase, row.op, dtype, row.calls, reason))
     return found
+
+
+def _why_wide(row: OpCount, pins: Sequence[str], scripts: set[str], device_type: str) -> str:
+    base = row.op.rpartition("::")[2].rstrip("_")
+    if row.module in scripts:
+        return "in TorchScript"
+    if any(_inside(row.module, name) for name in pins):
+        return PINNED
+    if "float64" in row.inputs:
+        return "takes float64, which autocast leaves as it is"
+    if row.writes_into:
+        return f"writes {row.writes_into}, and autocast leaves such ops alone"
+    if base in _MAY_LACK_A_RULE and not _has_rule(base, device_type):
+        return f"autocast has no rule for it on {device_type}"
+    return "autocast was off there: disabled by the code, or the call lies outside of its region"
 
 
 def _has_rule(base: str, device_type: str) -> bool:
     key = f"Autocast{device_type.upper()}"
-    if not hasattr(torch._C.DispatchKey, key):
-        return True
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{base}", key)
+    return not is_dispatch_key(key) or has_kernel(f"aten::{base}", key)
 
 
 def _cache_effect(

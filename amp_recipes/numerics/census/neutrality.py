@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
+from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.trial import Outcome, Trial, Window
-from amp_recipes.numerics.watch.observe import OpWatch, dtype_name, tensors_in
+from amp_recipes.numerics.watch.observe import OpWatch, dtype_name
+from amp_recipes.precision.torch_private import without_modes
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -72,7 +73,7 @@ class _Outputs:
         self._hook.remove()
 
     def _note(self, module: nn.Module, _: Any, output: Any) -> None:
-        with _disable_current_modes(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             told = [(it.dtype, it.shape, _sum_of_bits(it)) for it in tensors_in(output)]
         self.seen.append((self._names.get(module, f"<{type(module).__name__}>"), told))
 

@@ -1,4 +1,4 @@
-"""What a census holds: counts of ops and casts by module and phase, what is amiss with them, and their table."""
+"""Holds the counts of a census: ops and casts by module and phase, what is amiss with them, and their table."""
 
 from __future__ import annotations
 
@@ -240,22 +240,23 @@ class Census:
         return "\n".join(lines)
 
     def _summary(self) -> str:
-        total = sum(row.calls for row in self.ops)
-        time_share = "" if self.cast_time_share is None else f", about {self.cast_time_share:.0%} of the time"
+        misplaced = [*(it for it in self.meant_low if it.reason != PINNED), *self.meant_fp32]
         lines = [
-            f"{self.dtype}: {total} ops, {sum(it.calls for it in self.casts)} of them casts "
-            f"({self.cast_share:.0%} of the bytes{time_share}). {self.neutrality_note}"
+            self._first_line(),
+            *(f"{it.module or _ROOT}: {it.op} in {it.dtype}, {it.reason}" for it in misplaced),
+            *(f"{it.weight}: frozen, cast to {it.to} {it.calls} times" for it in self.frozen_recasts),
         ]
-        shown = [it for it in self.meant_low if it.reason != PINNED]
-        lines += [f"{it.module or _ROOT}: {it.op} in {it.dtype}, {it.reason}" for it in shown]
-        lines += [f"{it.module or _ROOT}: {it.op} in {it.dtype}, {it.reason}" for it in self.meant_fp32]
-        lines += [f"{it.weight}: frozen, cast to {it.to} {it.calls} times" for it in self.frozen_recasts]
-        lines += [
-            f"{it.there or _ROOT} -> {it.back or _ROOT}: {it.dtype} to {it.through} and back, {it.calls} times"
-            + (", rounded on the way" if it.loses else ", for nothing")
-            for it in self.cancelling
-        ]
+        for it in self.cancelling:
+            why = "rounded on the way" if it.loses else "for nothing"
+            way = f"{it.there or _ROOT} -> {it.back or _ROOT}"
+            lines.append(f"{way}: {it.dtype} to {it.through} and back, {it.calls} times, {why}")
         return "\n".join(lines)
+
+    def _first_line(self) -> str:
+        calls, casts = (sum(row.calls for row in rows) for rows in (self.ops, self.casts))
+        time_share = "" if self.cast_time_share is None else f", about {self.cast_time_share:.0%} of the time"
+        share = f"({self.cast_share:.0%} of the bytes{time_share})"
+        return f"{self.dtype}: {calls} ops, {casts} of them casts {share}. {self.neutrality_note}"
 
 
 def _mb(bytes_: int) -> str:

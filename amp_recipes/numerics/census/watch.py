@@ -20,9 +20,19 @@ import torch.nn.functional as F
 from torch import is_grad_enabled, nn
 
 from amp_recipes.files.user_code import Line
-from amp_recipes.numerics.watch.observe import ACCUMULATE_GRAD, OpWatch, Place, running_node, tensors_in
+from amp_recipes.modules.nested import tensors_in
+from amp_recipes.modules.torch_private import sparse_values, storage_id, version_of
+from amp_recipes.numerics.watch.observe import ACCUMULATE_GRAD, OpWatch, Place
 from amp_recipes.numerics.watch.op_kinds import KINDS, OpKind, op_kind
 from amp_recipes.precision import autocast
+from amp_recipes.precision.torch_private import (
+    COMPILER_FRAMES,
+    free_weak_storage,
+    kernel_of,
+    node_number,
+    running_node,
+    weak_storage,
+)
 
 Asker = Literal["autocast", "user", "pin", "script", "backward"]
 
@@ -135,12 +145,12 @@ class CensusWatch(OpWatch):
             self._close(None)
         self._count()
         for address in self._origins:
-            torch.UntypedStorage._free_weak_ref(address)
+            free_weak_storage(address)
         self._origins.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            call = func._op  # without the Python frame of OpOverload.__call__
+            call = kernel_of(func)
             kind = KINDS.get(call) or op_kind(func)
         except AttributeError:  # a higher-order op
             call, kind = func, op_kind(func)
@@ -152,7 +162,7 @@ class CensusWatch(OpWatch):
         elif at.is_inside or is_grad_enabled():
             place = at.here
         else:  # the number tells the place, later
-            place = node._sequence_nr()
+            place = node_number(node)
             if place == ACCUMULATE_GRAD:
                 place = at.here
             elif kind.is_sum:
@@ -193,13 +203,13 @@ class CensusWatch(OpWatch):
         came_from = goes_to = None
         weight = self._weights.get(id(source))
         try:
-            address = source.untyped_storage()._cdata
+            address = storage_id(source)
             if weight is None:
                 weight = self._weight_storages.get(address)
-            came_from = (address, source._version)
+            came_from = (address, version_of(source))
             if kind.source == 0:
-                version = output._version
-                goes_to = (output.untyped_storage()._weak_ref(), version)
+                version = version_of(output)
+                goes_to = (weak_storage(output), version)
         except RuntimeError:  # sparse tensors have no storage, those of inference mode no version
             pass
         what = (source.is_cpu, weight, from_, to, _elements(output), came_from, goes_to)
@@ -325,7 +335,9 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def _elements(tensor: torch.Tensor) -> int:
     """How many values it holds; of a sparse one, those that it stores."""
-    return tensor.numel() if tensor.layout is torch.strided else tensor._values().numel() if tensor.is_sparse else 0
+    if tensor.layout is torch.strided:
+        return tensor.numel()
+    return sparse_values(tensor).numel() if tensor.is_sparse else 0
 
 
 def _calling_frame(frame: FrameType) -> FrameType:
@@ -338,7 +350,8 @@ def _calling_frame(frame: FrameType) -> FrameType:
 def _is_a_modes(code: CodeType) -> bool:
     if code.co_name in ("__torch_dispatch__", "__torch_function__"):
         return True
-    return code.co_name in ("inner", "_fn") and code.co_filename.endswith(("_compile.py", "eval_frame.py"))
+    names, files = COMPILER_FRAMES
+    return code.co_name in names and code.co_filename.endswith(files)
 
 
 def _line(call: _Call | None) -> Line | None:
@@ -360,7 +373,7 @@ def _weights_of(modules: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
     for name, tensor in (*modules.named_parameters(), *modules.named_buffers()):
         by_id[id(tensor)] = name
         try:
-            by_storage.setdefault(tensor.untyped_storage()._cdata, name)
+            by_storage.setdefault(storage_id(tensor), name)
         except (ValueError, RuntimeError):  # sparse, or not made yet (lazy modules)
             continue
     return by_id, by_storage

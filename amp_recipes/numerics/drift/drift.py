@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.drift.own_ops import LOW, CallDtypes, OwnOps, hookable
 from amp_recipes.numerics.drift.watch import Inside, Measure, Measured
 from amp_recipes.numerics.trial import Outcome, Trial, Window, gradient_error
-from amp_recipes.numerics.watch.observe import OUTSIDE, OpWatch, tensors_in
+from amp_recipes.numerics.watch.observe import OUTSIDE, OpWatch
 from amp_recipes.numerics.watch.op_kinds import op_kind
+from amp_recipes.precision.torch_private import Op
 
 
 @dataclass
@@ -74,17 +76,31 @@ def drift(
         dtypes = CallDtypes(trial.modules)
         low, owners = _low_run(trial, window, dtype, scale, pins, dtypes)
         reference, measured = _measured(trial, window, dtype, pins, owners if chosen is None else chosen, dtypes)
-        if low is not None and low.loss_is_finite and not low.is_finite and reference.is_finite:
-            births = _BackwardBirths(trial.modules)
-            trial.run(window, dtype, low.scale, pins, watch=[births])
-            for name in births.modules & measured.keys():
-                measured[name].breaks_backward = True
+        if low is not None and reference.is_finite:
+            _note_broken_backwards(trial, window, dtype, pins, low, measured)
         for name, one in measured.items():
             error = _own_gradient_error(trial.modules, name, low, reference)
             if one.calls or one.raised:
                 found.setdefault(name, _Found()).add(one, error)
     ranked = [one.mean(name, len(windows)) for name, one in found.items()]
     return sorted(ranked, key=lambda it: -it.sensitivity)
+
+
+def _note_broken_backwards(
+    trial: Trial,
+    window: Window,
+    dtype: torch.dtype,
+    pins: list[str] | None,
+    low: Outcome,
+    measured: Mapping[str, Measured],
+) -> None:
+    """Find the modules in whose backward the gradients of the low run cease to be finite, where it has such."""
+    if low.is_finite or not low.loss_is_finite:
+        return
+    births = _BackwardBirths(trial.modules)
+    trial.run(window, dtype, low.scale, pins, watch=[births])
+    for name in births.modules & measured.keys():
+        measured[name].breaks_backward = True
 
 
 def _low_run(
@@ -172,7 +188,7 @@ class _LowOwners(OpWatch):
         self._known = hookable(modules)
         self.found: dict[str, None] = {}
 
-    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if op_kind(op).doing != "compute" or all(it.dtype not in LOW for it in tensors_in(args, kwargs, output)):
             return
         place = self.at.here
@@ -192,7 +208,7 @@ class _BackwardBirths(OpWatch):
         super().__init__(modules)
         self.modules: set[str] = set()
 
-    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         place = self.at.here
         if place.phase != "backward" or _are_finite(output) or not _are_finite(args, kwargs):
             return
@@ -208,11 +224,15 @@ def _own_gradient_error(modules: nn.Module, name: str, low: Outcome | None, refe
     """|g - g_ref| / |g_ref| over the parameters that the module itself holds; None if none of them got a gradient."""
     own = {id(it) for it in modules.get_submodule(name).parameters(recurse=False)}
     names = {it for it, parameter in modules.named_parameters() if id(parameter) in own}
-    # A window with several updates has `weight#2` and so on.
-    wanted = {key: it for key, it in reference.gradients.items() if key.partition("#")[0] in names}
+    wanted = _gradients_of(names, reference)
     if low is None:
         return math.inf if wanted else None
-    given = {key: it for key, it in low.gradients.items() if key.partition("#")[0] in names}
+    given = _gradients_of(names, low)
     if not given and not wanted:
         return None
     return gradient_error(replace(low, losses=[], gradients=given), replace(reference, losses=[], gradients=wanted))
+
+
+def _gradients_of(names: set[str], outcome: Outcome) -> dict[str, torch.Tensor]:
+    # A window with several updates has `weight#2` and so on.
+    return {key: gradient for key, gradient in outcome.gradients.items() if key.partition("#")[0] in names}

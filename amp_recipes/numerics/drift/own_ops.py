@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_recipes.precision import TorchAutocast, map_tensors
+from amp_recipes.precision.torch_private import without_modes
 from amp_recipes.state.preserved import module_state_kept
 from amp_recipes.state.randomness import random_state, set_random_state
 
@@ -130,7 +130,7 @@ class OwnOps(AbstractContextManager):
             self.rounded = False
         try:
             with ExitStack() as stack:
-                stack.enter_context(_disable_current_modes())  # instruments watch the step
+                stack.enter_context(without_modes())  # instruments watch the step
                 stack.callback(set_random_state, random_state(self._device))
                 stack.enter_context(module_state_kept(module))
                 # Activation checkpointing around it counts what is saved.

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.drift.own_ops import OwnOps, floating
-from amp_recipes.numerics.watch.observe import OpWatch, graph_task, tensors_in
+from amp_recipes.numerics.watch.observe import OpWatch
 from amp_recipes.numerics.watch.op_kinds import op_kind
 from amp_recipes.precision import map_tensors
+from amp_recipes.precision.torch_private import Op, graph_task, without_modes
 
 FP16_MAX = torch.finfo(torch.float16).max  # 65504
 FP16_NORMAL = torch.finfo(torch.float16).smallest_normal  # 2**-14 = 6.10e-5
@@ -87,7 +88,7 @@ class Inside(OpWatch):
         super().__init__(modules)
         self.largest: dict[str, float] = {}
 
-    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if graph_task() != -1 or op_kind(op).doing != "compute":
             return
         for value in tensors_in(output):
@@ -163,7 +164,7 @@ class Measure(AbstractContextManager):
             if flows:
                 output = _with_gradient(output)
             if call is not None:
-                with _disable_current_modes():  # instruments watch the step
+                with without_modes():  # instruments watch the step
                     self._compare(name, *call, floating(output))
             return output if flows else None
 
@@ -180,9 +181,8 @@ class Measure(AbstractContextManager):
         found, again = self.found[name], graph_task() != -1
         if not again:
             found.calls += 1
-            for tensor in (*inputs, *outputs):
-                if tensor.numel():
-                    found.add_flow(tensor)
+            for tensor in filter(torch.Tensor.numel, (*inputs, *outputs)):
+                found.add_flow(tensor)
             if not torch.is_grad_enabled():
                 self._ran_without_graph.add(name)
         exact = outputs if exact is None else exact
@@ -190,13 +190,12 @@ class Measure(AbstractContextManager):
             found.raised = True
             return
         for index, (a, b, y) in enumerate(zip(low, exact, outputs, strict=True)):
-            if y.numel() == 0 or a.shape != y.shape or b.shape != y.shape:
-                continue
-            d, bad = _difference(a, b.detach())
-            if not again:
-                found.d += math.inf if bad is not None else float(_squared(d))
-                found.y += float(_squared(b.detach()))
-            _listen(found, index, y, d, bad, again)
+            if y.numel() and a.shape == b.shape == y.shape:
+                d, bad = _difference(a, b.detach())
+                if not again:
+                    found.d += math.inf if bad is not None else float(_squared(d))
+                    found.y += float(_squared(b.detach()))
+                _listen(found, index, y, d, bad, again)
 
 
 def _listen(
@@ -212,7 +211,7 @@ def _listen(
     key = (index, d.numel(), again)
 
     def hook(gradient: torch.Tensor) -> None:
-        with _disable_current_modes():
+        with without_modes():
             if bad is not None:
                 found.harm.append((gradient[bad] != 0).any())
             if key not in found.channels:

@@ -6,17 +6,18 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from amp_recipes.files.user_code import Line, user_line
+from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.hazards.list import Found, Grade, library_line, names
 from amp_recipes.numerics.hazards.modules import NAMES
 from amp_recipes.numerics.ops.lists import DOCUMENTED, FLOAT32, LOWER_PRECISION, RAISES, policy
-from amp_recipes.numerics.watch.observe import Attribution, tensors_in
+from amp_recipes.numerics.watch.observe import Attribution
 from amp_recipes.precision.autocast import AUTOCAST_DEVICE_TYPES
 
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -89,14 +90,10 @@ class CallHazards(TorchFunctionMode):
                 "risk",
             )
             return
-        how, base, asked = _how_called(name, args, kwargs)
-        self.escapes = bool(how)
-        if how and not _is_torchs(_calling_frame(func)):
-            given = [it for it in tensors_in(args, kwargs) if it.is_floating_point()]
-            for device_type in self._judged:
-                self._left_alone((name, how, base, asked), given, device_type)
-            if base in _ARITHMETIC and how == "in place":
-                self._narrowed(name, given)
+        call = _how_called(name, args, kwargs)
+        self.escapes = bool(call.how)
+        if call.how and not _is_torchs(_calling_frame(func)):
+            self._escaped(call, [it for it in tensors_in(args, kwargs) if it.is_floating_point()])
         if name == "binary_cross_entropy" and RAISES in [policy(it, name) for it in self._judged]:
             self._add(
                 "bce",
@@ -107,28 +104,41 @@ class CallHazards(TorchFunctionMode):
         elif self._device_type == "cpu":
             self._other_on_cuda(name, args, kwargs)
 
-    def _left_alone(
-        self, call: tuple[str, str, str, torch.dtype | None], given: list[torch.Tensor], device_type: str
-    ) -> None:
+    def _escaped(self, call: _Call, given: list[torch.Tensor]) -> None:
+        """A call that autocast leaves alone for the way it is made."""
+        for device_type in self._judged:
+            self._left_alone(call, given, device_type)
+        if call.base in _ARITHMETIC and call.how == "in place":
+            self._narrowed(call.name, given)
+
+    def _left_alone(self, call: _Call, given: list[torch.Tensor], device_type: str) -> None:
         """A call in place, with out= or dtype= of what autocast would cast, where that makes a difference."""
-        name, how, base, asked = call
-        rule = policy(device_type, base)
-        is_cuda = device_type == "cuda"
-        low = {it.dtype for it in given if it.dtype in NAMES and not (is_cuda and self._is_wide_on_cuda(it))}
-        on = "" if device_type == self._device_type else "CUDA's "
-        if rule == FLOAT32 and (asked in NAMES if asked is not None else low):
-            found = NAMES[asked] if asked is not None else " and ".join(sorted(NAMES[it] for it in low))
-            does, so = f"runs {base} in fp32", f"this one runs in {found}"
-        elif rule == LOWER_PRECISION and asked is None and any(it.dtype is torch.float32 for it in given):
-            does, so = f"casts {base} to low precision", "this one runs in fp32, or raises where dtypes differ"
+        rule = policy(device_type, call.base)
+        if rule == FLOAT32:
+            found = self._low_dtypes(call, given, device_type)
+            if not found:
+                return
+            does, so = f"runs {call.base} in fp32", f"this one runs in {' and '.join(found)}"
+        elif rule == LOWER_PRECISION and call.asked is None and any(it.dtype is torch.float32 for it in given):
+            does, so = f"casts {call.base} to low precision", "this one runs in fp32, or raises where dtypes differ"
         else:
             return
+        on = "" if device_type == self._device_type else "CUDA's "
         self._add(
             "not_autocast",
-            f"{name} {how}: {on}autocast {does}, but leaves calls {how} alone, so that {so}.",
+            f"{call.name} {call.how}: {on}autocast {does}, but leaves calls {call.how} alone, so that {so}.",
             "risk",
-            what=(name, how),
+            what=(call.name, call.how),
         )
+
+    def _low_dtypes(self, call: _Call, given: list[torch.Tensor], device_type: str) -> list[str]:
+        """In which low dtypes the call runs: the one that it asks for, else those that it is given."""
+        if call.asked is not None:
+            return [NAMES[call.asked]] if call.asked in NAMES else []
+        low = [it for it in given if it.dtype in NAMES]
+        if device_type == "cuda":
+            low = [it for it in low if not self._is_wide_on_cuda(it)]
+        return sorted({NAMES[it.dtype] for it in low})
 
     def _narrowed(self, name: str, given: list[torch.Tensor]) -> None:
         """A sum or product that would be fp32, written into low precision."""
@@ -147,20 +157,21 @@ class CallHazards(TorchFunctionMode):
         """What a CPU runs in fp32 and CUDA does not."""
         if name in _MOVES or not (name == "cross_entropy" or _differs_on_cuda(name)):
             return
-        tensors = [it for it in tensors_in(args, kwargs) if it.is_floating_point()]
-        low = [it for it in tensors if it.dtype in NAMES and not self._is_wide_on_cuda(it)]
-        if name == "cross_entropy":
-            does = "rounds its log_softmax to the dtype of the logits: give it logits.float()" if low else ""
-        elif name in _CAST_ON_CUDA_ALONE:
-            does = "casts it to low precision" if any(it.dtype is torch.float32 for it in tensors) else ""
-        elif low:
-            does = "leaves it in the dtype that it is given, where CUDA may refuse it"
-            if policy("cuda", name) is not None:
-                does = "runs it in the widest dtype that it is given"
-        else:
-            does = ""
+        does = self._does_on_cuda(name, [it for it in tensors_in(args, kwargs) if it.is_floating_point()])
         if does:
             self._add("cpu_is_not_cuda", f"{name} runs in fp32 here; CUDA's autocast {does}.", "note", what=name)
+
+    def _does_on_cuda(self, name: str, given: list[torch.Tensor]) -> str:
+        """What CUDA's autocast does with the call; empty where that makes no difference."""
+        if name in _CAST_ON_CUDA_ALONE and name != "cross_entropy":
+            return "casts it to low precision" if any(it.dtype is torch.float32 for it in given) else ""
+        if not any(it.dtype in NAMES and not self._is_wide_on_cuda(it) for it in given):
+            return ""
+        if name == "cross_entropy":
+            return "rounds its log_softmax to the dtype of the logits: give it logits.float()"
+        if policy("cuda", name) is not None:
+            return "runs it in the widest dtype that it is given"
+        return "leaves it in the dtype that it is given, where CUDA may refuse it"
 
     def _add(self, kind: str, message: str, grade: Grade, what: Any = "") -> None:
         module = self._at.place.module
@@ -170,14 +181,22 @@ class CallHazards(TorchFunctionMode):
         )
 
 
-def _how_called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str, torch.dtype | None]:
-    """How a call escapes autocast (empty: it does not), what it calls, and the dtype that it asks for."""
+class _Call(NamedTuple):
+    """A call of torch's: how it escapes autocast (empty: it does not), what it calls, the dtype that it asks for."""
+
+    name: str
+    how: str
+    base: str
+    asked: torch.dtype | None
+
+
+def _how_called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
     if name.endswith("_") and not name.endswith("__"):
-        return "in place", name.rstrip("_"), None
+        return _Call(name, "in place", name.rstrip("_"), None)
     if kwargs.get("out") is not None:
-        return "with out=", name, None
+        return _Call(name, "with out=", name, None)
     asked = kwargs.get("dtype") or next((it for it in args if isinstance(it, torch.dtype)), None)
-    return ("with dtype=", name, asked) if asked is not None else ("", name, None)
+    return _Call(name, "" if asked is None else "with dtype=", name, asked)
 
 
 def _differs_on_cuda(name: str) -> bool:

@@ -6,7 +6,7 @@ import ast
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,29 +36,32 @@ def note_modules(modules: nn.Module, found: Found) -> None:
 def _note_low_parameters(modules: nn.Module, found: Found) -> None:
     """Trained parameters that are not fp32; frozen ones are not updated, so nothing is lost."""
     for dtype, short in NAMES.items():
-        holders = {
-            name: module
-            for name, module in modules.named_modules()
-            if any(it.dtype is dtype and it.requires_grad for it in module.parameters(recurse=False))
-        }
+        holders = {name: module for name, module in modules.named_modules() if _trains_in(module, dtype)}
         if not holders:
             continue
         first, *others = _lines_casting_to(dtype, modules) or [None]
         asked = "" if first is None else " Perhaps asked for here" + _also(others) + "."
-        named = ", ".join(name or "the root" for name in list(holders)[:_NAMED])
-        more = f" and {len(holders) - _NAMED} more" if len(holders) > _NAMED else ""
         digits = "256" if dtype is torch.bfloat16 else "2048"
         for name, module in holders.items():
             found.add(
                 "half_parameters",
-                f"parameters are kept in {short} ({named}{more}): an update below 1/{digits} of a weight is lost."
-                f"{asked} Keep them in fp32; autocast casts them by itself.",
+                f"parameters are kept in {short} ({_named(list(holders))}): an update below 1/{digits} of a weight is "
+                f"lost.{asked} Keep them in fp32; autocast casts them by itself.",
                 first or _line_of_class(type(module)),
                 "wrong",
                 module=name,
                 what=dtype,
                 is_about_line=False,
             )
+
+
+def _trains_in(module: nn.Module, dtype: torch.dtype) -> bool:
+    return any(it.dtype is dtype and it.requires_grad for it in module.parameters(recurse=False))
+
+
+def _named(names: list[str]) -> str:
+    shown = ", ".join(name or "the root" for name in names[:_NAMED])
+    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown
 
 
 def _also(lines: list[Line]) -> str:
@@ -75,25 +78,25 @@ def _note_scripted(modules: nn.Module, found: Found) -> None:
         source = class_before_script(module)
         is_inside = any(not it or name.startswith(f"{it}.") for it in outermost)
         if source is not None and has_default_precision(getattr(source, "forward", None)):
-            found.add(
-                "scripted_pin",
-                f"{name or 'the model'} was made by TorchScript from {source.__qualname__}, whose forward has "
-                "fwd_default_precision: the compiled one has not, and autocast casts it. Use the module itself.",
-                _line_of_class(source) or _line_that_scripts(modules),
+            grade, message = (
                 "wrong",
-                module=name,
-                what=name,
+                (
+                    f"was made by TorchScript from {source.__qualname__}, whose forward has fwd_default_precision: the "
+                    "compiled one has not, and autocast casts it. Use the module itself."
+                ),
             )
         elif not is_inside:
-            found.add(
-                "scripted_pin",
-                f"{name or 'the model'} is TorchScript, which fp32_modules cannot pin: if it needs fp32, use the "
-                "module that it was made from.",
-                (_line_of_class(source) if source is not None else None) or _line_that_scripts(modules),
+            grade, message = (
                 "note",
-                module=name,
-                what=name,
+                (
+                    "is TorchScript, which fp32_modules cannot pin: if it needs fp32, use the module that it was made "
+                    "from."
+                ),
             )
+        else:
+            continue
+        line = (_line_of_class(source) if source is not None else None) or _line_that_scripts(modules)
+        found.add("scripted_pin", f"{name or 'the model'} {message}", line, grade, module=name, what=name)
         if not is_inside:
             outermost.append(name)
 
@@ -118,18 +121,24 @@ def _lines_casting_to(dtype: torch.dtype, modules: nn.Module) -> list[Line]:
     for files in _users_files(modules):
         calls: list[Line] = []
         arguments: list[Line] = []
-        for file in files:
-            for node in _nodes_outside_steps(_tree(file)):
-                if not isinstance(node, ast.Call):
-                    continue
-                name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-                if _CASTS.get(name) is dtype and not node.args:
-                    calls.append(Line(file, node.end_lineno or node.lineno))
-                elif _names_dtype(node, dtype, by_position=name in ("to", "set_default_dtype")):
-                    arguments.append(Line(file, node.end_lineno or node.lineno))
-        if calls or arguments:
-            return calls or arguments
+        for file, call in _calls_outside_steps(files):
+            line = Line(file, call.end_lineno or call.lineno)
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+            if _CASTS.get(name) is dtype and not call.args:
+                calls.append(line)
+            elif _names_dtype(call, dtype, by_position=name in ("to", "set_default_dtype")):
+                arguments.append(line)
+        found = calls or arguments
+        if found:
+            return found
     return []
+
+
+def _calls_outside_steps(files: Iterable[str]) -> Iterator[tuple[str, ast.Call]]:
+    for file in files:
+        for node in _nodes_outside_steps(_tree(file)):
+            if isinstance(node, ast.Call):
+                yield file, node
 
 
 def _names_dtype(call: ast.Call, dtype: torch.dtype, by_position: bool) -> bool:

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_recipes.modules.nested import tensors_in
+from amp_recipes.modules.torch_private import storage_id
 from amp_recipes.numerics.hazards.calls import CallHazards
 from amp_recipes.numerics.hazards.list import Found, Grade, library_line, names
 from amp_recipes.numerics.hazards.modules import NAMES
 from amp_recipes.numerics.ops.lists import FLOAT32, KERNEL_OF, LOWER_PRECISION, policy
-from amp_recipes.numerics.watch.observe import OpWatch, dtype_name, tensors_in
+from amp_recipes.numerics.watch.observe import OpWatch, dtype_name
 from amp_recipes.numerics.watch.op_kinds import OpKind, op_kind
+from amp_recipes.precision.torch_private import Op, schema_of, without_torch_function
 
 _LARGEST = torch.finfo(torch.float16).max  # 65504
 _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
@@ -69,11 +72,11 @@ class OpHazards(OpWatch):
         self._is_cpu = device_type == "cpu"
         self._wide_on_cuda: set[int] = set()  # storages of low-precision tensors
 
-    def about_to_see(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def about_to_see(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.at.here.phase != "forward":
             return
         kind = op_kind(op)
-        with torch._C.DisableTorchFunction():  # what is asked here is no call of the user's
+        with without_torch_function():  # what is asked here is no call of the user's
             if kind.is_cast:
                 self._cast(kind, args, kwargs)
             elif kind.doing != "view":
@@ -81,11 +84,11 @@ class OpHazards(OpWatch):
                 if kind.base in _EXPONENTIALS or (kind.base == "pow" and not isinstance(args[0], torch.Tensor)):
                     self._exponential(kind, args)
 
-    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self.at.here.phase != "forward":
             return
         kind = op_kind(op)
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             if kind.base in _SUMS or kind.base == "mean":
                 self._sum(kind, args, output)
             if self._is_cpu and kind.doing != "view":
@@ -97,35 +100,45 @@ class OpHazards(OpWatch):
         if kind.base in _HARMLESS and kind.base not in _BOUNDS_ABOVE | _GUARDS:
             return
         constants = [it for it in _constants_in(kind, args, kwargs) if _is_remarkable(it[1])]
-        if not constants or _computed_in(kind, args, kwargs) not in NAMES:
-            return
-        low = [it for it in tensors_in(args) if it.dtype in NAMES and it.ndim] or list(tensors_in(args))
-        note = self._only_on_cpu(low)
-        for name, value in constants:
-            if abs(value) > _LARGEST and kind.base not in _HARMLESS:
-                self._too_large(kind, name, value, note)
-            elif 0 < abs(value) < _SMALLEST and kind.base in _GUARDS and name != "alpha":
-                becomes = "0" if abs(value) <= _SMALLEST / 2 else f"{_SMALLEST:.3g}"
-                self._add(
-                    "eps",
-                    f"{value:g} is below the smallest number of fp16 ({_SMALLEST:.3g}) and becomes {becomes}"
-                    f"{', so that it guards nothing' if becomes == '0' else ''}: compute this in fp32, or take more.",
-                    "risk",
-                    "fp16",
-                    value,
-                    note,
-                )
-            elif kind.base in _BOUNDS_ABOVE and _ROUNDS_TO_ONE["bf16"] <= value < _ROUNDS_TO_ONE["fp32"]:
-                in_both = value >= _ROUNDS_TO_ONE["fp16"]
-                self._add(
-                    "eps",
-                    f"{value:.10g} rounds to 1 in {'fp16 and bf16' if in_both else 'bf16'}, so that it bounds nothing: "
-                    "compute this in fp32.",
-                    "risk",
-                    "" if in_both else "bf16",
-                    value,
-                    note,
-                )
+        if constants and _computed_in(kind, args, kwargs) in NAMES:
+            given = list(tensors_in(args))
+            note = self._only_on_cpu([it for it in given if it.dtype in NAMES and it.ndim] or given)
+            for name, value in constants:
+                self._constant(kind, name, value, note)
+
+    def _constant(self, kind: OpKind, name: str, value: float, note: str) -> None:
+        if abs(value) > _LARGEST and kind.base not in _HARMLESS:
+            self._too_large(kind, name, value, note)
+        elif 0 < abs(value) < _SMALLEST and kind.base in _GUARDS and name != "alpha":
+            self._too_small(value, note)
+        elif kind.base in _BOUNDS_ABOVE and _ROUNDS_TO_ONE["bf16"] <= value < _ROUNDS_TO_ONE["fp32"]:
+            self._rounds_to_one(value, note)
+
+    def _too_small(self, value: float, note: str) -> None:
+        becomes, so = f"{_SMALLEST:.3g}", ""
+        if abs(value) <= _SMALLEST / 2:
+            becomes, so = "0", ", so that it guards nothing"
+        self._add(
+            "eps",
+            f"{value:g} is below the smallest number of fp16 ({_SMALLEST:.3g}) and becomes {becomes}"
+            f"{so}: compute this in fp32, or take more.",
+            "risk",
+            "fp16",
+            value,
+            note,
+        )
+
+    def _rounds_to_one(self, value: float, note: str) -> None:
+        in_both = value >= _ROUNDS_TO_ONE["fp16"]
+        self._add(
+            "eps",
+            f"{value:.10g} rounds to 1 in {'fp16 and bf16' if in_both else 'bf16'}, so that it bounds nothing: "
+            "compute this in fp32.",
+            "risk",
+            "" if in_both else "bf16",
+            value,
+            note,
+        )
 
     def _too_large(self, kind: OpKind, name: str, value: float, note: str) -> None:
         both = abs(value) > _LARGEST_BF16
@@ -146,11 +159,7 @@ class OpHazards(OpWatch):
         """Constants and inputs that are cast to low precision: what needs no gradient, and is no parameter."""
         source = args[kind.source]
         target = args[0].dtype if kind.base == "copy" else kwargs.get("dtype")
-        if target not in NAMES or not isinstance(source, torch.Tensor) or source.dtype in NAMES:
-            return
-        if source.requires_grad or isinstance(source, nn.Parameter):
-            return
-        if (bounds := _bounds(source)) is None:
+        if target not in NAMES or not _is_wide_input(source) or (bounds := _bounds(source)) is None:
             return
         smallest, largest = bounds
         furthest = max(-smallest, largest)
@@ -185,25 +194,28 @@ class OpHazards(OpWatch):
     def _exponential(self, kind: OpKind, args: tuple[Any, ...]) -> None:
         base, share = _EXPONENTIALS.get(kind.base) or (_base_of_power(args[0]), 1.0)
         exponent = args[1] if kind.base == "pow" else args[0]
-        if base is None or not isinstance(exponent, torch.Tensor) or not exponent.is_floating_point():
-            return
-        if exponent.dtype is torch.float64 or (bounds := _bounds(exponent)) is None:
+        bounds = _bounds_of_exponent(exponent) if base is not None else None
+        if bounds is None:
             return
         largest = max(-bounds[0], bounds[1]) if share != 1.0 else bounds[1]
         ends = {name: math.log(most * share) / math.log(base) for name, most in _largest_by_name()}
         if not ends["fp16"] < largest < math.inf:
             return
-        in_all = largest > ends["bf16"]
-        if not in_all and exponent.dtype not in NAMES:
-            return
-        note = "" if not self._is_cpu or in_all else " CUDA runs it in fp32; what is cast to fp16 after it overflows."
-        where = "in every precision" if in_all else "in fp16"
+        if largest > ends["bf16"]:
+            self._infinite(kind, largest, "in every precision", ends["bf16"], "", precision="")
+        elif exponent.dtype in NAMES:
+            note = " CUDA runs it in fp32; what is cast to fp16 after it overflows." if self._is_cpu else ""
+            self._infinite(kind, largest, "in fp16", ends["fp16"], ", or compute it in fp32", "fp16", note)
+
+    def _infinite(
+        self, kind: OpKind, largest: float, where: str, end: float, other_way: str, precision: str, note: str = ""
+    ) -> None:
         self._add(
             "exp_of_large",
-            f"{kind.base} of up to {largest:.4g} is infinite {where} (from {ends['bf16' if in_all else 'fp16']:.4g} "
-            f"on): subtract the maximum first, as logsumexp does{'' if in_all else ', or compute it in fp32'}.{note}",
+            f"{kind.base} of up to {largest:.4g} is infinite {where} (from {end:.4g} on): subtract the maximum first, "
+            f"as logsumexp does{other_way}.{note}",
             "wrong",
-            "" if in_all else "fp16",
+            precision,
         )
 
     def _sum(self, kind: OpKind, args: tuple[Any, ...], output: Any) -> None:
@@ -261,26 +273,28 @@ class OpHazards(OpWatch):
 
     def _follow(self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Remark what CUDA would run in fp32, and remember which tensors would be fp32 there."""
-        given = [it for it in tensors_in(args, kwargs) if it.is_floating_point()]
-        low = [it for it in given if it.dtype in NAMES]
+        low = _low(args, kwargs)
         there = _on_cuda(kind.name) if self.calls.is_under_autocast and not self.calls.escapes else None
         # An op in place keeps its dtype there as well, and what it writes into is known already.
-        outputs = [it for it in tensors_in(output) if it.dtype in NAMES] if not kind.writes_into else []
+        outputs = [] if kind.writes_into else _low(output)
         is_wide = there == FLOAT32 or self._flows_wide(kind, low, outputs)
+        stays_wide = is_wide and there != LOWER_PRECISION and not kind.is_product
         for tensor in outputs:
-            self._mark(tensor, is_wide and there != LOWER_PRECISION and not kind.is_product)
+            self._mark(tensor, stays_wide)
         if there == FLOAT32 and low and outputs and not kind.base.startswith(_PICKS):
-            name = KERNEL_OF.get(kind.base, kind.base)
-            self._found.add(
-                "cpu_is_not_cuda",
-                f"{name} runs in {dtype_name(low[0].dtype)} here, but CUDA's autocast runs it in fp32: what is found "
-                "here does not hold there.",
-                self.at.line,
-                "note",
-                module=self.at.here.module,
-                what=name,
-                is_about_line=False,
-            )
+            self._runs_wide_on_cuda(KERNEL_OF.get(kind.base, kind.base), low[0].dtype)
+
+    def _runs_wide_on_cuda(self, name: str, dtype: torch.dtype) -> None:
+        self._found.add(
+            "cpu_is_not_cuda",
+            f"{name} runs in {dtype_name(dtype)} here, but CUDA's autocast runs it in fp32: what is found "
+            "here does not hold there.",
+            self.at.line,
+            "note",
+            module=self.at.here.module,
+            what=name,
+            is_about_line=False,
+        )
 
     def _flows_wide(self, kind: OpKind, low: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
         if kind.is_cast and low and outputs and outputs[0].dtype != low[0].dtype:
@@ -318,6 +332,8 @@ class OpHazards(OpWatch):
 
 # ---------------------------------------------------------------------- reading
 
+_PROMOTE = ("add", "sub", "rsub", "mul", "where", "maximum", "minimum", "lerp")  # to the widest that they are given
+
 
 @functools.cache
 def _on_cuda(name: str) -> str | None:
@@ -326,7 +342,7 @@ def _on_cuda(name: str) -> str | None:
 
 def _storage(tensor: torch.Tensor) -> int | None:
     """Names the memory of a plain tensor."""
-    return tensor.untyped_storage()._cdata if _is_plain(tensor) else None
+    return storage_id(tensor) if _is_plain(tensor) else None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -344,6 +360,22 @@ def _bounds(tensor: torch.Tensor) -> tuple[float, float] | None:
     return tuple(map(float, torch.aminmax(tensor.detach())))
 
 
+def _low(*values: Any) -> list[torch.Tensor]:
+    return [it for it in tensors_in(*values) if it.dtype in NAMES]
+
+
+def _is_wide_input(source: Any) -> bool:
+    """Whether it is a tensor of more than low precision that neither is trained nor comes from what is."""
+    if not isinstance(source, torch.Tensor) or source.dtype in NAMES:
+        return False
+    return not (source.requires_grad or isinstance(source, nn.Parameter))
+
+
+def _bounds_of_exponent(exponent: Any) -> tuple[float, float] | None:
+    is_float = isinstance(exponent, torch.Tensor) and exponent.is_floating_point()
+    return _bounds(exponent) if is_float and exponent.dtype is not torch.float64 else None
+
+
 def _is_remarkable(value: float) -> bool:
     size = abs(value)
     return _LARGEST < size < math.inf or 0 < size < _SMALLEST or _ROUNDS_TO_ONE["bf16"] <= value < 1
@@ -351,10 +383,10 @@ def _is_remarkable(value: float) -> bool:
 
 def _constants_in(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Numbers that the op computes with, by the name of their argument; sizes and dimensions are none."""
-    for schema, value in zip(kind.op._schema.arguments, args, strict=False):
+    for schema, value in zip(schema_of(kind.op).arguments, args, strict=False):
         yield from _constant(kind, schema, value)
     if kwargs:
-        for schema in kind.op._schema.arguments:
+        for schema in schema_of(kind.op).arguments:
             if schema.name in kwargs:
                 yield from _constant(kind, schema, kwargs[schema.name])
 
@@ -363,11 +395,17 @@ def _constant(kind: OpKind, schema: Any, value: Any) -> Iterator[tuple[str, floa
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if "int" not in str(schema.type).lower() and abs(value) not in _FOLLOWS_DTYPE:
             yield schema.name, float(value)
-    elif isinstance(value, torch.Tensor) and value.ndim == 0 and kind.base in _TAKES_CONSTANTS:
-        is_number = value.is_floating_point() and not value.requires_grad and _is_plain(value)
-        if is_number and abs(number := float(value)) not in _FOLLOWS_DTYPE:
+    elif kind.base in _TAKES_CONSTANTS and _is_one_number(value):
+        number = float(value)
+        if abs(number) not in _FOLLOWS_DTYPE:
             # What a low precision made of -1e9 is told as -1e9.
             yield schema.name, float(f"{number:.2g}") if value.dtype in NAMES else number
+
+
+def _is_one_number(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.ndim:
+        return False
+    return value.is_floating_point() and not value.requires_grad and _is_plain(value)
 
 
 def _computed_in(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
@@ -377,10 +415,11 @@ def _computed_in(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     tensors = [it for it in tensors_in(args) if it.is_floating_point()]
     if not tensors:
         return None
-    if kind.writes_into or kind.base not in ("add", "sub", "rsub", "mul", "where", "maximum", "minimum", "lerp"):
+    if kind.writes_into or kind.base not in _PROMOTE:
         return tensors[0].dtype
-    leading = [it for it in tensors if it.ndim] or tensors
-    return functools.reduce(torch.promote_types, (it.dtype for it in leading))
+    leading = filter(torch.Tensor.dim, tensors)
+    dtypes = [it.dtype for it in leading] or [it.dtype for it in tensors]
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _base_of_power(base: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""Where the value was born that makes a step nonfinite, why, and how to take that step again."""
+"""Locates the birth of a nonfinite value, says why, and takes that step again."""
 
 from amp_recipes.numerics.nonfinite.cause import locate
 from amp_recipes.numerics.nonfinite.report import (

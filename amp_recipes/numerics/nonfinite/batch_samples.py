@@ -1,8 +1,7 @@
-"""How a batch is made of samples and tensors: how many there are, what they are called, and a batch of some of them."""
+"""Takes a batch apart: how many samples it has, what its tensors are called, and a batch of some samples."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_recipes.data import batch_length
+from amp_recipes.modules.nested import parts_of
 
 _MAX_DEPTH = 6  # of containers in a batch
 
@@ -49,44 +49,48 @@ def _children(value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", inner) for key, inner in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return [(f".{name}", getattr(value, name)) for name in value._fields]
+        return _attributes(value, value._fields)
     if isinstance(value, list | tuple):
         return [(f"[{index}]", inner) for index, inner in enumerate(value)]
     if isinstance(value, type | nn.Module):
         return []
-    names = [it.name for it in fields(value)] if is_dataclass(value) else list(getattr(value, "__dict__", ()))
+    if is_dataclass(value):
+        return _attributes(value, [it.name for it in fields(value)])
+    return _attributes(value, getattr(value, "__dict__", ()))
+
+
+def _attributes(value: Any, names: Iterable[str]) -> list[tuple[str, Any]]:
     return [(f".{name}", getattr(value, name, None)) for name in names]
 
 
 def take_samples(batch: Any, samples: Sequence[int], length: int) -> Any:
     """The same batch with these samples only. Raises Inseparable for what has no leading dimension of `length`."""
-    if isinstance(batch, torch.Tensor):
-        if batch.ndim and batch.shape[0] == length:
-            return batch[torch.as_tensor(samples, device=batch.device)]
-        if batch.ndim == 0:
-            return batch
-        raise Inseparable
+    if isinstance(batch, Tensor):
+        return _take_rows(batch, samples, length)
     if isinstance(batch, str | bytes | int | float | bool | None):
         return batch
-    is_row = type(batch) in (list, tuple) and len(batch) == length and not any(map(_is_whole, batch))
-    if is_row or (is_list_of_samples(batch) and len(batch) == length):  # a text, or a dict, for each sample
-        return type(batch)(batch[it] for it in samples)
+    if _has_an_item_per_sample(batch, length):
+        return type(batch)(batch[sample] for sample in samples)
+    parts = parts_of(batch)
+    if parts is None:
+        raise Inseparable
+    items, rebuild = parts
+    return rebuild([take_samples(item, samples, length) for item in items])
 
-    def inner(value: Any) -> Any:
-        return take_samples(value, samples, length)
 
-    if type(batch) in (list, tuple):
-        return type(batch)(map(inner, batch))
-    if isinstance(batch, tuple) and hasattr(type(batch), "_make") and type(batch).__new__ is not tuple.__new__:
-        return type(batch)._make(map(inner, batch))
-    if type(batch) is dict:
-        return {key: inner(value) for key, value in batch.items()}
-    if is_dataclass(batch):
-        taken = copy.copy(batch)
-        for each in fields(batch):
-            object.__setattr__(taken, each.name, inner(getattr(batch, each.name)))
-        return taken
-    raise Inseparable
+def _take_rows(tensor: Tensor, samples: Sequence[int], length: int) -> Tensor:
+    if tensor.ndim == 0:
+        return tensor
+    if tensor.shape[0] != length:
+        raise Inseparable
+    return tensor[torch.as_tensor(samples, device=tensor.device)]
+
+
+def _has_an_item_per_sample(batch: Any, length: int) -> bool:
+    """Whether it is a list of so many texts or numbers, or of so many dicts or records that are all alike."""
+    if type(batch) in (list, tuple) and len(batch) == length and not any(map(_is_whole, batch)):
+        return True
+    return is_list_of_samples(batch) and len(batch) == length
 
 
 def _is_whole(value: Any) -> bool:

@@ -150,10 +150,15 @@ class _Search:
             if self._bad_at != self._scale:  # what overflows at the scale may hide what is wrong at any scale
                 origin = self._watched(self._dtype, 1.0)[1] or origin
             return "precision", origin
+        return self._in_any_precision(origin)
+
+    def _in_any_precision(self, origin: Origin) -> tuple[str, Origin]:
         wide = self._watched(torch.float32, 1.0)[1]
-        if wide is not None and wide.dtype in ("float16", "bfloat16"):
+        if wide is None:
+            return "model", origin
+        if wide.dtype in ("float16", "bfloat16"):
             self._notes.append(f"Even in a float32 run this computes in {wide.dtype}, since the code casts by itself.")
-        if wide is None or (wide.place, wide.op) == (origin.place, origin.op):
+        if (wide.place, wide.op) == (origin.place, origin.op):
             return "model", origin
         if wide.external is not None and wide.external.kind != "tensor":
             return self._of_external(wide)

@@ -1,4 +1,4 @@
-"""How the run was started whose step a folder holds: what of it is kept, and what is believed of it when it is read."""
+"""Keeps the command that started a run, and checks it before anybody runs it again."""
 
 from __future__ import annotations
 
@@ -44,14 +44,21 @@ def checked(folder: Path, command: Any) -> dict[str, Any]:
             "folder with amp_recipes.numerics.nonfinite.report.read_replay."
         )
     given = command if isinstance(command, dict) else {}
-    words, module, masked = given.get("words"), given.get("module"), given.get("masked", [])
-    lists = all(isinstance(them, list) and all(map(_is_word, them)) for them in (words, masked))
-    is_module = module is None or (isinstance(module, str) and _MODULE.fullmatch(module) is not None)
-    if not (lists and is_module and all(_is_word(given.get(key)) for key in ("script", "cwd"))):
+    kept = {key: given.get(key) for key in ("script", "module", "words", "cwd")}
+    kept["masked"] = given.get("masked", [])
+    if not _is_command(kept):
         raise CheckpointError(f"{folder}: its command is {command!r}; expected a script or module, words and a cwd.")
-    kept = {"script": given["script"], "module": module, "words": words, "cwd": given["cwd"], "masked": masked}
     is_signed = _signature(given) is not None and given.get("signature") == _signature(given)
     return {**kept, "not_vouched_for": _not_vouched_for(Path(folder), kept, given.get("sha256"), is_signed)}
+
+
+def _is_command(kept: Mapping[str, Any]) -> bool:
+    module = kept["module"]
+    return (
+        all(_is_word(kept[key]) for key in ("script", "cwd"))
+        and all(isinstance(kept[key], list) and all(map(_is_word, kept[key])) for key in ("words", "masked"))
+        and (module is None or (isinstance(module, str) and _MODULE.fullmatch(module) is not None))
+    )
 
 
 def _is_word(value: Any) -> bool:
@@ -69,31 +76,37 @@ def _not_vouched_for(folder: Path, command: dict[str, Any], digests: Any, is_sig
     user signed it, and its script lies below the working folder, outside of the run, unchanged; as a module, where that
     script is what the module's name means there.
     """
-    here, run = Path.cwd().resolve(), folder.resolve().parent
-    module = command["module"]
+    here, module = Path.cwd().resolve(), command["module"]
     try:
         cwd = Path(command["cwd"]).resolve()
         script = (cwd / command["script"]).resolve()
     except OSError as error:  # a name that is too long, a ring of links
         return {module or command["script"]: f"{error.strerror}"}
     digest = digests.get(command["script"]) if isinstance(digests, dict) else None
-    path = cwd.joinpath(*(module or "").split("."))
-    trusted = {}
-    if here not in (cwd, *cwd.parents) or here not in script.parents:
-        reason = f"it is not in the working folder, {here}"
-    elif run in script.parents and run not in (here, *here.parents):
-        reason = f"it lies in the run's own folder, {run}"
-    elif digest is None or digest != _digest(script):
-        reason = "it is not the file that the run began with"
-    elif module is not None and script not in (path.with_suffix(".py"), path / "__main__.py"):
+    reason = _why_not_the_users(here, folder.resolve().parent, cwd, script, digest)
+    if reason is None and module is not None and not _is_module(module, cwd, script):
         reason = f"{command['script']} is not that module"
-    elif not is_signed:
-        reason = "no run of yours signed this command"
-    else:
-        return {}
-    if not is_signed:
-        trusted = dict.fromkeys(trust_in(command["words"]), "the run trusted it with --trust")
-    return {module or str(script.relative_to(here) if here in script.parents else script): reason, **trusted}
+    name = module or str(script.relative_to(here) if here in script.parents else script)
+    if is_signed:
+        return {} if reason is None else {name: reason}
+    trusted = dict.fromkeys(trust_in(command["words"]), "the run trusted it with --trust")
+    return {name: reason or "no run of yours signed this command", **trusted}
+
+
+def _why_not_the_users(here: Path, run: Path, cwd: Path, script: Path, digest: Any) -> str | None:
+    """What speaks against a script that is to be run in `cwd`: where it lies, or that it was changed."""
+    if here not in (cwd, *cwd.parents) or here not in script.parents:
+        return f"it is not in the working folder, {here}"
+    if run in script.parents and run not in (here, *here.parents):
+        return f"it lies in the run's own folder, {run}"
+    if digest is None or digest != _digest(script):
+        return "it is not the file that the run began with"
+    return None
+
+
+def _is_module(module: str, cwd: Path, script: Path) -> bool:
+    path = cwd.joinpath(*module.split("."))
+    return script in (path.with_suffix(".py"), path / "__main__.py")
 
 
 def _signature(command: Mapping[str, Any], make_key: bool = False) -> str | None:
@@ -139,17 +152,23 @@ def _without_secrets(words: list[str]) -> tuple[list[str], list[str]]:
     kept: list[str] = []
     masked: list[str] = []
     for word in words:
-        before = kept[-1] if kept else ""
         name, equals, value = word.partition("=")
-        if before.startswith("-") and "=" not in before and not word.startswith("-") and _is_secret(before):
-            masked.append(before)
+        if kept and _takes_a_secret(kept[-1]) and not word.startswith("-"):
+            masked.append(kept[-1])
             kept.append(MASK)
-        elif equals and _is_secret(name):
-            masked += [name] if value else []
-            kept.append(f"{name}={MASK}" if value else word)
-        else:
+        elif not equals or not _is_secret(name):
             kept.append(_without_entries(word, masked))
+        elif value:
+            masked.append(name)
+            kept.append(f"{name}={MASK}")
+        else:
+            kept.append(word)
     return kept, list(dict.fromkeys(masked))
+
+
+def _takes_a_secret(word: str) -> bool:
+    """Whether it is an option whose value is the next word."""
+    return word.startswith("-") and "=" not in word and _is_secret(word)
 
 
 def _without_entries(word: str, masked: list[str]) -> str:

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from amp_recipes.files.user_code import Line
 from amp_recipes.numerics.nonfinite.values import FINITE, Birth, TensorRange, kind_of
 from amp_recipes.numerics.watch.observe import Place, op_name
+from amp_recipes.precision.torch_private import Op, schema_of
 
 # Ops that write all of what they change, and read none of it.
 _OVERWRITING = frozenset(
@@ -49,7 +50,7 @@ class Written:
 
     def __init__(
         self,
-        op: torch._ops.OpOverload,
+        op: Op,
         place: Place,
         made: Tensor,
         sources: tuple[int, ...],
@@ -118,17 +119,21 @@ class Facts:
 
     __slots__ = ("is_cast", "is_harmless", "is_unwritten", "mutated", "overwrites")
 
-    def __init__(self, op: torch._ops.OpOverload) -> None:
+    def __init__(self, op: Op) -> None:
         name = op_name(op).rpartition("::")[2]
-        arguments = list(enumerate(op._schema.arguments))
+        arguments = list(enumerate(schema_of(op).arguments))
         changed = [(i, it) for i, it in arguments if it.alias_info is not None and it.alias_info.is_write]
-        if "batch_norm" in name and "backward" not in name and not changed:
+        if not changed and _is_batch_norm(name):
             # It changes the statistics, which its schema does not say.
             changed = [(i, it) for i, it in arguments if it.name in ("running_mean", "running_var")]
         self.mutated = [(i, it.name) for i, it in changed]
         self.overwrites = name in _OVERWRITING or all(it.is_out for _, it in changed)
         self.is_harmless, self.is_unwritten = name in _HARMLESS, name in _UNWRITTEN
         self.is_cast = name in _CASTS
+
+
+def _is_batch_norm(name: str) -> bool:
+    return "batch_norm" in name and "backward" not in name
 
 
 facts_of = cache(Facts)

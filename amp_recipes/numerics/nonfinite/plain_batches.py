@@ -1,4 +1,4 @@
-"""How batches of any structure become what a file can hold, and come back as they were.
+"""Takes batches of any structure apart into what a file can hold, and puts them together again.
 
 A state file holds dicts, lists, tuples, tensors, arrays and numbers. Named tuples and dataclasses are taken apart, and
 the class is noted by name; it is looked up among what the process has imported, and put together without calling any
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -56,22 +57,31 @@ class PlainBatches:
         if kind in (dict, OrderedDict):
             return kind((key, self._plain(item, (*path, key))) for key, item in value.items())
         if kind in (list, tuple):
-            return kind(self._plain(item, (*path, index)) for index, item in enumerate(value))
+            return kind(self._items(value, path))
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             self.forms.append((path, "namedtuple", _name_of(kind)))
-            return [self._plain(item, (*path, index)) for index, item in enumerate(value)]
+            return self._items(value, path)
         if is_dataclass(value) and not isinstance(value, type):
             self.forms.append((path, "dataclass", _name_of(kind)))
-            names = dict.fromkeys([*(it.name for it in fields(value)), *getattr(value, "__dict__", ())])
-            return {it: self._plain(getattr(value, it), (*path, it)) for it in names if hasattr(value, it)}
+            return {name: self._plain(item, (*path, name)) for name, item in _attributes_of(value)}
         if isinstance(value, torch.Tensor) and value.requires_grad:
             self.forms.append((path, "requires_grad", ""))
         problem = plain_problem(value)
         return value if problem is None else self._leave_out(path, problem)
 
+    def _items(self, values: Iterable[Any], path: Path) -> list[Any]:
+        return [self._plain(item, (*path, index)) for index, item in enumerate(values)]
+
     def _leave_out(self, path: Path, why: str) -> None:
         first, *rest = path
         self.left_out.append(f"batch {first}{''.join(f'[{key!r}]' for key in rest[:8])} is {why}")
+
+
+def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of a dataclass that are set, and what else stands on the object."""
+    for name in dict.fromkeys([*(it.name for it in fields(value)), *getattr(value, "__dict__", ())]):
+        if hasattr(value, name):
+            yield name, getattr(value, name)
 
 
 def _name_of(kind: type) -> str:

@@ -1,4 +1,4 @@
-"""What a nonfinite step leaves behind: the report, its JSON, and the folder from which the step can be taken again."""
+"""Writes the report of a nonfinite step, and the folder from which the step can be taken again."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from amp_recipes.checkpoint.folder import (
 from amp_recipes.checkpoint.state_format import pack_state, read_state
 from amp_recipes.data import to_device
 from amp_recipes.errors import CheckpointError
-from amp_recipes.files.plain_json import json_bytes, plain
 from amp_recipes.files.run_files import refuse_link, write_atomically
+from amp_recipes.files.strict_json import as_it_is_read, encode_findings
 from amp_recipes.numerics.nonfinite import command as commands
 from amp_recipes.numerics.nonfinite.plain_batches import PlainBatches
 from amp_recipes.numerics.nonfinite.values import TensorRange
@@ -117,7 +117,7 @@ class NonfiniteReport:
         for key in ("range", "made"):
             found[key] = [{k: v for k, v in asdict(it).items() if k != "kind"} for it in found[key]]
         first = ("step", "module", "op", "phase", "dtype", "cause", "samples", "range", "message", "caveats")
-        return plain({key: found[key] for key in (*first, *(it for it in found if it not in first))})
+        return as_it_is_read({key: found[key] for key in (*first, *(it for it in found if it not in first))})
 
 
 # ---------------------------------------------------------------------- writing
@@ -155,7 +155,7 @@ def write_report(
         refused = _write_replay(Path(private), target, report, trial, window, random, command, most_bytes)
         content["replay"] = None if refused else target.name
         content["no_replay"] = refused
-        _put(Path(private), file, json_bytes(content))
+        _put(Path(private), file, encode_findings(content))
     return file if refused else target
 
 
@@ -279,18 +279,10 @@ class Replay:
 
     def compared_with(self, report: NonfiniteReport) -> str:
         """What was found now, and whether it is what was found then."""
-        keys = ("cause", "module", "op", "phase", "samples")
-        now, then = report.as_dict(), self.report
-        differ = [key for key in keys if now[key] != then.get(key)]
+        then = self.report
         # What was uncertain then is so still: the folder holds what the replays had, not what the step had.
         report = replace(report, caveats=list(dict.fromkeys([*report.caveats, *then.get("caveats", [])])))
-        lines = [report.message]
-        if differ:
-            told = ", ".join(f"{key} {then.get(key)!r} then and {now[key]!r} now" for key in differ)
-            lines.append(f"This is not what step {then.get('step')} found: {told}.")
-            lines.append(f"It said: {then.get('message')}")
-        else:
-            lines.append(f"The same as in step {then.get('step')}: {', '.join(keys)}.")
+        lines = [report.message, *_differences(report.as_dict(), then)]
         lines += [f"{name} has changed since." for name in self.changed]
         if then.get("put_back"):
             drawn = " and ".join(then["put_back"])
@@ -301,6 +293,15 @@ class Replay:
         others = {name: it for name, it in _HERE.items() if self.versions.get(name) != it}
         lines += [f"{name} is {it} here, and was {self.versions.get(name)}." for name, it in others.items()]
         return "\n".join(lines)
+
+
+def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    keys = ("cause", "module", "op", "phase", "samples")
+    differ = [key for key in keys if now[key] != then.get(key)]
+    if not differ:
+        return [f"The same as in step {then.get('step')}: {', '.join(keys)}."]
+    told = ", ".join(f"{key} {then.get(key)!r} then and {now[key]!r} now" for key in differ)
+    return [f"This is not what step {then.get('step')} found: {told}.", f"It said: {then.get('message')}"]
 
 
 def _misfits(kind: str, here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]) -> list[str]:

@@ -18,16 +18,17 @@ def samples_in_rows(
     length: how many samples it has; is_list: it is a list of them; parameter_shapes: for births in the backward.
     """
     if origin.external is not None:
-        born = _samples_from_outside(origin.external, length, is_list, origin.shapes)
-    elif origin.birth is None or origin.batch is None or origin.is_put_there:
-        born = None
-    else:
-        # The rows of a weight's gradient are features, even where there are as many as samples.
-        of_weights = parameter_shapes if origin.place.phase == "backward" else frozenset()
-        rows = [it for it in origin.birth.rows if it.shape not in of_weights and it.shape[::-1] not in of_weights]
-        found = (_samples(it, length, origin.shapes) for it in rows)
-        born = next((it for it in found if it is not None), None)
-    return born
+        return _samples_from_outside(origin.external, length, is_list, origin.shapes)
+    if origin.birth is None or origin.batch is None or origin.is_put_there:
+        return None
+    # The rows of a weight's gradient are features, even where there are as many as samples.
+    of_weights = parameter_shapes if origin.place.phase == "backward" else frozenset()
+    for rows in origin.birth.rows:
+        if of_weights.isdisjoint((rows.shape, rows.shape[::-1])):
+            found = _samples(rows, length, origin.shapes)
+            if found is not None:
+                return found
+    return None
 
 
 def _samples_from_outside(
@@ -48,15 +49,22 @@ def _samples(rows: Rows, length: int, shapes: Sequence[tuple[int, ...]]) -> list
     if rows.shape[0] == length:
         return rows.along[0]
     if rows.shape[0] % length == 0:
-        # Samples times moments, or times heads: what it was made from tells which of them changes faster.
-        per_sample = rows.shape[0] // length
-        for shape in shapes:
-            merged = _merged_dimensions(shape, rows.shape[0])
-            if merged and shape[0] == length:
-                return sorted({row // per_sample for row in rows.along[0]})
-            if merged == 2 and shape[1] == length:
-                return sorted({row % length for row in rows.along[0]})
+        merged = _samples_of_merged(rows, length, shapes)
+        if merged is not None:
+            return merged
     return rows.along[1] if 1 in rows.along and rows.shape[1] == length else None
+
+
+def _samples_of_merged(rows: Rows, length: int, shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
+    """Of samples times moments, or times heads: what it was made from tells which of them changes faster."""
+    per_sample = rows.shape[0] // length
+    for shape in shapes:
+        merged = _merged_dimensions(shape, rows.shape[0])
+        if merged and shape[0] == length:
+            return sorted({row // per_sample for row in rows.along[0]})
+        if merged == 2 and shape[1] == length:
+            return sorted({row % length for row in rows.along[0]})
+    return None
 
 
 def _merged_dimensions(shape: tuple[int, ...], size: int) -> int:
@@ -86,23 +94,35 @@ def samples_by_parts(is_bad: Callable[[list[int]], bool], length: int, most_runs
         return is_bad(samples)
 
     try:
-        part = list(range(length))
-        if length > 4:
-            bad = [half for half in _halves(part) if asked(half)]
-            if not bad or (len(bad) == 2 and all(asked(quarter) for half in bad for quarter in _halves(half))):
-                return None
-            part = bad[0]
+        part = _half_to_begin_with(asked, length)
+        if part is None:
+            return None
         culprits: list[int] = []
         while part:
-            while len(part) > 1:
-                left, right = _halves(part)
-                part = left if asked(left) else right
-            culprits += part
+            culprits.append(_one_of(part, asked))
             rest = [it for it in range(length) if it not in culprits]
             part = rest if rest and asked(rest) else []
         return sorted(culprits) if asked(culprits) else None
     except Inseparable:
         return None
+
+
+def _half_to_begin_with(asked: Callable[[list[int]], bool], length: int) -> list[int] | None:
+    """Where to look for the first sample; None where no part does it alone, or each quarter does."""
+    samples = list(range(length))
+    if length <= 4:
+        return samples
+    bad = [half for half in _halves(samples) if asked(half)]
+    if not bad or (len(bad) == 2 and all(asked(quarter) for half in bad for quarter in _halves(half))):
+        return None
+    return bad[0]
+
+
+def _one_of(part: list[int], asked: Callable[[list[int]], bool]) -> int:
+    while len(part) > 1:
+        left, right = _halves(part)
+        part = left if asked(left) else right
+    return part[0]
 
 
 def _halves(part: list[int]) -> tuple[list[int], list[int]]:

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from amp_recipes.modules.torch_private import storage_id
 from amp_recipes.numerics.nonfinite.batch_samples import samples_in, tensors_by_path
 from amp_recipes.numerics.nonfinite.memory import (
     Bad,
@@ -47,7 +47,8 @@ from amp_recipes.numerics.nonfinite.values import (
     rows_at_least,
     witness,
 )
-from amp_recipes.numerics.watch.observe import OpWatch, graph_task
+from amp_recipes.numerics.watch.observe import OpWatch
+from amp_recipes.precision.torch_private import FIRST_GRADIENTS, Op, graph_task, without_modes
 from amp_recipes.state.randomness import generator_state
 
 _SEED = torch.ops.aten.ones_like.default  # a backward begins with the gradient of the loss by itself
@@ -104,7 +105,7 @@ class NonfiniteTrace(OpWatch):
 
     # ------------------------------------------------------------------ at each op
 
-    def about_to_see(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def about_to_see(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.target is not None:
             return
         facts = self._facts = facts_of(op)
@@ -113,43 +114,58 @@ class NonfiniteTrace(OpWatch):
         self._changed: list[Tensor] = []
         for position, name in facts.mutated:
             self._changed += self._tensors((args[position] if position < len(args) else kwargs.get(name),))
-        for read in self._reads if self._changed else ():
-            if any(read.tensor is it for it in self._changed):
+        if self._changed:
+            self._look_at_what_changes(facts)
+
+    def _look_at_what_changes(self, facts: Facts) -> None:
+        changed = {id(it) for it in self._changed}
+        for read in self._reads:
+            if id(read.tensor) in changed:
                 read.overwritten = facts.overwrites
-                if not facts.overwrites and is_float(read.tensor) and (read.memory.bad or not facts.is_harmless):
+                may_tell = read.memory.bad or not facts.is_harmless
+                if not facts.overwrites and is_float(read.tensor) and may_tell:
                     read.range = range_of(read.tensor)  # now or never
 
-    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self.target is not None:
             return
         if op is _SEED and _is_one_number(self._reads) and self._reads[0].memory.bad and _begins_backward():
             self._note("loss", self._reads[0].tensor)
         written = self._written(output)
-        if not written:
-            if isinstance(output, float) and not math.isfinite(output):
-                self._read_out[str(output)] = self._causes(NAN if math.isnan(output) else INFINITE)
-            return
+        if written:
+            self._remember(op, args, written)
+        elif isinstance(output, float) and not math.isfinite(output):
+            self._read_out[str(output)] = self._causes(NAN if math.isnan(output) else INFINITE)
+
+    def _remember(self, op: Op, args: tuple[Any, ...], written: list[Tensor]) -> None:
         kinds = self._kinds(self._facts, written)
-        kind = max(kinds)
-        causes: tuple[Cause, ...] = ()
-        birth = line = rows = None
-        if kind != FINITE:
-            causes = self._causes(kind)
-            if not any(bad == kind for _, bad in causes):
-                causes += self._unseen(kind)
-                bad = [it for it, its_kind in zip(written, kinds, strict=True) if its_kind == kind]
-                birth = self._witness(op, args, bad, kind)
-            if birth is not None or any(isinstance(self.events[it], External) for it, _ in causes):
-                line = self.at.line
-        made = written[kinds.index(kind)]
-        if kind != FINITE and made.ndim and made.shape[0] in self._lengths and graph_task() == -1:
-            rows = rows_at_least(made)
-        sources = tuple({read.memory.last: None for read in self._reads})
+        event = self._event(op, args, written, kinds)
         number = len(self.events)
-        self.events.append(Written(op, self.at.here, made, sources, kind, causes, birth, line, rows))
+        self.events.append(event)
         for tensor, its_kind in zip(written, kinds, strict=True):
             self._write(tensor, number, its_kind)
         self._reads, self._changed = [], []  # they may be freed
+
+    def _event(self, op: Op, args: tuple[Any, ...], written: list[Tensor], kinds: list[int]) -> Written:
+        """What is remembered of an op that wrote tensors of these kinds."""
+        kind = max(kinds)
+        made = written[kinds.index(kind)]
+        sources = tuple({read.memory.last: None for read in self._reads})
+        if kind == FINITE:
+            return Written(op, self.at.here, made, sources, kind, (), None, None, None)
+        causes, birth = self._causes(kind), None
+        if kind not in [bad for _, bad in causes]:
+            causes += self._unseen(kind)
+            bad = [it for it, its_kind in zip(written, kinds, strict=True) if its_kind == kind]
+            birth = self._witness(op, args, bad, kind)
+        comes_in = birth is not None or self._come_from_outside(causes)
+        has_rows = made.ndim and made.shape[0] in self._lengths and graph_task() == -1
+        line = self.at.line if comes_in else None
+        rows = rows_at_least(made) if has_rows else None
+        return Written(op, self.at.here, made, sources, kind, causes, birth, line, rows)
+
+    def _come_from_outside(self, causes: Iterable[Cause]) -> bool:
+        return any(isinstance(self.events[number], External) for number, _ in causes)
 
     def _tensors(self, values: Iterable[Any]) -> list[Tensor]:
         """The dense tensors in nested arguments; notes on the way which numbers among them are nonfinite."""
@@ -170,20 +186,22 @@ class NonfiniteTrace(OpWatch):
         """What the op changed, and those of its outputs that are not views of what it read."""
         written, read = self._changed, {id(it.memory) for it in self._reads}
         for tensor in self._tensors((output,)):
-            memory = self._memories.get(tensor.untyped_storage()._cdata)
+            memory = self._memories.get(storage_id(tensor))
             if memory is None or id(memory) not in read:
                 written = [*written, tensor]
         return written
 
     def _kinds(self, facts: Facts, written: list[Tensor]) -> list[int]:
-        if facts.is_unwritten:
+        if facts.is_unwritten or self._keeps_finite(facts, written):
             return [FINITE] * len(written)
-        keeps = facts.is_harmless or (facts.is_cast and self._widens(written[0]))
-        if keeps and not self._told:
-            read = [it for it in self._reads if not it.overwritten]
-            if not any(it.memory.bad or it.tensor.is_complex() for it in read):
-                return [FINITE] * len(written)
         return [kind_of(it) for it in written]
+
+    def _keeps_finite(self, facts: Facts, written: list[Tensor]) -> bool:
+        """Whether all that was read is finite, and the op makes nothing else of that; so nobody need look."""
+        if self._told or not (facts.is_harmless or (facts.is_cast and self._widens(written[0]))):
+            return False
+        read = [it for it in self._reads if not it.overwritten]
+        return not any(it.memory.bad or it.tensor.is_complex() for it in read)
 
     def _widens(self, written: Tensor) -> bool:
         """Whether a cast to the dtype of `written` keeps all that it reads finite."""
@@ -197,11 +215,10 @@ class NonfiniteTrace(OpWatch):
         """Who had written what was read and not finite."""
         causes = {cause: None for told in self._told for cause in self._read_out.get(told, ())}
         for read in self._reads:
-            found = read.kind() if read.memory.bad and is_float(read.tensor) else FINITE
-            if found == NAN and kind == INFINITE:  # what held NaN made infinity of an infinity beside it
-                found = INFINITE if read.range is None and has_infinity(read.tensor) else FINITE
-            if found != FINITE:
-                causes |= {(number, found): None for number in writers_of(read.memory, read.tensor)}
+            if read.memory.bad and is_float(read.tensor):
+                found = _kind_for(read, kind)
+                if found != FINITE:
+                    causes |= {(number, found): None for number in writers_of(read.memory, read.tensor)}
         return tuple(causes)
 
     def _unseen(self, kind: int) -> tuple[Cause, ...]:
@@ -209,7 +226,7 @@ class NonfiniteTrace(OpWatch):
         reads = [it for it in self._reads if not it.memory.bad and is_float(it.tensor)]
         return tuple((it.memory.last, min(found, kind)) for it in reads if (found := it.kind()) != FINITE)
 
-    def _witness(self, op: torch._ops.OpOverload, args: tuple[Any, ...], bad: list[Tensor], kind: int) -> Birth:
+    def _witness(self, op: Op, args: tuple[Any, ...], bad: list[Tensor], kind: int) -> Birth:
         reads = [it for it in self._reads if not it.overwritten]
         ranges = [it.range or range_of(it.tensor) for it in reads if is_float(it.tensor)]
         whole = [it.tensor for it in reads if it.range is None]
@@ -219,12 +236,12 @@ class NonfiniteTrace(OpWatch):
         return birth
 
     def _write(self, tensor: Tensor, number: int, kind: int) -> None:
-        storage = tensor.untyped_storage()
-        memory = self._memories.get(storage._cdata)
+        storage, key = tensor.untyped_storage(), storage_id(tensor)
+        memory = self._memories.get(key)
         if memory is None:
             if len(self._memories) >= self._prune_at:
                 self._forget_what_is_gone()
-            memory = self._memories[storage._cdata] = Memory(storage, number)
+            memory = self._memories[key] = Memory(storage, number)
         memory.last = number
         if memory.bad:
             first, end = bytes_of(tensor)
@@ -254,10 +271,10 @@ class NonfiniteTrace(OpWatch):
                     yield External("batch", path, tuple(leaf.shape), leaf.dtype, index, leaf)
 
     def _memory_of(self, tensor: Tensor) -> Memory:
-        storage = tensor.untyped_storage()
-        memory = self._memories.get(storage._cdata)
+        storage, key = tensor.untyped_storage(), storage_id(tensor)
+        memory = self._memories.get(key)
         if memory is None:
-            memory = self._memories[storage._cdata] = Memory(storage, len(self.events))
+            memory = self._memories[key] = Memory(storage, len(self.events))
             self._take_in(tensor, storage, memory)
         return memory
 
@@ -283,24 +300,24 @@ class NonfiniteTrace(OpWatch):
         if self.target is not None or gradient is None:
             return
         if gradient.layout is torch.strided and type(gradient) is Tensor:
-            memory = self._memories.get(gradient.untyped_storage()._cdata)
+            memory = self._memories.get(storage_id(gradient))
             if memory is None or not memory.bad:
                 return
-        with _disable_current_modes(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             self._note(f"gradient of {name}", gradient)
 
     def _note(self, target: str, value: Tensor) -> None:
         """If this is nonfinite, it is what is to be explained."""
         for plain in plain_tensors(value):
-            memory = self._memories.get(plain.untyped_storage()._cdata)
+            memory = self._memories.get(storage_id(plain))
             if memory is not None and memory.bad and (kind := kind_of(plain)) != FINITE:
                 self.target = target
                 self.causes += tuple((number, kind) for number in writers_of(memory, plain))
 
     def causes_of(self, value: Tensor) -> tuple[Cause, ...]:
         """Who wrote a nonfinite tensor that the step returned."""
-        with _disable_current_modes(), torch.no_grad():
-            memory = self._memories.get(value.untyped_storage()._cdata)
+        with without_modes(), torch.no_grad():
+            memory = self._memories.get(storage_id(value))
             kind = kind_of(value)
         if memory is not None:
             return tuple((number, kind) for number in writers_of(memory, value))
@@ -317,6 +334,14 @@ class NonfiniteTrace(OpWatch):
         return {name: _hashable(state) for name, state in states.items()}
 
 
+def _kind_for(read: Read, made: int) -> int:
+    """Of what kind the read part was that something of kind `made` came of."""
+    found = read.kind()
+    if found == NAN and made == INFINITE:  # what held NaN made infinity of an infinity beside it
+        return INFINITE if read.range is None and has_infinity(read.tensor) else FINITE
+    return found
+
+
 def _is_one_number(reads: Sequence[Read]) -> bool:
     return len(reads) == 1 and reads[0].tensor.numel() == 1
 
@@ -325,7 +350,7 @@ def _begins_backward() -> bool:
     """Whether the op that runs now is autograd's own, before a backward."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "_make_grads":
+        if frame.f_code.co_name == FIRST_GRADIENTS:
             return True
         frame = frame.f_back
     return False

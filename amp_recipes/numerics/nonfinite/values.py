@@ -1,4 +1,4 @@
-"""What can be told of nonfinite values while they are at hand: kind, range, rows, and whether somebody wanted them.
+"""Describes nonfinite values while they are at hand: kind, range, rows, and whether somebody wanted them.
 
 A mask puts -inf where nothing shall count. That is no fault: what is told apart here is an infinity that somebody
 wrote from one that came out of arithmetic.
@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from amp_recipes.modules.torch_private import sparse_values
 from amp_recipes.numerics.watch.observe import dtype_name, op_name
+from amp_recipes.precision.torch_private import Op, graph_task, is_wrapper, running_node, users_function
 
 # How bad a tensor is. What holds a NaN is NAN, whatever else it holds.
 FINITE, INFINITE, NAN = range(3)
@@ -98,18 +99,20 @@ def kind_of(tensor: Tensor) -> int:
     if not is_float(tensor) or not tensor.numel() or tensor.is_meta:
         return FINITE
     tensor = _comparable(tensor)
-    # On a CPU the extremes of a 16-bit tensor cost what its sum does. Else the sum is cheaper, and one number to read.
-    is_wide = tensor.dtype.itemsize > 2
-    # A sum may overflow over finite values, but it cannot hide one that is not.
-    if is_wide and math.isfinite(tensor.sum().item()):
+    if _has_finite_sum(tensor):
         return FINITE
-    if not is_wide and not tensor.is_cpu and math.isfinite(tensor.sum(dtype=torch.float32).item()):
-        return FINITE
-    low, high = torch.aminmax(tensor)
-    low = low.item()
+    low, high = (extreme.item() for extreme in torch.aminmax(tensor))
     if math.isnan(low):
         return NAN
-    return FINITE if math.isfinite(low) and math.isfinite(high.item()) else INFINITE
+    return FINITE if math.isfinite(low) and math.isfinite(high) else INFINITE
+
+
+def _has_finite_sum(tensor: Tensor) -> bool:
+    """Whether one sum tells that all is finite: it may overflow over finite values, but cannot hide one that is not."""
+    if tensor.dtype.itemsize > 2:
+        return math.isfinite(tensor.sum().item())
+    # On a CPU the extremes of a 16-bit tensor cost what its sum does. Else the sum is cheaper, and one number to read.
+    return not tensor.is_cpu and math.isfinite(tensor.sum(dtype=torch.float32).item())
 
 
 def has_infinity(tensor: Tensor) -> bool:
@@ -148,18 +151,20 @@ def bad_rows(tensor: Tensor, kind: int | None = None) -> Rows:
         bad = _comparable(tensor.values()).isfinite().logical_not()
         bad = bad.flatten(1).any(1) if bad.ndim > 1 else bad
         return Rows(shape, {0: tensor.indices()[0][bad].unique().tolist()})
-    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+    if tensor.layout is not torch.strided or is_wrapper(tensor) or not tensor.numel():
         return Rows(shape, {})
     tensor = _comparable(tensor)
-    along = {}
-    for dimension in range(min(len(shape), 2) if tensor.numel() else 0):
-        others = [it for it in range(tensor.ndim) if it != dimension]
-        # Extremes carry NaN and infinity along, and cost a twentieth of asking each element.
-        high, low = (tensor.amax(others), tensor.amin(others)) if others else (tensor, tensor)
-        nan = high.isnan()
-        bad = nan if kind == NAN else high.isinf() | low.isinf() | (nan if kind is None else False)
-        along[dimension] = bad.nonzero().flatten().tolist()
-    return Rows(shape, along)
+    return Rows(shape, {dimension: _bad_along(tensor, dimension, kind) for dimension in range(min(len(shape), 2))})
+
+
+def _bad_along(tensor: Tensor, dimension: int, kind: int | None) -> list[int]:
+    others = [it for it in range(tensor.ndim) if it != dimension]
+    # Extremes carry NaN and infinity along, and cost a twentieth of asking each element.
+    high, low = (tensor.amax(others), tensor.amin(others)) if others else (tensor, tensor)
+    bad = high.isnan() if kind == NAN else high.isinf() | low.isinf()
+    if kind is None:
+        bad |= high.isnan()
+    return bad.nonzero().flatten().tolist()
 
 
 def _comparable(tensor: Tensor) -> Tensor:
@@ -177,13 +182,13 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
     """The dense tensors that hold what `value` holds: of a sparse tensor its values, of a wrapper what it wraps."""
     if not isinstance(value, Tensor):
         return
-    if is_traceable_wrapper_subclass(value):
+    if is_wrapper(value):
         for name in value.__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(value, name))
     elif value.layout is torch.strided:
         yield value
     elif value.layout is torch.sparse_coo:
-        yield value._values()
+        yield sparse_values(value)
     elif value.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         yield value.values()
 
@@ -192,7 +197,7 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def witness(
-    op: torch._ops.OpOverload,
+    op: Op,
     args: tuple[Any, ...],
     inputs: list[TensorRange],
     read: Sequence[Tensor],
@@ -235,7 +240,7 @@ def _has_masked_rows(name: str, args: tuple[Any, ...], read: Sequence[Tensor]) -
 
 
 def _node_name() -> str | None:
-    node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+    node = running_node() if graph_task() != -1 else None
     return None if node is None else node.name()
 
 
@@ -246,7 +251,7 @@ def _users_function() -> str | None:
         code = frame.f_code
         if code.co_name in ("forward", "backward", "setup_context") and code.co_argcount:
             context = frame.f_locals.get(code.co_varnames[0])
-            function = getattr(type(context), "_forward_cls", None) if isinstance(context, FunctionCtx) else None
+            function = users_function(context) if isinstance(context, FunctionCtx) else None
             if function is not None and not function.__module__.startswith("torch."):
                 return function.__name__
         frame = frame.f_back

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -47,14 +48,17 @@ class Passage:
         for number in range(self._birth + 1, self._target + 1):
             event = self._events[number]
             parents = [it for it, _ in event.causes if it in lineage] if isinstance(event, Written) else []
-            if not parents:
-                continue
-            lineage[number] = set().union(*(lineage[it] for it in parents))
-            if not shuffled.isdisjoint(parents) or op_name(event.op).rpartition("::")[2] in _SHUFFLING:
-                shuffled.add(number)
-            elif event.rows is not None:
-                lineage[number] &= set(event.rows)
+            if parents:
+                lineage[number] = set().union(*(lineage[it] for it in parents))
+                self._follow_rows(number, parents, lineage, shuffled)
         return sorted(lineage.get(self._target, ())) or samples
+
+    def _follow_rows(self, number: int, parents: list[int], lineage: dict[int, set[int]], shuffled: set[int]) -> None:
+        event = self._events[number]
+        if not shuffled.isdisjoint(parents) or op_name(event.op).rpartition("::")[2] in _SHUFFLING:
+            shuffled.add(number)
+        elif event.rows is not None:
+            lineage[number] &= set(event.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +123,15 @@ def find_origin(trace: NonfiniteTrace, outcome: Outcome) -> Origin | None:
             return _origin(trace, "loss", trace.causes_of(loss))
     if outcome.is_finite:
         return None
-    # The recipe took its gradients from autograd.grad: all that the backward wrote may be one.
-    written = [(number, it) for number, it in enumerate(trace.events) if isinstance(it, Written)]
-    bad = [(number, it.kind, it.place.phase) for number, it in written if it.kind]
-    causes = [(number, kind) for number, kind, phase in bad if phase == "backward"]
-    causes = causes or [(number, kind) for number, kind, _ in bad]  # or it spoiled them afterwards
     name = next(name for name, it in outcome.gradients.items() if kind_of(it))
-    return _origin(trace, f"gradient of {name}", causes)
+    return _origin(trace, f"gradient of {name}", _all_that_may_be_gradients(trace.events))
+
+
+def _all_that_may_be_gradients(events: list[Written | External]) -> list[Cause]:
+    """What the backward wrote: the recipe took its gradients from autograd.grad, and all of it may be one."""
+    bad = [(number, it) for number, it in enumerate(events) if isinstance(it, Written) and it.kind]
+    of_backward = [(number, it) for number, it in bad if it.place.phase == "backward"]
+    return [(number, it.kind) for number, it in of_backward or bad]  # or it spoiled them afterwards
 
 
 def _origin(trace: NonfiniteTrace, target: str, causes: Iterable[Cause]) -> Origin | None:
@@ -148,20 +154,30 @@ class _Walk:
             if cause in towards:
                 continue
             towards[cause] = consumer
-            number, kind = cause
-            event = self._events[number]
-            if isinstance(event, External):
-                found.append(_Root(_path(cause, towards), event.kind == "tensor" and kind == INFINITE))
-                continue
-            further = [it for it in event.causes if it[1] == kind] or (event.causes if kind == INFINITE else ())
+            further = self._further(cause)
             if further:
                 queue.extend((it, cause) for it in further)
-            elif event.causes:
-                found += self._of_infinities(event, _path(cause, towards))
             else:
-                put_there = kind == INFINITE and event.birth is not None and event.birth.told_to
-                found.append(_Root(_path(cause, towards), put_there))
+                found += self._ends(cause, _path(cause, towards))
         return found
+
+    def _further(self, cause: Cause) -> Sequence[Cause]:
+        """Where a nonfinite value came from, as far as it was of the same kind; an infinity may come of NaN, too."""
+        number, kind = cause
+        event = self._events[number]
+        if isinstance(event, External):
+            return ()
+        return [it for it in event.causes if it[1] == kind] or (event.causes if kind == INFINITE else ())
+
+    def _ends(self, cause: Cause, path: tuple[Cause, ...]) -> list[_Root]:
+        number, kind = cause
+        event = self._events[number]
+        if isinstance(event, External):
+            return [_Root(path, event.kind == "tensor" and kind == INFINITE)]
+        if event.causes:
+            return self._of_infinities(event, path)
+        put_there = kind == INFINITE and event.birth is not None and event.birth.told_to
+        return [_Root(path, put_there)]
 
     def _of_infinities(self, event: Written, path: tuple[Cause, ...]) -> list[_Root]:
         """Where NaN that came of infinities began: with an infinity that nobody wanted, or else with the NaN itself."""
@@ -195,29 +211,41 @@ class _Walk:
     def describe(self, target: str, root: _Root) -> Origin:
         """The origin, in names."""
         first = self._events[root.number]
-        external = first if isinstance(first, External) else None
-        passed_on = [(event, kind) for it, kind in root.path if isinstance(event := self._events[it], Written)]
-        written = [event for event, _ in passed_on]
-        made_from = [self._events[it] for it in self._before(root.number)]
-        if external is not None and written:  # what was read together with it
-            made_from += [self._events[it] for it in self._before(root.path[1][0])]
+        written = [event for number, _ in root.path if isinstance(event := self._events[number], Written)]
+        passage = Passage(self._events, root.number, root.path[-1][0])
+        made_from = self._made_from(root)
         batches = [it.batch for it in made_from if isinstance(it, External) and it.batch is not None]
-        chain = [event.place.module for event in written]
-        return Origin(
-            target=target,
-            place=written[0].place if written else Place(OUTSIDE, "forward"),
-            op=op_name(written[0].op) if written else "",
-            dtype=dtype_name(written[0].dtype if external is None else external.dtype),
-            nan=root.path[0][1] == NAN,
-            birth=written[0].birth if external is None else None,
-            external=external,
-            chain=[name for i, name in enumerate(chain) if i == 0 or chain[i - 1] != name],
+        found = {
+            "target": target,
+            "nan": root.path[0][1] == NAN,
+            "chain": _without_repeats(event.place.module for event in written),
+            "shapes": [it.shape for it in made_from[:_MOST_ANCESTORS]],
+            "passage": passage,
             # Of several (gradients that accumulate), the newest: those before were well.
-            batch=external.batch if external is not None and external.kind == "batch" else max(batches, default=None),
-            shapes=[it.shape for it in made_from[:_MOST_ANCESTORS]],
-            line=written[0].line if written else None,
-            passage=Passage(self._events, root.number, root.path[-1][0]),
-        )
+            "batch": max(batches, default=None),
+            "place": Place(OUTSIDE, "forward"),
+            "op": "",
+            "line": None,
+        }
+        if written:
+            found |= {"place": written[0].place, "op": op_name(written[0].op), "line": written[0].line}
+        if isinstance(first, Written):
+            return Origin(**found, dtype=dtype_name(first.dtype), birth=first.birth, external=None)
+        if first.kind == "batch":
+            found["batch"] = first.batch
+        return Origin(**found, dtype=dtype_name(first.dtype), birth=None, external=first)
+
+    def _made_from(self, root: _Root) -> list[Written | External]:
+        """What the root was made from, nearest first; of an external tensor also what was read together with it."""
+        numbers = list(self._before(root.number))
+        if isinstance(self._events[root.number], External) and len(root.path) > 1:
+            numbers += self._before(root.path[1][0])
+        return [self._events[number] for number in numbers]
+
+
+def _without_repeats(names: Iterable[str]) -> list[str]:
+    """The names in order, those that follow one another once."""
+    return [name for name, _ in groupby(names)]
 
 
 def _path(cause: Cause, towards: dict[Cause, Cause | None]) -> tuple[Cause, ...]:

@@ -76,15 +76,18 @@ def _birth(origin: Origin) -> str:
     if origin.external is not None:
         reader = f"; {where} is the first to read it, in {origin.op}{line}" if origin.op else ""
         return f"{origin.external} holds {_kind(origin)} before the step begins{reader}."
-    by = f"{origin.op}, {place.phase}, {origin.dtype}"
     birth = origin.birth
-    if birth is not None and birth.function is not None:
-        by += f", in the autograd.Function {birth.function}"
-    elif birth is not None and birth.node is not None:
-        by += f", {birth.node}"
+    by = f"{origin.op}, {place.phase}, {origin.dtype}{_function(birth)}"
     if birth is not None and birth.told_to:
         return f"{_kind(origin)} was written in {where} ({by}){line}, as the code says, and was not left out again."
     return f"{_kind(origin)} was born in {where} ({by}){line}{_given(birth)}."
+
+
+def _function(birth: Birth | None) -> str:
+    """In which function of autograd it was."""
+    if birth is None or (birth.function is None and birth.node is None):
+        return ""
+    return f", {birth.node}" if birth.function is None else f", in the autograd.Function {birth.function}"
 
 
 def _kind(origin: Origin) -> str:
@@ -190,13 +193,23 @@ def _cure(origin: Origin) -> str:
 
 def _advice(origin: Origin, advices: dict[tuple[str, ...], str]) -> str | None:
     """What is said of the op whose backward it was, or else of the op itself."""
-    node = "" if origin.birth is None or origin.birth.node is None else origin.birth.node
-    forward = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", node)).lower()
-    largest = 0.0 if origin.birth is None else max((it.largest or 0.0 for it in origin.birth.inputs), default=0.0)
-    if not forward and not origin.nan and largest > 1.0 and origin.op.startswith("aten::pow"):
+    forward = _forward_name(origin.birth)
+    if not forward and _is_large_square(origin):
         return None  # not its edge, but a square of something large
     for name in (forward, origin.op.rpartition("::")[2].rstrip("_")):
         for names, advice in advices.items():
             if name in names:
                 return advice
     return None
+
+
+def _forward_name(birth: Birth | None) -> str:
+    """`native_layer_norm` for the node NativeLayerNormBackward0; empty where none is known."""
+    node = "" if birth is None or birth.node is None else birth.node
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", node)).lower()
+
+
+def _is_large_square(origin: Origin) -> bool:
+    if origin.nan or origin.birth is None or not origin.op.startswith("aten::pow"):
+        return False
+    return max((it.largest or 0.0 for it in origin.birth.inputs), default=0.0) > 1.0

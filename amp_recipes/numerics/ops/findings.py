@@ -11,15 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_recipes.errors import PrecisionError
+from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.ops.lists import FLOAT32, LOWER_PRECISION, RAISES, STANDS_FOR, WIDEST, documented
 from amp_recipes.numerics.ops.probes import CALLS, CPU_ONLY, GPU_ONLY, NOT_ELIGIBLE, Call, Inputs, kernels_of
 from amp_recipes.precision.amp_config import resolve_precision
 from amp_recipes.precision.autocast import TorchAutocast
+from amp_recipes.precision.torch_private import (
+    FAKE_TENSOR_LOG,
+    DispatchMode,
+    all_op_names,
+    bare_op_name,
+    fake_tensor_mode,
+    has_kernel,
+)
 
 AS_GIVEN = "as given"  # run in the dtype of its inputs: autocast changes nothing
 EXEMPT = "not eligible"  # documented so: in place, out=, dtype=, float64, integers
@@ -76,9 +82,7 @@ def probe(device_type: str, dtype: torch.dtype) -> list[OpFinding]:
 def autocast_kernels(device_type: str) -> list[str]:
     """The aten ops, with overload, that have an autocast kernel in this build of torch; no device is needed."""
     key = f"Autocast{device_type.upper()}"
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = torch._C._dispatch_get_all_op_names()
-    return sorted(name for name in names if name.startswith("aten::") and has_kernel(name, key))
+    return sorted(name for name in all_op_names() if name.startswith("aten::") and has_kernel(name, key))
 
 
 def bare_name(kernel: str) -> str:
@@ -118,12 +122,12 @@ def _computes_in(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.d
     """The dtypes that a kernel is to compute in: those of its tensors, unless it is told to widen them itself."""
     if kwargs.get("dtype") is not None:  # a sum of bf16 with dtype=float32 adds up in float32
         return [kwargs["dtype"]]
-    if func._opname in ("_softmax", "_log_softmax") and args[2]:  # half_to_float: what fp16 gets on a GPU
+    if bare_op_name(func) in ("_softmax", "_log_softmax") and args[2]:  # half_to_float: what fp16 gets on a GPU
         return [torch.float32]
     return _floating(args, kwargs)
 
 
-class _Kernels(TorchDispatchMode):
+class _Kernels(DispatchMode):
     """Watches for some kernels, and for the dtypes in which they are to compute."""
 
     def __init__(self, wanted: frozenset[str]) -> None:
@@ -145,9 +149,9 @@ class _Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._watching or func._opname not in self._wanted:
+        if not self._watching or bare_op_name(func) not in self._wanted:
             return func(*args, **kwargs)
-        self.seen.add(func._opname)  # before it runs, because it may raise
+        self.seen.add(bare_op_name(func))  # before it runs, because it may raise
         self.computed.update(_computes_in(func, args, kwargs))
         try:
             return func(*args, **kwargs)
@@ -163,7 +167,7 @@ class _Prober:
         self._device = device_of(device_type) if live else torch.device(device_type)
         self._low = low
         self._live = live
-        self._world = contextlib.nullcontext() if live else FakeTensorMode()
+        self._world = contextlib.nullcontext() if live else fake_tensor_mode()
         self._turns = {"fp32": (torch.float32,), "low": (low,), "mixed": (low, torch.float32)}
         self._cast_names = {bare_name(kernel) for kernel in autocast_kernels(device_type)}
 
@@ -209,26 +213,26 @@ class _Prober:
 
     def _verdict(self, on: dict[str, _Run], off: dict[str, _Run]) -> tuple[str, str]:
         """What autocast does, and the turn that shows it."""
-        for turn in on:
-            if on[turn].error and not off[turn].error:
-                refused_low = on[turn].kernel_raised and on[turn].computed == {self._low}
-                return (CANNOT_RUN if refused_low else RAISES), turn
-        changed = [turn for turn in on if on[turn].differs(off[turn])]
-        if not changed:
-            ran = any(run.kernels and not run.error for run in on.values())
-            return (AS_GIVEN if ran else NOT_SEEN), "low"
-        turn = changed[0]
-        run = on[turn]
+        for turn, run in on.items():
+            if run.error and not off[turn].error:
+                return (CANNOT_RUN if run.kernel_raised and run.computed == {self._low} else RAISES), turn
+        for turn, run in on.items():
+            if run.differs(off[turn]):
+                return self._change(turn, run), turn
+        ran = any(run.kernels and not run.error for run in on.values())
+        return (AS_GIVEN if ran else NOT_SEEN), "low"
+
+    def _change(self, turn: str, run: _Run) -> str:
+        """What autocast does to an op that it does something to."""
         if not run.kernels:
-            return NOT_SEEN, turn
+            return NOT_SEEN
         if turn == "fp32":
-            is_low = run.computed == {self._low} or set(run.outputs) == {self._low}
-            if is_low:
-                return LOWER_PRECISION, turn
-            return (OTHER_DTYPE if run.computed <= set(LOW_DTYPES.values()) else PARTLY), turn
+            if run.computed == {self._low} or set(run.outputs) == {self._low}:
+                return LOWER_PRECISION
+            return OTHER_DTYPE if run.computed <= set(LOW_DTYPES.values()) else PARTLY
         if not _real(run.computed) <= _WIDE:
-            return PARTLY, turn
-        return (FLOAT32 if turn == "low" else WIDEST), turn
+            return PARTLY
+        return FLOAT32 if turn == "low" else WIDEST
 
     def _note(self, name: str, found: str, run: _Run) -> str:
         if found == NOT_SEEN:
@@ -245,7 +249,7 @@ class _Prober:
 def _undisturbed(device_type: str, live: bool) -> Iterator[None]:
     """Leave warning filters, random generators, determinism and torch's log as they are."""
     devices = [device_of(device_type)] if live and device_type != "cpu" else []
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # reports each op that cannot be traced
+    log = logging.getLogger(FAKE_TENSOR_LOG)
     was_silent, log.disabled = log.disabled, True
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -279,7 +283,7 @@ def autocast_without_device(device_type: str, dtype: torch.dtype, enabled: bool)
 
 def _floating(*values: object) -> list[torch.dtype]:
     """The floating and complex dtypes of all tensors in `values`."""
-    dtypes = [leaf.dtype for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    dtypes = (tensor.dtype for tensor in tensors_in(values))
     return [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
 
 

@@ -164,7 +164,7 @@ CALLS: dict[str, Call] = {
     "_scaled_dot_product_flash_attention": lambda given: aten._scaled_dot_product_flash_attention(
         given(1, 1, 4, 8), given(1, 1, 4, 8), given(1, 1, 4, 8)
     ),
-    "_native_multi_head_attention": lambda given: torch._native_multi_head_attention(
+    "_native_multi_head_attention": lambda given: aten._native_multi_head_attention(
         *(given(1, 4, 8), given(1, 4, 8), given(1, 4, 8), 8, 2), given(24, 8), given(24), given(8, 8), given(8)
     ),
     "multi_head_attention_forward": lambda given: F.multi_head_attention_forward(
@@ -311,7 +311,7 @@ CALLS: dict[str, Call] = {
     "grid_sampler": lambda given: torch.grid_sampler(given(1, 1, 4, 4, 4), given(1, 4, 4, 4, 3), 0, 0, False),
     "grid_sampler_2d": lambda given: torch.grid_sampler_2d(given(1, 1, 4, 4), given(1, 4, 4, 2), 0, 0, False),
     "grid_sampler_3d": lambda given: torch.grid_sampler_3d(given(1, 1, 4, 4, 4), given(1, 4, 4, 4, 3), 0, 0, False),
-    "_grid_sampler_2d_cpu_fallback": lambda given: torch._grid_sampler_2d_cpu_fallback(
+    "_grid_sampler_2d_cpu_fallback": lambda given: aten._grid_sampler_2d_cpu_fallback(
         given(1, 1, 4, 4), given(1, 4, 4, 2), 0, 0, False
     ),
     # -- Fourier transforms
@@ -344,7 +344,7 @@ CALLS: dict[str, Call] = {
     "lu_solve": lambda given: torch.lu_solve(
         given(4, 1), given.positive_definite(), given.integers([1, 2, 3, 4], torch.int32)
     ),
-    "_lu_with_info": lambda given: torch._lu_with_info(given.positive_definite()),
+    "_lu_with_info": lambda given: aten._lu_with_info(given.positive_definite()),
     "qr": lambda given: torch.qr(given(4, 3)),
     "svd": lambda given: torch.svd(given(4, 3)),
     "geqrf": lambda given: torch.geqrf(given(4, 3)),

@@ -108,16 +108,18 @@ class OpReference:
     def _differing_findings(self) -> Iterator[Difference]:
         for finding in self.findings:
             expected = AS_GIVEN if finding.documented == EXEMPT else finding.documented
-            untraceable = finding.found == NOT_SEEN and not self.live
-            as_documented = finding.found == expected or (finding.found == CANNOT_RUN and expected == LOWER_PRECISION)
-            is_wrong = expected is not None and not as_documented and not untraceable
-            if is_wrong or finding.found == OTHER_DTYPE:
+            if finding.found == OTHER_DTYPE or not self._is_as_documented(finding.found, expected):
                 listed = f"documented {expected}" if expected else NOT_LISTED
                 explanation = _KNOWN.get((self.device_type, finding.name, finding.found))
                 yield Difference(finding.name, listed, finding.found, explanation)
         called = {finding.name for finding in self.findings}
         for name in sorted(documented(self.device_type).keys() - called):
             yield Difference(name, f"documented {documented(self.device_type)[name]}", "never called", None)
+
+    def _is_as_documented(self, found: str, expected: str | None) -> bool:
+        if expected is None or found == expected or (found == CANNOT_RUN and expected == LOWER_PRECISION):
+            return True
+        return found == NOT_SEEN and not self.live  # nothing could be traced
 
     def _undocumented_kernels(self) -> Iterator[Difference]:
         """Ops that no list names and that have an autocast kernel: known, if they do what is known of them."""
@@ -145,15 +147,21 @@ class OpReference:
         decide; and kernels that are reached through another op.
         """
         gaps: dict[tuple[str, str], list[str]] = {}
+        if self.device_type == "cuda":
+            return gaps
         for finding in self.findings:
-            on_cuda = _MISDOCUMENTED_ON_CUDA.get(finding.name) or policy("cuda", finding.name)
-            by_parts = finding.documented is None and finding.name not in self.registry.names
-            is_users = finding.name not in KERNEL_OF and finding.name not in CPU_ONLY
-            if finding.documented == EXEMPT or not is_users or (on_cuda is None and by_parts):
-                continue
-            if finding.found not in (NOT_SEEN, on_cuda or AS_GIVEN):
-                gaps.setdefault((finding.found, on_cuda or AS_GIVEN), []).append(finding.name)
-        return {} if self.device_type == "cuda" else gaps
+            on_cuda = self._on_cuda(finding)
+            if on_cuda is not None and finding.found not in (NOT_SEEN, on_cuda):
+                gaps.setdefault((finding.found, on_cuda), []).append(finding.name)
+        return gaps
+
+    def _on_cuda(self, finding: OpFinding) -> str | None:
+        """What CUDA does with an op; None for those that are left out."""
+        if finding.documented == EXEMPT or finding.name in KERNEL_OF or finding.name in CPU_ONLY:
+            return None
+        listed = _MISDOCUMENTED_ON_CUDA.get(finding.name) or policy("cuda", finding.name)
+        by_parts = finding.documented is None and finding.name not in self.registry.names
+        return listed or (None if by_parts else AS_GIVEN)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it; each finding also says what CUDA does to the op ("cuda")."""
@@ -266,36 +274,44 @@ def _lines(reference: OpReference, every: bool) -> Iterator[str]:
 
 
 def _head(reference: OpReference) -> Iterator[str]:
-    has = [feature for feature, there in reference.features.items() if there]
-    lacks = [feature for feature, there in reference.features.items() if not there]
     facts = [f"torch {reference.torch_version}, {reference.device_name}, {reference.dtype}"]
-    facts += [f"{verb} {' '.join(features)}" for verb, features in (("has", has), ("lacks", lacks)) if features]
+    for verb, wanted in (("has", True), ("lacks", False)):
+        features = [feature for feature, there in reference.features.items() if bool(there) is wanted]
+        if features:
+            facts.append(f"{verb} {' '.join(features)}")
     yield from _wrapped("; ".join(facts))
     if not reference.torch_version.startswith(f"{DOCUMENTED_TORCH}."):
         yield f"The lists are those of torch {DOCUMENTED_TORCH}; some differences may be those of the versions."
     if not reference.live:
         yield "Traced through torch's dispatcher on tensors without data: the casts are torch's; no kernel ran."
-    listed = [finding for finding in reference.findings if finding.documented not in (None, EXEMPT)]
+    yield _counts([finding for finding in reference.findings if finding.documented not in (None, EXEMPT)])
+
+
+def _counts(listed: list[OpFinding]) -> str:
     right = sum(finding.found == finding.documented for finding in listed)
     missed, stuck = (sum(finding.found == found for finding in listed) for found in (NOT_SEEN, CANNOT_RUN))
-    wrong = len(listed) - right - missed - stuck
-    counts = f"{right} as documented, {wrong} not, {missed} not seen"
-    yield f"{len(listed)} documented ops: {counts}{f', {stuck} cannot run' if stuck else ''}."
+    counts = f"{right} as documented, {len(listed) - right - missed - stuck} not, {missed} not seen"
+    if stuck:
+        counts += f", {stuck} cannot run"
+    return f"{len(listed)} documented ops: {counts}."
 
 
 def _table(findings: list[OpFinding], with_cuda: bool) -> Iterator[str]:
     """A row for each op; what there is to remark stands below it."""
-    heads = ("op", "given", "computed", "output", "found", *(["on cuda"] if with_cuda else []))
-    rows = [heads]
-    for finding in findings:
-        dtypes = [" ".join(dtypes) or "-" for dtypes in (finding.inputs, finding.computed, finding.outputs)]
-        on_cuda = [_cell(policy("cuda", finding.name) or "-")] if with_cuda else []
-        rows.append((finding.name, *dtypes, _cell(finding.found), *on_cuda))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    heads = ("op", "given", "computed", "output", "found", "on cuda")
+    rows = [heads, *map(_row, findings)]
+    if not with_cuda:
+        rows = [row[:-1] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row, finding in zip(rows, (None, *findings), strict=True):
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         if finding is not None and (finding.error or finding.note):
             yield from _wrapped(f"      {_cut(finding.error or finding.note)}", rest="      ")
+
+
+def _row(finding: OpFinding) -> tuple[str, ...]:
+    dtypes = [" ".join(dtypes) or "-" for dtypes in (finding.inputs, finding.computed, finding.outputs)]
+    return finding.name, *dtypes, _cell(finding.found), _cell(policy("cuda", finding.name) or "-")
 
 
 def _cell(text: str) -> str:
@@ -306,18 +322,21 @@ def _paragraphs(findings: list[OpFinding]) -> Iterator[str]:
     """What happens to several ops alike is said once, before their names."""
     alike: dict[str, list[str]] = {}
     for finding in findings:
-        given, computed, output = (" ".join(dtypes) for dtypes in (finding.inputs, finding.computed, finding.outputs))
-        if finding.error and not (computed and finding.found in (LOWER_PRECISION, FLOAT32, WIDEST)):
-            happens = f"{finding.found} ({given} in, {_cut(finding.error)})"
-        else:
-            by_parts = finding.note if finding.note.startswith(BY_PARTS) else ""
-            output = "then traced no further" if finding.error else f"{output or 'no floating'} out"
-            dtypes = f"{given} in, {computed} computed, {output}" if computed else ""
-            happens = ", ".join(part for part in (finding.found, dtypes, by_parts) if part)
-        alike.setdefault(happens, []).append(finding.name)
+        alike.setdefault(_what_happens(finding), []).append(finding.name)
     for happens, names in alike.items():
         yield from _wrapped(f"  {happens}:", rest="    ")
         yield from _wrapped(f"      {'  '.join(names)}", rest="      ")
+
+
+def _what_happens(finding: OpFinding) -> str:
+    given, computed, output = (" ".join(dtypes) for dtypes in (finding.inputs, finding.computed, finding.outputs))
+    if finding.error and not (computed and finding.found in (LOWER_PRECISION, FLOAT32, WIDEST)):
+        return f"{finding.found} ({given} in, {_cut(finding.error)})"
+    happens = finding.found
+    if computed:
+        end = "then traced no further" if finding.error else f"{output or 'no floating'} out"
+        happens += f", {given} in, {computed} computed, {end}"
+    return f"{happens}, {finding.note}" if finding.note.startswith(BY_PARTS) else happens
 
 
 def _gap_lines(reference: OpReference) -> Iterator[str]:

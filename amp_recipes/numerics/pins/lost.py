@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_recipes.modules.nested import tensors_in
 from amp_recipes.modules.torch_script import class_before_script
 from amp_recipes.numerics.census.rows import LOW
 from amp_recipes.numerics.census.watch import CensusWatch
 from amp_recipes.numerics.trial import Trial, Window
-from amp_recipes.numerics.watch.observe import OUTSIDE, OpWatch, dtype_name, tensors_in
+from amp_recipes.numerics.watch.observe import OUTSIDE, OpWatch, dtype_name
 from amp_recipes.precision import pinned_modules
 from amp_recipes.precision.autocast import has_default_precision
+from amp_recipes.precision.torch_private import Op
 
 
 def lost_pins(
@@ -97,7 +99,7 @@ class _WeightUses(OpWatch):
         super().__init__(modules)
         self._readers: dict[int, dict[str, None]] = {id(parameter): {} for parameter in modules.parameters()}
 
-    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         for tensor in tensors_in(args, kwargs):
             readers = self._readers.get(id(tensor))
             if readers is not None and self.at.here.phase == "forward":

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from amp_recipes.modules.torch_private import storage_id
 from amp_recipes.numerics.trial import Course, Trial, Window
 
 # Pairs of trainings, fp32 and low precision, that differ in the order of the batches and in the random numbers.
@@ -58,23 +58,36 @@ def train_with_pins(
     """
     if steps < 1:
         return Training()
-    if all(float(_full_rate(group)) == 0 for it in trial.optimizers().values() for group in it.param_groups):
+    if not _learns(trial):
         return Training(text="no training, since every learning rate is 0")
     reference, low = [], []
     for seed in range(SEEDS):
         reference.append(_course(trial, windows, torch.float32, 1.0, (), steps, seed))
         low.append(_course(trial, windows, dtype, scale, pins, steps, seed))
     found = Training(steps, reference=[it.losses for it in reference], low=[it.losses for it in low])
-    skipped = max(mine.skipped - its.skipped for mine, its in zip(low, reference, strict=True))
-    if not all(it.is_finite for it in reference):
-        found.text = f"training showed nothing: fp32 diverges within {steps} steps"
-    elif skipped > (_BACK_OFFS if dtype == torch.float16 else 0):
-        found.text = f"{skipped} of {steps} updates were skipped in training"
-    elif not all(it.is_finite for it in low):
-        found.text = f"training diverges within {steps} steps, unlike in fp32"
+    failure = _failure(reference, low, _BACK_OFFS if dtype == torch.float16 else 0, steps)
+    if failure is not None:
+        found.text = failure
     else:
-        _compare(found, statistics.fmean(_final(it.sizes) for it in reference))
+        _compare(found, statistics.fmean(_final(course.sizes) for course in reference))
     return found
+
+
+def _learns(trial: Trial) -> bool:
+    groups = (group for optimizer in trial.optimizers().values() for group in optimizer.param_groups)
+    return any(float(_full_rate(group)) != 0 for group in groups)
+
+
+def _failure(reference: Sequence[Course], low: Sequence[Course], allowed_skips: int, steps: int) -> str | None:
+    """Why the courses cannot be compared by their losses."""
+    skipped = max(mine.skipped - its.skipped for mine, its in zip(low, reference, strict=True))
+    if not all(course.is_finite for course in reference):
+        return f"training showed nothing: fp32 diverges within {steps} steps"
+    if skipped > allowed_skips:
+        return f"{skipped} of {steps} updates were skipped in training"
+    if not all(course.is_finite for course in low):
+        return f"training diverges within {steps} steps, unlike in fp32"
+    return None
 
 
 def _compare(found: Training, size: float) -> None:
@@ -150,7 +163,7 @@ class SavedBytes:
 
     def __init__(self, modules: nn.Module) -> None:
         self.bytes = 0
-        self._parameters = {it.untyped_storage()._cdata for it in modules.parameters()}
+        self._parameters = {storage_id(it) for it in modules.parameters()}
         self._seen: set[tuple[int, int]] = set()
         self._hooks: Any = None
 
@@ -164,24 +177,13 @@ class SavedBytes:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
+            storage, identity = tensor.untyped_storage(), storage_id(tensor)
             # The address as well: a storage that was freed may lend its identity to the next one.
-            key = (storage._cdata, storage.data_ptr())
-            if storage._cdata not in self._parameters and key not in self._seen:
+            key = (identity, storage.data_ptr())
+            if identity not in self._parameters and key not in self._seen:
                 self._seen.add(key)
                 self.bytes += storage.nbytes()
         return tensor
-
-
-@contextmanager
-def peak_memory(device: torch.device) -> Iterator[list[int]]:
-    """The most bytes that were allocated on a CUDA device within it, in the list that it yields; empty elsewhere."""
-    found: list[int] = []
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    yield found
-    if device.type == "cuda":
-        found.append(torch.cuda.max_memory_allocated(device))
 
 
 def cost(

@@ -344,18 +344,7 @@ class _Search:
     def _prove(self, steps: int) -> None:
         found = self.found
         pins = [*self._already, *found.modules]
-        holds = True
-        if found.modules:
-            census = take_census(self._trial, self._search[0], self._dtype, self._scale, pins=pins)
-            broken = pins_hold(census, found.modules)
-            holds = not broken
-            found.notes += [f"A pin does not hold: {it['module']}: {it['reason']}" for it in broken]
-            pairs = 2 if self._seconds[self._dtype] > _SLOW_SECONDS else _PAIRS
-            window = self._search[0]
-            with suppress(RuntimeError):  # without the pins the step may not run at all
-                found.cost_time, found.cost_memory = cost(
-                    self._trial, window, self._dtype, self._scale, pins, self._already, pairs
-                )
+        holds = not found.modules or self._pins_hold_and_cost(pins)
         fit = steps
         if self._deadline < math.inf:
             left = max(0.0, self._deadline - time.perf_counter())
@@ -373,6 +362,19 @@ class _Search:
             return
         with suppress(_OutOfTime):  # what is verified stays so
             self._look_for_superfluous()
+
+    def _pins_hold_and_cost(self, pins: list[str]) -> bool:
+        """Whether the found pins do what they are to do; notes what they cost."""
+        found, window = self.found, self._search[0]
+        census = take_census(self._trial, window, self._dtype, self._scale, pins=pins)
+        broken = pins_hold(census, found.modules)
+        found.notes += [f"A pin does not hold: {it['module']}: {it['reason']}" for it in broken]
+        pairs = 2 if self._seconds[self._dtype] > _SLOW_SECONDS else _PAIRS
+        with suppress(RuntimeError):  # without the pins the step may not run at all
+            found.cost_time, found.cost_memory = cost(
+                self._trial, window, self._dtype, self._scale, pins, self._already, pairs
+            )
+        return not broken
 
     def _look_for_superfluous(self) -> None:
         """Which of the pins that there were are not needed (with the new ones, and one by one)."""

@@ -1,6 +1,6 @@
 """Tells which module and which phase of a step an op belongs to: what every instrument stands on.
 
-A `TorchDispatchMode` sees ops below autocast, with the dtypes that kernels really get. It does not see modules. So the
+A `DispatchMode` sees ops below autocast, with the dtypes that kernels really get. It does not see modules. So the
 forward keeps a stack of the modules that run. Autograd numbers its nodes in the order in which they come to be; where
 a module begins and ends, the number is noted, and so an op of the backward belongs to the module in whose stretch of
 numbers its node lies. That costs nothing per op or node, and needs no look at inputs or outputs: what leaves a module
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator
 from contextlib import ExitStack
 from threading import get_ident
 from types import FrameType
@@ -23,21 +22,26 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from amp_recipes.files.user_code import Line, user_line
+from amp_recipes.modules.torch_private import parameters_of
 from amp_recipes.numerics.watch.op_kinds import op_kind
+from amp_recipes.precision.torch_private import (
+    BACKWARD_CODE,
+    DispatchMode,
+    Op,
+    graph_task,
+    next_node_number,
+    node_number,
+    running_node,
+    schema_of,
+)
 
 Phase = Literal["forward", "backward", "recompute"]
 
 # The module of what no module's forward computes: the recipe's own methods, the loss, the optimizer.
 OUTSIDE = "<recipe>"
 
-# For instruments that look at every op:
-graph_task = torch._C._current_graph_task_id  # of the backward that runs on this thread; -1: none
-running_node = torch._C._current_autograd_node
-_next_number = torch._C._autograd._get_sequence_nr  # of the next node that this thread makes
 ACCUMULATE_GRAD = 2**64 - 1  # the number of all nodes that add to a leaf's gradient
 _NO_TASK = -2  # equal to no graph_task()
 
@@ -69,7 +73,7 @@ class Attribution:
         self._names = {id(module): name for name, module in self._modules.items()}
         self._holders: dict[int, str] = {}
         for name, module in self._modules.items():
-            for parameter in module._parameters.values():
+            for parameter in parameters_of(module).values():
                 self._holders.setdefault(id(parameter), name)
         self._lines = lines
         self._places: dict[tuple[str, Phase], Place] = {}
@@ -86,8 +90,8 @@ class Attribution:
         self._stack = [self._top]
         self._outer_task = self.task
         self._thread = get_ident()
-        self._starts, self._owners = [_next_number()], [OUTSIDE]  # nodes from starts[i] on belong to owners[i]
-        self._line_starts, self._line_values = [_next_number()], [None]
+        self._starts, self._owners = [next_node_number()], [OUTSIDE]  # nodes from starts[i] on belong to owners[i]
+        self._line_starts, self._line_values = [next_node_number()], [None]
         self._last_number, self._last_place = -1, self.place
         self._seen = 0  # the next number when an op of a backward that makes nodes was last seen
 
@@ -114,12 +118,12 @@ class Attribution:
         if self.here.phase != "backward":
             return user_line(_asking_frame(sys._getframe(1)))
         node = running_node()
-        index = bisect_right(self._line_starts, -1 if node is None else node._sequence_nr()) - 1
+        index = bisect_right(self._line_starts, -1 if node is None else node_number(node)) - 1
         return self._line_values[index] if index >= 0 else None
 
     def note_line(self, frame: FrameType) -> None:
         """The node of the op that `frame` dispatches has been made, and comes from the line that runs now."""
-        number = _next_number()
+        number = next_node_number()
         if number != self._line_starts[-1]:
             self._line_values[-1] = user_line(frame)
             self._line_starts.append(number)
@@ -153,7 +157,7 @@ class Attribution:
 
     def _place_of(self, node: Node) -> Place:
         """The place of what `node` computes in the backward."""
-        number = node._sequence_nr()
+        number = node_number(node)
         if number == ACCUMULATE_GRAD:
             return self._place(self._holder(node.variable), "backward")
         if number != self._last_number:
@@ -173,7 +177,7 @@ class Attribution:
         place = self._place_of(node)
         if recomputing:
             place = self._place(place.module if name is None else name, "recompute")
-        number = _next_number()
+        number = next_node_number()
         if self._owners[-1] != place.module:
             # The op's own node was made just before it came here.
             start = self._seen if self.task == _NO_TASK else max(self._starts[-1], number - 1)
@@ -192,7 +196,7 @@ class Attribution:
             code = frame.f_code
             if code.co_filename == checkpoint.__file__:
                 return True, name
-            if code is torch.autograd.graph._engine_run_backward.__code__:
+            if code is BACKWARD_CODE:
                 return False, None
             if name is None and "self" in code.co_varnames + code.co_freevars:
                 name = self._names.get(id(frame.f_locals.get("self")))
@@ -228,17 +232,17 @@ class Attribution:
             place = self._place(name, "recompute")
         self._top = top = (module, name, place, task)
         self._stack.append(top)
-        self._restore(_next_number())
+        self._restore(next_node_number())
 
     def _after_forward(self, module: nn.Module, _: Any, __: Any) -> None:
         # A pre-hook that raised before ours leaves nothing to take away.
         if self._top[0] is module and get_ident() == self._thread:
             self._stack.pop()
             self._top = self._stack[-1]
-            self._restore(_next_number())
+            self._restore(next_node_number())
 
 
-class OpWatch(TorchDispatchMode):
+class OpWatch(DispatchMode):
     """Base of the instruments: within its `with`, `saw` is called after each op, and what it was given is not changed.
 
     Enter it outside of autocast or inside: it sees what autocast made of an op either way. Ops that `saw` itself runs
@@ -281,10 +285,10 @@ class OpWatch(TorchDispatchMode):
         self.saw(func, args, kwargs, output)
         return output
 
-    def about_to_see(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def about_to_see(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """`op` will run: the last moment to look at what it changes in place."""
 
-    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """`op` ran at the place `self.at.here`, and returned `output`."""
         raise NotImplementedError
 
@@ -297,16 +301,11 @@ def _asking_frame(frame: FrameType) -> FrameType:
     return frame if outer is None or outer.f_back is None else outer.f_back
 
 
-def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts, in order."""
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """`float16`, without torch's prefix."""
     return str(dtype).removeprefix("torch.")
 
 
-def op_name(op: torch._ops.OpOverload) -> str:
+def op_name(op: Op) -> str:
     """`aten::mm` for any overload of it."""
-    return op._schema.name
+    return schema_of(op).name

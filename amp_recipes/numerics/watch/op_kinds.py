@@ -1,10 +1,11 @@
-"""What an op does with values, read from its name and schema once."""
+"""Reads from an op's name and schema, once, what it does with values."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
+from amp_recipes.precision.torch_private import Op, kernel_of, schema_of
 
 # view: names values anew; copy: keeps or casts them; make: writes constants; move: puts them elsewhere, each as it was;
 # compute: all else, where a dtype can round or overflow.
@@ -69,15 +70,16 @@ class OpKind:
         self.leading = 0
         self.positions: tuple[int, ...] | None = None
         self.writes_into = ""  # "in place" or "out=", where it does
-        if isinstance(op, torch._ops.OpOverload):
-            self.name = op._schema.name
-            self._read_schema(op._schema)
+        if isinstance(op, Op):
+            schema = schema_of(op)
+            self.name = schema.name
+            self._read_schema(schema)
         else:
             self.name = str(op)
         namespace, _, base = self.name.rpartition("::")
         self.base = base.rstrip("_") or base
         self.doing = _doing(op, self.base)
-        self.is_counted = isinstance(op, torch._ops.OpOverload) and namespace not in _UNCOUNTED
+        self.is_counted = isinstance(op, Op) and namespace not in _UNCOUNTED
         changes_dtype = self.base in _CHANGE_DTYPE or str(op) == "aten.view.dtype"
         self.is_plain_view = self.doing == "view" and self.leading == 1 and not changes_dtype
         self.is_cast = self.name in ("aten::_to_copy", "aten::copy_", "aten::to")  # `to` in inference mode alone
@@ -86,18 +88,21 @@ class OpKind:
         self.is_product = self.base in _PRODUCTS
 
     def _read_schema(self, schema: Any) -> None:
-        types = [str(argument.type) for argument in schema.arguments]
-        holding = [index for index, name in enumerate(types) if "Tensor" in name]
+        arguments = schema.arguments
         if schema.is_mutable:
-            has_out = any(argument.is_out for argument in schema.arguments)
-            self.writes_into = "out=" if has_out else "in place"
-        if any(schema.arguments[index].kwarg_only for index in holding):
+            self.writes_into = "out=" if any(argument.is_out for argument in arguments) else "in place"
+        positions = tuple(index for index, argument in enumerate(arguments) if "Tensor" in str(argument.type))
+        if any(arguments[index].kwarg_only for index in positions):
             return
-        self.positions = tuple(holding)
-        takes_plain = holding == list(range(len(holding))) and all(types[index] == "Tensor" for index in holding)
-        returns_one = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
-        if takes_plain and returns_one and len(holding) <= 3:
-            self.leading = len(holding)
+        self.positions = positions
+        count = len(positions)
+        if count <= 3 and _are_plain(arguments[:count], count) and _are_plain(schema.returns, 1):
+            self.leading = count
+
+
+def _are_plain(items: Sequence[Any], count: int) -> bool:
+    """Whether a schema has so many arguments or results here, each one tensor."""
+    return [str(item.type) for item in items] == ["Tensor"] * count
 
 
 KINDS: dict[Any, OpKind] = {}  # by what an OpOverload runs, or by itself: its own hash is slow
@@ -105,7 +110,10 @@ KINDS: dict[Any, OpKind] = {}  # by what an OpOverload runs, or by itself: its o
 
 def op_kind(op: Any) -> OpKind:
     """The kind of an op."""
-    key = getattr(op, "_op", op)
+    try:
+        key = kernel_of(op)
+    except AttributeError:  # a higher-order op
+        key = op
     kind = KINDS.get(key)
     if kind is None:
         kind = KINDS[key] = OpKind(op)

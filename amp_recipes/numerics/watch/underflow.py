@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.trial import Trial, Window
-from amp_recipes.numerics.watch.observe import OpWatch, op_name, tensors_in
+from amp_recipes.numerics.watch.observe import OpWatch, op_name
+from amp_recipes.precision.torch_private import Op
 
 _LARGEST = torch.finfo(torch.float16).max
 _SCALES = range(0, 33)  # log2
@@ -99,7 +101,7 @@ class _Histogram(OpWatch):
         self._zeros = self._all = 0
         self._largest = 0.0
 
-    def saw(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self.at.here.phase != "backward" or op.is_view or op_name(op).removeprefix("aten::") in _MOVED:
             return
         for tensor in tensors_in(output):

@@ -6,7 +6,7 @@ from torch import nn
 
 from amp_recipes import Checkpointer
 from amp_recipes.checkpoint import best_checkpoint, load_weights, model_weights
-from amp_recipes.checkpoint.keeper import BEST_BY
+from amp_recipes.checkpoint.policy import BEST_BY
 from amp_recipes.errors import CheckpointError
 from amp_recipes.loop.ema import WeightAverage
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from processes import in_processes
 from torch import nn
 
-from amp_recipes.checkpoint import Checkpointer, CheckpointKeeper
+from amp_recipes.checkpoint import Checkpointer, CheckpointPolicy
 from amp_recipes.errors import CheckpointError, ConfigError
 
 
@@ -175,7 +175,7 @@ def crossed(rank, folder):
 
 def test_a_save_that_meets_a_load_is_refused_on_both(tmp_path):
     for text in in_processes(crossed, 2, tmp_path):
-        assert "rank 0 to save a checkpoint, rank 1 to load a checkpoint" in text
+        assert "rank 0 came to save a checkpoint, rank 1 came to load a checkpoint" in text
 
 
 # -------------------------------------------------------------- loads
@@ -251,7 +251,7 @@ def test_where_one_rank_cannot_load_all_take_back_what_they_had(tmp_path):
 
 
 def keeps(rank, folder):
-    made = CheckpointKeeper(None, folder, writes=True)
+    made = CheckpointPolicy(None, folder, writes=True)
     made.register("modules", model(1.0))
     dues = [made.due(2, False), made.due(2, False), made.due(0, False), made.due(0, made.clock_due(1e-9))]
     for epoch in (1, 2, 3, 4):
@@ -260,7 +260,7 @@ def keeps(rank, folder):
     made.finish()
     left = sorted(os.listdir(folder))
     dist.barrier()
-    again = CheckpointKeeper(None, folder, writes=True)
+    again = CheckpointPolicy(None, folder, writes=True)
     again.register("modules", model(0.0))
     fresh = again.resume("never")
     return made.saves, dues, left, fresh, again.set_aside_number, sorted(os.listdir(folder)), again.resume("auto")

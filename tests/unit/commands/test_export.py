@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from amp_recipes import Brain, Checkpointer, __version__, create_experiment_directory
-from amp_recipes.checkpoint import Checkpoint, CheckpointKeeper, fit_of
+from amp_recipes.checkpoint import Checkpoint, CheckpointPolicy, fit_of
 from amp_recipes.commands import cli
 from amp_recipes.commands.export import export_run
 from amp_recipes.errors import CheckpointError, ConfigError
@@ -44,7 +44,7 @@ class WithExtra(nn.Linear):
 def save_run(run: Path, model: nn.Module, losses=(1.0, 2.0), metric="loss", mode="min", **recoverables) -> list[dict]:
     """A run that saved after each epoch; returns the state of the model at each, made new by chance."""
     modules = nn.ModuleDict({"model": model})
-    keeper = CheckpointKeeper(None, run / "save", writes=True)
+    keeper = CheckpointPolicy(None, run / "save", writes=True)
     keeper.register("modules", modules)
     for name, obj in recoverables.items():
         keeper.register(name, obj)

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from amp_recipes.files.user_code import Line, lies_with_the_user, user_line
-from amp_recipes.numerics.watch.observe import OUTSIDE, Attribution, OpWatch, Place, dtype_name, op_name, tensors_in
+from amp_recipes.modules.nested import tensors_in
+from amp_recipes.numerics.watch.observe import OUTSIDE, Attribution, OpWatch, Place, dtype_name, op_name
 
 
 class Places(OpWatch):

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.trial import plain_trial
-from amp_recipes.numerics.watch.observe import OpWatch, tensors_in
+from amp_recipes.numerics.watch.observe import OpWatch
 from amp_recipes.numerics.watch.op_kinds import op_kind
 from amp_recipes.numerics.watch.underflow import underflow
 

@@ -31,9 +31,9 @@ def test_nan_stays_nan(host):
 
 def test_what_happens_to_the_tensor_after_the_post_does_not_count(host):
     loss = torch.tensor([1.0, 2.0])
-    ticket = HostCopy(CPU).post(loss)
+    future = HostCopy(CPU).post(loss)
     loss.fill_(-1.0)
-    assert ticket.read() == [1.0, 2.0]
+    assert future.read() == [1.0, 2.0]
 
 
 def test_tickets_read_in_any_order_hold_their_own_values(host):
@@ -43,7 +43,7 @@ def test_tickets_read_in_any_order_hold_their_own_values(host):
     for i in (2, 0, 3, 1):
         assert tickets[i].read() == [i, 10 * i]
     later = home.post(torch.tensor([-1.0, -2.0]))  # takes a place that was read
-    assert [ticket.read() for ticket in tickets] == [[i, 10 * i] for i in range(4)]
+    assert [future.read() for future in tickets] == [[i, 10 * i] for i in range(4)]
     assert (later.read(), single.read()) == ([-1, -2], [7])
 
 
@@ -62,17 +62,17 @@ def test_a_loop_uses_as_many_landing_places_as_are_unread_at_once(monkeypatch):
 
 def test_reading_again_gives_the_same_and_frees_the_place_once():
     home = HostCopy(CPU)
-    ticket = home.post(torch.tensor([5.0]))
-    assert ticket.read() == ticket.read() == [5.0]
+    future = home.post(torch.tensor([5.0]))
+    assert future.read() == future.read() == [5.0]
     first, second = home.post(torch.tensor([6.0])), home.post(torch.tensor([7.0]))
     assert (first.read(), second.read()) == ([6.0], [7.0])  # not one place given out twice
 
 
 def test_known_is_what_the_kind_of_device_says_until_the_ticket_is_read(host):
-    ticket = HostCopy(CPU).post(torch.tensor(1.0))
-    assert ticket.known == (host == "at_once")
-    ticket.read()
-    assert ticket.known
+    future = HostCopy(CPU).post(torch.tensor(1.0))
+    assert future.known == (host == "at_once")
+    future.read()
+    assert future.known
 
 
 def test_only_devices_that_queue_their_work_are_waited_for(subtests):
@@ -88,13 +88,13 @@ def test_a_copied_ticket_holds_the_values_and_shares_no_place(host, subtests):
     for (name, duplicate), read_before in product(DUPLICATES.items(), (False, True)):
         with subtests.test(f"{name}, read before: {read_before}"):
             home = HostCopy(CPU)
-            ticket = home.post(torch.tensor([1.0, 2.0]))
+            future = home.post(torch.tensor([1.0, 2.0]))
             if read_before:
-                ticket.read()
-            double = duplicate(ticket)
+                future.read()
+            double = duplicate(future)
             home.post(torch.tensor([8.0, 9.0]))
             assert double.known and double.read() == [1.0, 2.0]
-            assert ticket.read() == [1.0, 2.0]
+            assert future.read() == [1.0, 2.0]
 
 
 def test_a_copied_host_copy_hands_out_places_of_its_own(subtests):

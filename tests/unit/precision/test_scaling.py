@@ -10,8 +10,9 @@ from torch import nn
 
 from amp_recipes.errors import NonfiniteError, PrecisionError, RecipeError
 from amp_recipes.precision.host_copy import HostCopy
+from amp_recipes.precision.optimizers import check_optimizers
 from amp_recipes.precision.patience import Patience
-from amp_recipes.precision.scaling import LossScaler, Update, UpdateOwner, check_optimizers
+from amp_recipes.precision.scaling import LossScaler, Update, UpdateOwner
 
 CPU = torch.device("cpu")
 

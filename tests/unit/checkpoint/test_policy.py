@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from programs import DEADLINE_SECONDS
 
-from amp_recipes.checkpoint import Checkpointer, CheckpointKeeper, folder, keeper
+from amp_recipes.checkpoint import Checkpointer, CheckpointPolicy, folder, keeper
 from amp_recipes.errors import CheckpointError
 
 
@@ -43,7 +43,7 @@ def clock(monkeypatch):
 
 def owned(tmp_path, writes=True, **recoverables):
     """A keeper with a checkpointer of its own."""
-    made = CheckpointKeeper(None, tmp_path, writes)
+    made = CheckpointPolicy(None, tmp_path, writes)
     for name, obj in recoverables.items():
         made.register(name, obj)
     return made
@@ -51,7 +51,7 @@ def owned(tmp_path, writes=True, **recoverables):
 
 def recipes(tmp_path, **recoverables):
     """A keeper of a recipe's checkpointer."""
-    return CheckpointKeeper(Checkpointer(tmp_path, recoverables), tmp_path / "unused", writes=True)
+    return CheckpointPolicy(Checkpointer(tmp_path, recoverables), tmp_path / "unused", writes=True)
 
 
 def kept(tmp_path):
@@ -69,7 +69,7 @@ def save_epochs(made, values, metric="loss", mode="min", first=1):
 
 
 def test_without_a_folder_and_without_a_checkpointer_nothing_is_kept():
-    made = CheckpointKeeper(None, None, writes=True)
+    made = CheckpointPolicy(None, None, writes=True)
     made.register("modules", Holder())
     made.save_epoch({"epoch": 1, "loss": 1.0}, "loss", "min")
     assert (made.checkpointer, made.owned) == (None, False)
@@ -99,7 +99,7 @@ def test_a_recipes_checkpointer_wins_over_the_folder_and_is_not_saved_to_at_epoc
 )
 @pytest.mark.parametrize("background", [False, True])
 def test_the_best_and_the_two_newest_epochs_stay(tmp_path, mode, losses, expected, background):
-    made = CheckpointKeeper(None, tmp_path, writes=True, background=background)
+    made = CheckpointPolicy(None, tmp_path, writes=True, background=background)
     made.register("model", Holder())
     save_epochs(made, losses, mode=mode)
     assert kept(tmp_path) == expected
@@ -415,7 +415,7 @@ def test_a_save_whose_moment_has_passed_is_not_tried_again(tmp_path, disk, how):
 
 
 def test_without_a_folder_there_is_nothing_to_finish():
-    assert CheckpointKeeper(None, None, writes=True).finish() is None
+    assert CheckpointPolicy(None, None, writes=True).finish() is None
 
 
 def test_a_second_fit_of_the_same_process_does_not_go_back(tmp_path):
@@ -543,7 +543,7 @@ def test_a_damaged_checkpoint_is_not_as_if_there_were_none(tmp_path):
 @pytest.mark.parametrize("has_folder", [True, False])
 def test_with_no_checkpoint_at_all_an_evaluation_finds_none_and_changes_nothing(tmp_path, has_folder):
     model = Holder("as it is")
-    made = CheckpointKeeper(None, tmp_path if has_folder else None, writes=True)
+    made = CheckpointPolicy(None, tmp_path if has_folder else None, writes=True)
     made.register("modules", model)
     assert made.load_for_evaluation("accuracy", None, names=("modules",)) is None
     assert model.value == "as it is"

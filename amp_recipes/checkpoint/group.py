@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other while they save and load one checkpoint together.
+"""Exchanges what the processes of a run need to save and load one checkpoint together.
 
 They talk over a gloo group of their own, so that a save in the background cannot come between training's collectives;
 each process uses it from one thread at a time, since whoever saves or loads first waits for its own background.
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from amp_recipes import distributed
 from amp_recipes.checkpoint.folder import Damaged
+from amp_recipes.distributed.torch_private import timeout_of
 from amp_recipes.errors import CheckpointError, ConfigError
 
 # The first of them is raised if processes meet different ones.
@@ -26,7 +26,7 @@ class Unheard(CheckpointError):
     """Another process has ended, or did not come."""
 
 
-class Together:
+class CheckpointGroup:
     """The processes that save and load together. Those that cannot be heard are a CheckpointError.
 
     group: None, where there is one process: every method is then done at once.
@@ -70,8 +70,8 @@ class Together:
         """Go on when all processes have come to do the same. Raises CheckpointError on all if they do not."""
         came = self.of_all(what)
         if len(set(came)) > 1:
-            listed = ", ".join(f"rank {rank} to {it}" for rank, it in enumerate(came))
-            raise CheckpointError(f"All processes save and load together, but came for different things: {listed}.")
+            listed = ", ".join(f"rank {rank} came to {what}" for rank, what in enumerate(came))
+            raise CheckpointError(f"Ranks disagree: {listed}. All of them save and load a checkpoint together.")
 
     def all_do(self, job: Callable[[], Any]) -> Any:
         """What `job` returned here. The error of any process is raised on all: before others a CheckpointError."""
@@ -109,12 +109,12 @@ class Together:
             raise _unheard(error) from error
 
 
-ALONE = Together()
+ALONE = CheckpointGroup()
 
 _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the processes' group -> ours beside it
 
 
-def together() -> Together:
+def checkpoint_group() -> CheckpointGroup:
     """All processes of the run. Where there are several, all of them must come here; the first time makes the group."""
     if not distributed.initialized():
         return ALONE
@@ -124,14 +124,13 @@ def together() -> Together:
             _groups[world] = dist.new_group(backend="gloo", timeout=_timeout())
         except RuntimeError as error:
             raise _unheard(error) from error
-    return Together(_groups[world])
+    return CheckpointGroup(_groups[world])
 
 
 def _timeout() -> timedelta:
     """How long the processes of the run wait for each other."""
-    # torch has no public way to ask, and new_group's default is torch's and not that of the processes' group.
-    group = distributed.host_group() or dist.group.WORLD
-    return group._get_backend(torch.device("cpu")).options._timeout
+    # new_group's default is torch's and not that of the processes' group.
+    return timeout_of(distributed.host_group() or dist.group.WORLD)
 
 
 def _told(error: Exception) -> tuple[int, str]:

@@ -14,8 +14,8 @@ from torch import nn
 from amp_recipes import distributed
 from amp_recipes.checkpoint.checkpointer import Checkpointer
 from amp_recipes.checkpoint.folder import BEST_BY, INSIDE_EPOCH, Checkpoint, numbered_folders
+from amp_recipes.checkpoint.group import checkpoint_group
 from amp_recipes.checkpoint.speechbrain import SpeechBrainCheckpointer, is_speechbrains
-from amp_recipes.checkpoint.together import together
 from amp_recipes.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _NEWEST = 2  # so many stay beside the best: one to fall back to if the newest i
 _THEIR_NAMES = {"optimizer.optimizer": "optimizer"}  # so that a run of SpeechBrain's Brain goes on here
 
 
-class CheckpointKeeper:
+class CheckpointPolicy:
     """The run's checkpointer, if it has one: the recipe's, or its own in `folder`.
 
     A recipe that brings a checkpointer saves at the end of epochs itself, as it did with the original Brain; what the
@@ -211,7 +211,7 @@ class CheckpointKeeper:
         if not self._writes:
             return
         # All wait until it is done: nobody may look for a checkpoint before.
-        number = together().on_main(self._rename_folder)
+        number = checkpoint_group().on_main(self._rename_folder)
         if distributed.is_main_process():
             self.set_aside_number = number
 
@@ -246,7 +246,7 @@ class CheckpointKeeper:
         self.wait()
         key = max_key or min_key
         # The main process looks for all: they must not decide differently.
-        if key and together().on_main(lambda: self._only_inside(key)):
+        if key and checkpoint_group().on_main(lambda: self._only_inside(key)):
             return None
         if not self.owned:
             if not weights_only:

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +38,7 @@ from amp_recipes.loop.evaluation import load_weights_to_evaluate
 from amp_recipes.loop.examination import diagnose
 from amp_recipes.loop.fit import FitCall
 from amp_recipes.loop.processes import join_processes
-from amp_recipes.loop.recipe_class import check_class, check_objects, hidden_options, without
+from amp_recipes.loop.recipe_class import RecipeHparams, check_class, check_objects, hidden_options, without
 from amp_recipes.loop.run import Run
 from amp_recipes.loop.settings import Settings
 from amp_recipes.loop.tasks import task_for
@@ -115,7 +114,7 @@ class Brain(OptionFields):
         vars(self).update(without(hidden, self.run_opts))
         for message in [*near_misses(given), *ignored_options(given)]:
             logger.warning("hparams: %s", message)
-        self.hparams = SimpleNamespace(**given)
+        self.hparams = RecipeHparams(**given)
         self.opt_class = opt_class
         self.optimizer = None
         self.optimizers_dict = {}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from inspect import isroutine
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
-from amp_recipes.errors import RecipeError
+from amp_recipes.errors import RecipeError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,14 @@ def hidden_options(recipe_class: type, options: Mapping[str, Any]) -> dict[str, 
             names,
         )
     return hidden
+
+
+class RecipeHparams(SimpleNamespace):
+    """The hyperparameters as attributes; one that is missing is an AttributeError that names the nearest."""
+
+    def __getattr__(self, name: str) -> Any:
+        near = "" if name.startswith("__") else did_you_mean(name, vars(self))
+        raise AttributeError(f"hparams has no {name!r}.{near}")
 
 
 def without(hidden: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

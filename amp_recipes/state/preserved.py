@@ -187,7 +187,7 @@ class _Memory:
 
 def _is_the_users(kind: type) -> bool:
     """Whether objects of this class hold a recipe's state: others (a logger, a thread) live a life of their own."""
-    if kind is SimpleNamespace:
+    if issubclass(kind, SimpleNamespace):
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     has_attributes = kind.__dictoffset__ != 0

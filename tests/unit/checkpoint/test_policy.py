@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from programs import DEADLINE_SECONDS
 
-from amp_recipes.checkpoint import Checkpointer, CheckpointPolicy, folder, keeper
+from amp_recipes.checkpoint import Checkpointer, CheckpointPolicy, folder, policy
 from amp_recipes.errors import CheckpointError
 
 
@@ -37,12 +37,12 @@ def nothing_is_left_undone():
 def clock(monkeypatch):
     """Stands still until it is moved, in minutes."""
     clock = SimpleNamespace(minutes=100.0)
-    monkeypatch.setattr(keeper, "time", SimpleNamespace(monotonic=lambda: clock.minutes * 60))
+    monkeypatch.setattr(policy, "time", SimpleNamespace(monotonic=lambda: clock.minutes * 60))
     return clock
 
 
 def owned(tmp_path, writes=True, **recoverables):
-    """A keeper with a checkpointer of its own."""
+    """A policy with a checkpointer of its own."""
     made = CheckpointPolicy(None, tmp_path, writes)
     for name, obj in recoverables.items():
         made.register(name, obj)
@@ -50,7 +50,7 @@ def owned(tmp_path, writes=True, **recoverables):
 
 
 def recipes(tmp_path, **recoverables):
-    """A keeper of a recipe's checkpointer."""
+    """A policy of a recipe's checkpointer."""
     return CheckpointPolicy(Checkpointer(tmp_path, recoverables), tmp_path / "unused", writes=True)
 
 
@@ -452,7 +452,7 @@ def test_a_recipe_that_deleted_the_checkpoint_inside_the_epoch_hears_nothing_of_
 
 
 def trained(tmp_path, values=(3.0, 1.0, 2.0), **kwargs):
-    """A keeper after some epochs; its objects hold the last epoch's number."""
+    """A policy after some epochs; its objects hold the last epoch's number."""
     model, optimizer = Holder(), Holder()
     made = owned(tmp_path, modules=model, optimizer=optimizer)
     for epoch, value in enumerate(values, 1):

@@ -202,7 +202,6 @@ class Fit:
         """One iteration: the batches whose gradients make one update."""
         run = self._run
         window = Window(run, run.current, shares, len(batches), self.replays.before_step(batches))
-        run.window = window
         run.pending.open(window)
         run.task.before_window(run, batches)
         with self.replays.blaming_precision(batches, window.before):

@@ -71,6 +71,7 @@ class Window:
     def take(self, batches: Sequence[Any]) -> list[torch.Tensor]:
         """Call `fit_batch` for each of the batches; returns the losses of those that count."""
         run, losses = self.run, []
+        run.window = self
         try:
             for index, batch in enumerate(batches):
                 self.counts, self.should_step = index < len(self.weights), index == self.size - 1

@@ -806,5 +806,5 @@ def test_an_evaluation_inside_a_window_keeps_the_state_to_go_back_to(tmp_path):
 def test_a_hyperparameter_that_is_missing_is_an_error_that_names_the_nearest():
     brain = Regression({"model": nn.Linear(3, 1)}, hparams={"number_of_epochs": 3})
     assert not hasattr(brain.hparams, "lr_scheduler") and getattr(brain.hparams, "lr", 0.1) == 0.1
-    with pytest.raises(AttributeError, match="hparams has no 'number_of_epoch'. Did you mean 'number_of_epochs'"):
+    with pytest.raises(AttributeError, match=r"hparams has no 'number_of_epoch'\. Did you mean 'number_of_epochs'"):
         brain.hparams.number_of_epoch  # noqa: B018

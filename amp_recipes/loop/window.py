@@ -36,16 +36,16 @@ class Window:
     Without a pass: a batch by itself, outside of any loop. size: batches to take, those that only keep up with other
     processes included; before: what it takes to take the step again, where that is kept.
 
-    should_step: whether the batch at hand is the last; counts: whether it counts, or only keeps up with other
-    processes; share: what its loss is multiplied with, and then divided by.
+    index: of the batch at hand; should_step: whether it is the last; counts: whether it counts, or only keeps up with
+    other processes.
     sums: of the metrics that its batches add to the pass, if the update is taken. step: batches done in the epoch, at
     the last update or the end; by_hand: the recipe stepped an optimizer itself; taken: any update was; last: the last
     update; rates: learning rate of each optimizer in it; differentiated: how many losses each update was made from.
     """
 
     __slots__ = (
-        *("before", "by_hand", "counts", "differentiated", "ended", "in_pass", "last", "pending", "posted", "rates"),
-        *("run", "samples", "share", "shares", "should_step", "size", "step", "stepped", "sums", "taken", "weights"),
+        *("before", "by_hand", "counts", "differentiated", "ended", "in_pass", "index", "last", "pending", "posted"),
+        *("rates", "run", "samples", "shares", "should_step", "size", "step", "stepped", "sums", "taken", "weights"),
     )
 
     def __init__(
@@ -58,7 +58,7 @@ class Window:
         self.before = before
         self.weights = () if shares is None else shares.weights
         self.should_step = self.counts = True
-        self.share = 1.0, 1.0
+        self.index = 0
         self.sums: StageMetrics | None = None
         self.samples = self.step = 0
         self.stepped = self.taken = self.ended = self.by_hand = False
@@ -73,10 +73,9 @@ class Window:
         run, losses = self.run, []
         run.window = self
         try:
-            for index, batch in enumerate(batches):
-                self.counts, self.should_step = index < len(self.weights), index == self.size - 1
+            for self.index, batch in enumerate(batches):
+                self.counts, self.should_step = self.index < len(self.weights), self.index == self.size - 1
                 self.in_pass.step += self.counts
-                self.share = self.shares.share(index)
                 loss = run.recipe.fit_batch(run.feed.to_device(batch))
                 if self.counts:
                     losses.append(run.returned_loss(loss, "fit_batch") if run.own_fit_batch else loss)
@@ -91,7 +90,9 @@ class Window:
         if run.reach is not None:
             run.reach.follow(loss, names or run.recipe.optimizers_dict)
         with run.processes.averaged(loss, chosen):
-            run.plan.updates.backward(loss, *self.share, chosen)
+            # Asked for only now: what other processes have arrives during the forward.
+            share, of = (1.0, 1.0) if self.shares is None else self.shares.share(self.index)
+            run.plan.updates.backward(loss, share, of, chosen)
 
     def optimizers_step(self, names: Sequence[str]) -> None:
         """Step all optimizers, or the named ones, and clear their gradients; the result is queued."""

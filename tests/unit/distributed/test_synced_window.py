@@ -16,6 +16,7 @@ from processes import in_processes
 from torch import nn
 
 from amp_recipes import Brain, EpochCounter, Stage, distributed
+from amp_recipes.distributed import AsyncGather
 from amp_recipes.errors import RecipeError
 from amp_recipes.interrupts import RunInterrupted
 
@@ -155,6 +156,29 @@ def nothing_at_all(rank):
 def test_no_batch_anywhere_is_an_error_on_all():
     with pytest.raises(AssertionError, match=r"(?s)rank 0.*yielded no batch.*rank 1.*yielded no batch"):
         in_processes(nothing_at_all, 2)
+
+
+def forwards_and_reads(rank):
+    """What happens in the second window: the first has to learn who has a batch at all."""
+    events, read = [], AsyncGather.read
+
+    class Notes(Regression):
+        def compute_forward(self, batch, stage):
+            events.append("forward")
+            return super().compute_forward(batch, stage)
+
+    AsyncGather.read = lambda gathered: [events.append("read"), read(gathered)][1]
+    brain = make(Notes)
+    brain.on_fit_batch_end = lambda *_: events.append("end")
+    x, y = samples(4)[0]
+    brain.fit(range(1), [(x[None], y[None])] * 3, progressbar=False)
+    after_first = events.index("end") + 1
+    return events[after_first : events.index("end", after_first)]
+
+
+def test_a_window_does_not_wait_for_the_others_before_its_forward():
+    for events in in_processes(forwards_and_reads, 2):
+        assert "read" in events and events[0] == "forward"
 
 
 # ---------------------------------------------------------------------- each sample once

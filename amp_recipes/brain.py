@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from amp_recipes import distributed
 from amp_recipes.config import (
     Hparams,
     Purpose,
@@ -32,17 +31,14 @@ from amp_recipes.config import (
 from amp_recipes.config.experiment import ENVIRONMENT_FILE, LOG_FILE, ORIGINAL_FILE, OVERRIDES_FILE, RESOLVED_FILE
 from amp_recipes.data import batch_length
 from amp_recipes.errors import RecipeError
-from amp_recipes.files.run_files import path_below
-from amp_recipes.loggers import show_notices
 from amp_recipes.loop.evaluation import load_weights_to_evaluate
 from amp_recipes.loop.examination import diagnose
 from amp_recipes.loop.fit import FitCall
-from amp_recipes.loop.processes import join_processes
+from amp_recipes.loop.processes import gather_values, join_processes
 from amp_recipes.loop.recipe_class import RecipeHparams, check_class, check_objects, hidden_options, without
 from amp_recipes.loop.run import Run
 from amp_recipes.loop.settings import Settings
 from amp_recipes.loop.tasks import task_for
-from amp_recipes.modules.torch_private import tree_map
 from amp_recipes.precision import as_scalar, clear_gradients
 from amp_recipes.records import Logger, RunSummary
 from amp_recipes.stage import Stage
@@ -121,10 +117,7 @@ class Brain(OptionFields):
         self.train_sampler = None
         self.loggers = []
         self.nonfinite_count = 0
-        if not settings.noprogressbar:
-            show_notices()
-        self.device = join_processes(settings)
-        self.distributed_launch = distributed.launched()
+        self.device, self.distributed_launch = join_processes(settings)
         self.modules = nn.ModuleDict(dict(modules or {}))
         overrides = lambda name: getattr(type(self), name) is not getattr(Brain, name)  # noqa: E731
         place = loaded.place_of if isinstance(loaded, Hparams) else lambda name, value: ""
@@ -325,8 +318,7 @@ class Brain(OptionFields):
         often and in the same order: in `on_stage_end`, say, and not for each batch, of which one may have more than
         another. `value` is pickled on the way, its tensors on the CPU.
         """
-        on_cpu = tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, value)
-        return distributed.gather(on_cpu)[:: distributed.world_size() // distributed.data_world_size()]
+        return gather_values(value)
 
     def output_path(self, name: str | os.PathLike[str]) -> Path | None:
         """Where the recipe may write a file of that name: below `output_folder`, with the folders on the way made.
@@ -335,10 +327,7 @@ class Brain(OptionFields):
         that may only be read, and where the script was started with --diagnose or --replay. Raises ConfigError for a
         name that leads out of the folder, or is that of a file of the run's own.
         """
-        folder = self.__run.own_folder
-        if folder is None or not distributed.is_main_process() or not self.__run.task.trains:
-            return None
-        return path_below(folder, name, _FILES_OF_THE_RUN)
+        return self.__run.path_of_the_recipe(name, _FILES_OF_THE_RUN)
 
     def diagnose(
         self,

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from amp_recipes import distributed
 from amp_recipes.data import batch_length
 from amp_recipes.distributed.synced_window import SyncedWindow
+from amp_recipes.loggers import show_notices
 from amp_recipes.loop.loader_pass import Pass
 from amp_recipes.loop.window import Shares
 from amp_recipes.modules.nested import tensors_in
+from amp_recipes.modules.torch_private import tree_map
 from amp_recipes.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -26,12 +28,21 @@ logger = logging.getLogger(__name__)
 Batches = tuple[list[Any], Shares]
 
 
-def join_processes(settings: Any) -> torch.device:
-    """Meet the other processes of the run, where it has several; returns the device of this one."""
+def join_processes(settings: Any) -> tuple[torch.device, bool]:
+    """Meet the other processes of the run; returns the device of this one, and whether a launcher has started it."""
+    if not settings.noprogressbar:
+        show_notices()
     device = distributed.pick_device(settings.device)
     backend, minutes = settings.distributed_backend, settings.distributed_timeout_minutes
+    launched = distributed.launched()
     distributed.start(device, backend, minutes, settings.tensor_parallel)
-    return device
+    return device, launched
+
+
+def gather_values(value: Any) -> list[Any]:
+    """`value` of every process that reads data of its own, in the order of their ranks, with its tensors on the CPU."""
+    on_cpu = tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, value)
+    return distributed.gather(on_cpu)[:: distributed.world_size() // distributed.data_world_size()]
 
 
 class OwnWindow:

@@ -28,7 +28,7 @@ from amp_recipes.data import length, set_epoch
 from amp_recipes.errors import ConfigError, did_you_mean
 from amp_recipes.files.file_system import check_file_system
 from amp_recipes.files.folder_lock import lock_folder
-from amp_recipes.files.run_files import refuse_link
+from amp_recipes.files.run_files import path_below, refuse_link
 from amp_recipes.interrupts import Interrupts
 from amp_recipes.loggers import RunLog, make_loggers, show_notices
 from amp_recipes.loop.ema import NoAverage, WeightAverage
@@ -186,6 +186,12 @@ class Run:
         if folder is None:
             return None
         return Path(folder) / "debug" if self.settings.debug else Path(folder)
+
+    def path_of_the_recipe(self, name: str | os.PathLike[str], taken: Iterable[str]) -> Path | None:
+        """Where the recipe may write a file; None where nothing is to be written. taken: names that the run uses."""
+        if self.own_folder is None or not distributed.is_main_process() or not self.task.trains:
+            return None
+        return path_below(self.own_folder, name, taken)
 
     @property
     def saved_modules(self) -> nn.Module:

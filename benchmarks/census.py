@@ -35,7 +35,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_recipes.numerics.census.watch import CensusWatch
-from amp_recipes.numerics.watch.observe import OpWatch
+from amp_recipes.numerics.watch.observe import Attribution, OpWatch
 from amp_recipes.precision import TorchAutocast
 
 RESULT = Path(__file__).parent / "results" / "census.md"
@@ -128,7 +128,7 @@ class Places(OpWatch):
     """Counts ops by module and phase."""
 
     def __init__(self, modules: nn.Module) -> None:
-        super().__init__(modules)
+        super().__init__(Attribution(modules), self.saw)
         self.counts: Counter[Any] = Counter()
 
     def saw(self, *_: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,57 +11,11 @@ from torch.utils.data import Sampler
 from amp_recipes.data.samplers import epoch_seed
 from amp_recipes.errors import ConfigError
 
-
-class EpochBatches(Sampler[list[int]]):
-    """A batch sampler whose list of batches is a function of (seed, epoch), the same on every rank.
-
-    A loader that `make_loader` made shares the batches among the ranks and finds its place in them again.
-    """
-
-    def __init__(self, lengths: Iterable[float] | Tensor, *, shuffle: bool, seed: int | None, pool_size: int) -> None:
-        self.lengths = _checked(lengths, type(self).__name__)
-        if pool_size < 1:
-            raise ConfigError(f"{type(self).__name__}: pool_size {pool_size} is not a number of samples (1 or more)")
-        self.shuffle, self.seed, self.pool_size = shuffle, seed, pool_size
-        self.epoch = 0
-        self._made: tuple[Any, list[list[int]]] | None = None
-
-    def set_epoch(self, epoch: int) -> None:
-        """Give the batches of that epoch from the next iteration on."""
-        self.epoch = epoch
-
-    def batches(self) -> list[list[int]]:
-        """All batches of the epoch, of all ranks."""
-        key = (self.seed, self.epoch if self.shuffle else 0)
-        if self._made is None or self._made[0] != key:
-            self._made = key, self._make()
-        return self._made[1]
-
-    def __len__(self) -> int:
-        return len(self.batches())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches())
-
-    def _make(self) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(epoch_seed(self.seed or 0, self.epoch, "buckets"))
-        count = len(self.lengths)
-        order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
-        # Sorted in pools of a shuffled epoch, not in all of it: so the samples meet other neighbours in each epoch.
-        pools = order.split(self.pool_size) if self.shuffle else [order]
-        batches = [
-            batch for pool in pools for batch in self._cut(pool[self.lengths[pool].argsort(stable=True)].tolist())
-        ]
-        if not self.shuffle:
-            return batches
-        return [batches[at] for at in torch.randperm(len(batches), generator=generator).tolist()]
-
-    def _cut(self, indices: list[int]) -> Iterator[list[int]]:
-        """The indices, sorted by length, in batches."""
-        raise NotImplementedError
+# The seed and the epoch of a list of batches, and the list.
+_Made = tuple[tuple[int | None, int], list[list[int]]]
 
 
-class LengthBuckets(EpochBatches):
+class LengthBuckets(Sampler[list[int]]):
     """Batches of `batch_size` samples (per process) that are of similar length, so that little is padding.
 
     lengths: of all samples, in any unit; shuffle: False gives the samples in order of length; seed: default, the run's;
@@ -82,9 +35,25 @@ class LengthBuckets(EpochBatches):
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"LengthBuckets: batch_size {batch_size} is not a number of samples (1 or more)")
-        pool_size = 100 * batch_size if pool_size is None else pool_size
-        super().__init__(lengths, shuffle=shuffle, seed=seed, pool_size=pool_size)
+        self.pool_size = 100 * batch_size if pool_size is None else pool_size
+        self.lengths = _checked(lengths, self.pool_size, type(self).__name__)
+        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         self.samples_per_batch, self.drop_last = batch_size, drop_last
+        self._made: _Made | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Give the batches of that epoch from the next iteration on."""
+        self.epoch = epoch
+
+    def batches(self) -> list[list[int]]:
+        """All batches of the epoch, of all ranks."""
+        return _batches_of(self)
+
+    def __len__(self) -> int:
+        return len(self.batches())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches())
 
     def _cut(self, indices: list[int]) -> Iterator[list[int]]:
         for first in range(0, len(indices), self.samples_per_batch):
@@ -93,7 +62,7 @@ class LengthBuckets(EpochBatches):
                 yield batch
 
 
-class DynamicBatches(EpochBatches):
+class DynamicBatches(Sampler[list[int]]):
     """Batches of as many samples of similar length as fit: the longest times their number is at most the limit.
 
     lengths, shuffle, seed: as for `LengthBuckets`; max_total_length: per process, in the unit of the lengths, padding
@@ -113,7 +82,8 @@ class DynamicBatches(EpochBatches):
         pool_size: int = 5000,
         too_long: str = "raise",
     ) -> None:
-        super().__init__(lengths, shuffle=shuffle, seed=seed, pool_size=pool_size)
+        self.lengths = _checked(lengths, pool_size, type(self).__name__)
+        self.shuffle, self.seed, self.pool_size, self.epoch = shuffle, seed, pool_size, 0
         if too_long not in ("raise", "alone"):
             raise ConfigError(f"DynamicBatches: too_long {too_long!r} is unknown; expected 'raise' or 'alone'")
         if max_batch_size is not None and max_batch_size < 1:
@@ -127,6 +97,21 @@ class DynamicBatches(EpochBatches):
                 "or give too_long='alone'."
             )
         self.max_total_length, self.max_batch_size = max_total_length, max_batch_size
+        self._made: _Made | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Give the batches of that epoch from the next iteration on."""
+        self.epoch = epoch
+
+    def batches(self) -> list[list[int]]:
+        """All batches of the epoch, of all ranks."""
+        return _batches_of(self)
+
+    def __len__(self) -> int:
+        return len(self.batches())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches())
 
     def _cut(self, indices: list[int]) -> Iterator[list[int]]:
         batch: list[int] = []
@@ -141,7 +126,32 @@ class DynamicBatches(EpochBatches):
             yield batch
 
 
-def _checked(lengths: Iterable[float] | Tensor, name: str) -> Tensor:
+EpochBatches = LengthBuckets | DynamicBatches
+"""The batch samplers whose batches a loader of `make_loader` shares among the ranks, and finds its place in again."""
+
+
+def _batches_of(sampler: EpochBatches) -> list[list[int]]:
+    """All batches of the sampler's epoch, kept until another one begins."""
+    key = (sampler.seed, sampler.epoch if sampler.shuffle else 0)
+    if sampler._made is None or sampler._made[0] != key:
+        sampler._made = key, _make(sampler)
+    return sampler._made[1]
+
+
+def _make(sampler: EpochBatches) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(epoch_seed(sampler.seed or 0, sampler.epoch, "buckets"))
+    count = len(sampler.lengths)
+    order = torch.randperm(count, generator=generator) if sampler.shuffle else torch.arange(count)
+    # Sorted in pools of a shuffled epoch, not in all of it: so the samples meet other neighbours in each epoch.
+    pools = order.split(sampler.pool_size) if sampler.shuffle else [order]
+    by_length = (pool[sampler.lengths[pool].argsort(stable=True)].tolist() for pool in pools)
+    batches = [batch for indices in by_length for batch in sampler._cut(indices)]
+    if not sampler.shuffle:
+        return batches
+    return [batches[at] for at in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def _checked(lengths: Iterable[float] | Tensor, pool_size: int, name: str) -> Tensor:
     """The lengths as a 1-d tensor; float64 unless they are whole numbers, so that a limit is met exactly."""
     try:
         checked = _as_tensor(lengths)
@@ -154,6 +164,8 @@ def _checked(lengths: Iterable[float] | Tensor, name: str) -> Tensor:
         raise ConfigError(
             f"{name}: the length of sample {bad[0]} is {checked[bad[0]].item()}; expected a finite number, 0 or more"
         )
+    if pool_size < 1:
+        raise ConfigError(f"{name}: pool_size {pool_size} is not a number of samples (1 or more)")
     return checked
 
 

@@ -125,8 +125,7 @@ class StreamLoader(DataLoader):
         if isinstance(dataset, IterDataPipe):  # torch shuffles and shards these itself, if it sees them
             start = self.worker_init_fn
         else:
-            stateful = is_stateful(dataset)
-            dataset = (_StatefulStream if stateful else _Stream)(dataset, self.seed, workers)
+            dataset = _Stream(dataset, self.seed, workers)
             collate = partial(_collate, collate)
         kind = DataLoader
         if has_torchdata():
@@ -179,8 +178,10 @@ class _Stream(IterableDataset):
         self.dataset, self.seed, self.workers = dataset, seed, workers
         self.epoch = 0
         self._told: int | None = None
-        self._samples: _Samples | None = None
+        self._samples: _Samples | _StatefulSamples | None = None
         self._goes_on: Mapping[str, Any] | None = None
+        if is_stateful(dataset):  # torchdata asks the data set and its iterator each for their own, if they have one
+            self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -194,25 +195,16 @@ class _Stream(IterableDataset):
         worker = 0 if info is None else info.id
         seeds.set_for(f"worker {worker}")
         iterator = iter(self.dataset)
-        stateful = is_stateful(self.dataset) or is_stateful(iterator)
-        kind = _StatefulSamples if stateful else _Samples
-        self._samples = kind(iterator, seeds, worker, self.workers if info is not None else None, self.dataset)
+        self._samples = _Samples(iterator, seeds, worker, self.workers if info is not None else None)
+        if is_stateful(self.dataset) or is_stateful(iterator):
+            self._samples = _StatefulSamples(self._samples, self.dataset)
         if self._goes_on is not None:
             self._samples.load_state_dict(self._goes_on)
             self._goes_on = None
         return self._samples
 
-
-class _StatefulStream(_Stream):
-    def state_dict(self) -> Any:
-        return self.dataset.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.dataset.load_state_dict(state)
-
-    # Without torchdata, which asks the data set and its iterator each for their own.
-
     def place(self) -> dict[str, Any]:
+        """The state of both, without torchdata."""
         return {"dataset": self.dataset.state_dict(), "samples": self._samples.state_dict()}
 
     def go_to(self, place: Mapping[str, Any]) -> None:
@@ -223,43 +215,52 @@ class _StatefulStream(_Stream):
 class _Samples:
     """The samples of one worker's stream; a Failure, and then the end, where one cannot be read."""
 
-    def __init__(
-        self, iterator: Iterator[Any], seeds: SampleSeeds, worker: int, workers: Workers | None, dataset: Any
-    ) -> None:
-        self._iterator, self._seeds, self._worker, self._workers = iterator, seeds, worker, workers
-        self._owner = dataset
-        self._count = 0
+    def __init__(self, iterator: Iterator[Any], seeds: SampleSeeds, worker: int, workers: Workers | None) -> None:
+        self.iterator, self._seeds, self._worker, self._workers = iterator, seeds, worker, workers
+        self.count = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         if self._workers is not None:
-            self._workers.begin(self._count)
-        self._seeds.set_for(f"{self._worker}/{self._count}")
+            self._workers.begin(self.count)
+        self._seeds.set_for(f"{self._worker}/{self.count}")
         try:
-            sample = next(self._iterator)
+            sample = next(self.iterator)
         except StopIteration:
             raise
         except Exception as error:
-            self._iterator = iter(())
-            return failure_of(f"sample {self._count} of the stream cannot be read", error)
+            self.iterator = iter(())
+            return failure_of(f"sample {self.count} of the stream cannot be read", error)
         finally:
             if self._workers is not None:
                 self._workers.end()
-        self._count += 1
+        self.count += 1
         return sample
 
 
-class _StatefulSamples(_Samples):
+class _StatefulSamples:
+    """The samples of a stream that can tell its place."""
+
+    def __init__(self, samples: _Samples, dataset: Any) -> None:
+        self._samples, self._dataset = samples, dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._samples)
+
     def state_dict(self) -> dict[str, Any]:
-        own = self._iterator is not self._owner and is_stateful(self._iterator)
-        return {"count": self._count, "iterator": self._iterator.state_dict() if own else None}
+        iterator = self._samples.iterator
+        own = iterator is not self._dataset and is_stateful(iterator)
+        return {"count": self._samples.count, "iterator": iterator.state_dict() if own else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._count = state["count"]
+        self._samples.count = state["count"]
         if state["iterator"] is not None:
-            self._iterator.load_state_dict(state["iterator"])
+            self._samples.iterator.load_state_dict(state["iterator"])
 
 
 def _collate(collate: Callable[[Any], Any], samples: Any) -> Any:

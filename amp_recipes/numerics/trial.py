@@ -71,27 +71,25 @@ class Course:
         return all(map(math.isfinite, self.losses))
 
 
-class Recorder(UpdateOwner):
+class Recorder:
     """Scales and differentiates as a training step does; in place of the update it keeps the gradients."""
 
     def __init__(self, modules: nn.Module, scale: float, device: torch.device) -> None:
-        super().__init__(modules, LossScaler(device.type, init_scale=scale, enabled=scale != 1.0), device)
-        self.scale = scale
+        self._owner = UpdateOwner(modules, LossScaler(device.type, init_scale=scale, enabled=scale != 1.0), device)
+        self._device_type, self.scale = device.type, scale
         self.gradients_by_name: dict[str, torch.Tensor] = {}
         self.stepped_under_autocast: Line | None = None
         self._names = {id(parameter): name for name, parameter in modules.named_parameters()}
 
-    @property
-    def differentiated(self) -> list[torch.Tensor]:
-        """The losses that went backward."""
-        return list(self._losses)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._owner, name)  # `backward`, `losses` and all else
 
     def begin(self) -> None:
         """Buffers are put back by whoever tries the step."""
 
     def step(self, optimizers: Mapping[str, Optimizer], max_grad_norm: float) -> PendingUpdate | None:
         """Keep what the optimizers would have been given; a later step of the same window adds `#2` to the names."""
-        if torch.is_autocast_enabled(self._zero.device.type):
+        if torch.is_autocast_enabled(self._device_type):
             self.stepped_under_autocast = user_line()
         with without_modes():  # instruments shall see the step, not what is done to keep its gradients
             for key, optimizer in optimizers.items():
@@ -112,16 +110,18 @@ class Recorder(UpdateOwner):
         self.gradients_by_name[free] = wide.div_(self.scale)
 
 
-class _Counted(UpdateOwner):
+class _Counted:
     """Takes updates as a training step does, and counts those that are skipped."""
 
-    def __init__(self, modules: nn.Module, scaler: LossScaler, device: torch.device) -> None:
-        super().__init__(modules, scaler, device)
-        self.skipped = 0
+    def __init__(self, owner: UpdateOwner) -> None:
+        self._owner, self.skipped = owner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._owner, name)
 
     def step(self, optimizers: Mapping[str, Optimizer], max_grad_norm: float) -> PendingUpdate | None:
         """As in training; waits for the verdict."""
-        pending = super().step(optimizers, max_grad_norm)
+        pending = self._owner.step(optimizers, max_grad_norm)
         self.skipped += pending is not None and not pending.read().taken
         return pending
 
@@ -131,7 +131,7 @@ class Trial:
 
     modules: whose names pins and reports use; device: where batches are; take: does forward, backward and update of
     one window, `take(window, updates, context) -> losses`, with `context` around each forward and its loss, and
-    `updates` (an `UpdateOwner`) in place of the run's own; optimizers: those that it steps; preserve:
+    `updates` in place of the run's own `UpdateOwner`; optimizers: those that it steps; preserve:
     `preserve(weights)` is a context after which everything that `take` changes is as it was (default: modules,
     optimizers and global generators, by `preserved`).
     """
@@ -140,7 +140,7 @@ class Trial:
         self,
         modules: nn.Module,
         device: torch.device,
-        take: Callable[[Window, UpdateOwner, AbstractContextManager], list[torch.Tensor]],
+        take: Callable[[Window, Any, AbstractContextManager], list[torch.Tensor]],
         optimizers: Callable[[], Mapping[str, Optimizer]] = dict,
         preserve: Callable[[bool], AbstractContextManager] | None = None,
     ) -> None:
@@ -178,8 +178,7 @@ class Trial:
                 for name, parameter in self.modules.named_parameters():
                     if parameter.grad is not None:
                         recorder.keep(name, parameter.grad)
-        gradients = recorder.gradients_by_name
-        differentiated = recorder.differentiated
+        gradients, differentiated = recorder.gradients_by_name, list(recorder.losses)
         return Outcome(losses, gradients, scale, seconds, used, recorder.stepped_under_autocast, differentiated)
 
     def run_finite(
@@ -206,7 +205,7 @@ class Trial:
         scale: where the loss scale begins in float16; prepare: called before the first step (to seed otherwise).
         """
         scaler = LossScaler(self.device.type, init_scale=scale, enabled=dtype == torch.float16)
-        updates = _Counted(self.modules, scaler, self.device)
+        updates = _Counted(UpdateOwner(self.modules, scaler, self.device))
         context = TorchAutocast(device_type=self.device.type, dtype=dtype)
         course = Course()
         with ExitStack() as stack:

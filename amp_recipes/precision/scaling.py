@@ -109,7 +109,7 @@ class UpdateOwner:
         self._agree = agree
         self._ranks = ranks
         self._host = HostCopy(device)
-        self._losses: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []  # those that went backward, until the first one after a step
         self._losses_judged = False
         self._zero = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
@@ -120,7 +120,7 @@ class UpdateOwner:
 
     def __getstate__(self) -> dict[str, Any]:
         # What is keyed by identity means nothing in a copy.
-        return {**self.__dict__, "_initialized": {}, "_stepped": set(), "_losses": []}
+        return {**self.__dict__, "_initialized": {}, "_stepped": set(), "losses": []}
 
     def begin(self) -> None:
         """To be called before a training forward: makes sure that there are buffers to go back to."""
@@ -140,9 +140,9 @@ class UpdateOwner:
         gradients with their parameters alone (default: with all).
         """
         if self._losses_judged:
-            self._losses, self._losses_judged = [], False
+            self.losses, self._losses_judged = [], False
         loss = as_scalar(loss, "backward")
-        self._losses.append(loss.detach())
+        self.losses.append(loss.detach())
         if share != 1.0:
             loss = loss * share
         if of != 1.0:
@@ -186,7 +186,7 @@ class UpdateOwner:
         Returns the pending verdict; None where no parameter has a gradient.
         """
         # Not forgotten before the next backward: two optimizers may step by name after both backwards.
-        losses, self._losses_judged = self._losses, True
+        losses, self._losses_judged = self.losses, True
         found = ((name, _with_gradient(optimizer)) for name, optimizer in optimizers.items())
         parameters = {name: with_gradient for name, with_gradient in found if with_gradient}
         if not parameters:
@@ -232,7 +232,7 @@ class UpdateOwner:
 
     def drop_losses(self) -> None:
         """Forget the losses that gradients came from: the gradients are gone, or their window is over."""
-        self._losses = []
+        self.losses = []
 
     def forget_state(self) -> None:
         """Optimizer states or buffers were replaced from outside: look at them afresh."""

@@ -4,7 +4,7 @@ All were seen in torch 2.13.0 and may change with any release: tests/unit/precis
 which. What is called in every step or for every op is torch's own function, without a Python call around it.
 
 Two methods of torch's have private names and are overridden where they are called, so they are not here:
-`GradScaler._unscale_grads_` (`LossScaler`) and `TorchDispatchMode._should_skip_dynamo` (`OpWatch`).
+`GradScaler._unscale_grads_` (`LossScaler`) and `TorchDispatchMode._should_skip_dynamo` (`OpWatch`, `CensusWatch`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from amp_recipes.errors import NonfiniteError
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.nonfinite import NonfiniteReport, locate
 from amp_recipes.numerics.trial import Outcome
-from amp_recipes.numerics.watch.observe import OpWatch, op_name
+from amp_recipes.numerics.watch.observe import Attribution, OpWatch, op_name
 
 WELL_IN_FP32 = [*zoo(cause="precision"), *zoo(cause="scale")]
 NONFINITE = zoo(nonfinite=True)
@@ -25,7 +25,7 @@ class FirstNonfinite(OpWatch):
     """
 
     def __init__(self, modules):
-        super().__init__(modules)
+        super().__init__(Attribution(modules), self.saw)
         self.found = None
 
     def saw(self, op, args, kwargs, output):

@@ -158,7 +158,7 @@ def test_public_names_are_those_of_the_contract():
 
 def test_no_class_inherits_from_a_class_of_the_package():
     """Objects hold objects. Protocols, exceptions, and what is torch's or the standard library's may be inherited."""
-    own = [path for path in MODULES if room_of(path) != "templates"]  # which are recipes
+    own = [path for path in MODULES if room_of(path) != "templates"]  # recipes, which subclass Brain
     classes = {node.name: node for path in own for node in nodes_of(path) if isinstance(node, ast.ClassDef)}
     bases = {name: {base.id for base in node.bases if isinstance(base, ast.Name)} for name, node in classes.items()}
     free = {name for name in bases if "Protocol" in bases[name]} | set(vars(errors)) | {"OptionFields"}  # for checkers

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.trial import Outcome, Trial, Window
-from amp_recipes.numerics.watch.observe import OpWatch, dtype_name
+from amp_recipes.numerics.watch.observe import Attribution, OpWatch, dtype_name
 from amp_recipes.precision.torch_private import without_modes
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -38,7 +38,8 @@ def differing_modules(
     """
     bare, watched = _Outputs(trial.modules), _Outputs(trial.modules)
     trial.run(window, dtype, scale, pins, watch=[bare])
-    trial.run(window, dtype, scale, pins, watch=[watched, _Silent(trial.modules)])
+    silent = OpWatch(Attribution(trial.modules), lambda *_: None)  # sees every op and does nothing
+    trial.run(window, dtype, scale, pins, watch=[watched, silent])
     found: dict[str, str] = {}
     for (name, before), (_, after) in zip(bare.seen, watched.seen, strict=False):
         if name in found or len(before) != len(after):
@@ -49,13 +50,6 @@ def differing_modules(
             elif bits is not None and int(bits) != int(other_bits):
                 found.setdefault(name, f"{name} (other bits)")
     return list(found.values())
-
-
-class _Silent(OpWatch):
-    """Sees every op and does nothing."""
-
-    def saw(self, *_: Any) -> None:
-        """Nothing."""
 
 
 class _Outputs:

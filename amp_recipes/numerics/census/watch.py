@@ -22,11 +22,12 @@ from torch import is_grad_enabled, nn
 from amp_recipes.files.user_code import Line
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.modules.torch_private import sparse_values, storage_id, version_of
-from amp_recipes.numerics.watch.observe import ACCUMULATE_GRAD, OpWatch, Place
+from amp_recipes.numerics.watch.observe import ACCUMULATE_GRAD, Attribution, Place
 from amp_recipes.numerics.watch.op_kinds import KINDS, OpKind, op_kind
 from amp_recipes.precision import autocast
 from amp_recipes.precision.torch_private import (
     COMPILER_FRAMES,
+    DispatchMode,
     free_weak_storage,
     kernel_of,
     node_number,
@@ -108,7 +109,7 @@ class _SeenCast(NamedTuple):
     goes_to: tuple[int, int] | None  # of a storage of its own; the address is held: no other gets it
 
 
-class CensusWatch(OpWatch):
+class CensusWatch(DispatchMode):
     """Within its `with`, counts; afterwards it has `counts`, `casts`, `round_trips` and `cast_sizes`.
 
     counts: (Place, Signature) -> calls. Views move no bytes, all else those of its elements, whatever the layout in
@@ -121,8 +122,11 @@ class CensusWatch(OpWatch):
     expects_autocast: whether there is one; else what would be its casts are the user's.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, modules: nn.Module, expects_autocast: bool = True) -> None:
-        super().__init__(modules)
+        super().__init__()
+        self.at = Attribution(modules)
         self.counts: dict[tuple[Place, Signature], int] = {}
         self.casts: dict[CastKey, Tally] = {}
         self.round_trips: dict[RoundTrip, Tally] = {}
@@ -139,8 +143,17 @@ class CensusWatch(OpWatch):
         self._scripts = {name for name, it in modules.named_modules() if isinstance(it, torch.jit.ScriptModule)}
         self._weights, self._weight_storages = _weights_of(modules)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as OpWatch
+
+    def __enter__(self) -> CensusWatch:
+        self.at.__enter__()
+        return super().__enter__()
+
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self.at.__exit__(*exception)
         if self._pending:
             self._close(None)
         self._count()

@@ -14,7 +14,7 @@ from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.drift.own_ops import LOW, CallDtypes, OwnOps, hookable
 from amp_recipes.numerics.drift.watch import Inside, Measure, Measured
 from amp_recipes.numerics.trial import Outcome, Trial, Window, gradient_error
-from amp_recipes.numerics.watch.observe import OUTSIDE, OpWatch
+from amp_recipes.numerics.watch.observe import OUTSIDE, Attribution, OpWatch
 from amp_recipes.numerics.watch.op_kinds import op_kind
 from amp_recipes.precision.torch_private import Op
 
@@ -97,9 +97,7 @@ def _note_broken_backwards(
     """Find the modules in whose backward the gradients of the low run cease to be finite, where it has such."""
     if low.is_finite or not low.loss_is_finite:
         return
-    births = _BackwardBirths(trial.modules)
-    trial.run(window, dtype, low.scale, pins, watch=[births])
-    for name in births.modules & measured.keys():
+    for name in _backward_births(trial, window, dtype, low.scale, pins) & measured.keys():
         measured[name].breaks_backward = True
 
 
@@ -107,16 +105,16 @@ def _low_run(
     trial: Trial, window: Window, dtype: torch.dtype, scale: float, pins: list[str] | None, dtypes: CallDtypes
 ) -> tuple[Outcome | None, list[str]]:
     """What the window gives in low precision (None: it raises), and the names of the modules that own low ops."""
-    watch = _LowOwners(trial.modules)
+    owners = _LowOwners(trial.modules)
     try:
-        low = trial.run(window, dtype, scale, pins, watch=[dtypes, watch])
+        low = trial.run(window, dtype, scale, pins, watch=[dtypes, OpWatch(owners.at, owners.saw)])
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # a constant beyond the format, an op that the device lacks in it
         return None, list(hookable(trial.modules))
     if low.loss_is_finite and not low.is_finite and scale > 1.0:
         low = trial.run_finite(window, dtype, scale / 16, pins)
-    return low, list(watch.found)
+    return low, list(owners.found)
 
 
 def _measured(
@@ -127,7 +125,7 @@ def _measured(
 
     def run(let_flow: set[str]) -> tuple[Outcome, dict[str, Measured]]:
         inside, measure = Inside(trial.modules), Measure(trial.modules, names, own_ops, let_flow)
-        reference = trial.run(window, pins=pins, watch=[inside, measure])
+        reference = trial.run(window, pins=pins, watch=[OpWatch(inside.at, inside.saw), measure])
         for name, one in measure.found.items():
             one.inside = inside.largest.get(name, 0.0)
         return reference, measure.found
@@ -180,11 +178,11 @@ class _Found:
         )
 
 
-class _LowOwners(OpWatch):
+class _LowOwners:
     """Names of the modules in whose own forward an op computes on a low dtype, or to one, in the order of these ops."""
 
     def __init__(self, modules: nn.Module) -> None:
-        super().__init__(modules)
+        self.at = Attribution(modules)
         self._known = hookable(modules)
         self.found: dict[str, None] = {}
 
@@ -201,18 +199,19 @@ class _LowOwners(OpWatch):
             self.found[name] = None
 
 
-class _BackwardBirths(OpWatch):
+def _backward_births(
+    trial: Trial, window: Window, dtype: torch.dtype, scale: float, pins: list[str] | None
+) -> set[str]:
     """Names of the modules in whose own backward an op makes, of finite values, one that is not."""
+    at = Attribution(trial.modules)
+    found: set[str] = set()
 
-    def __init__(self, modules: nn.Module) -> None:
-        super().__init__(modules)
-        self.modules: set[str] = set()
+    def saw(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if at.here.phase == "backward" and not _are_finite(output) and _are_finite(args, kwargs):
+            found.add(at.here.module)
 
-    def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        place = self.at.here
-        if place.phase != "backward" or _are_finite(output) or not _are_finite(args, kwargs):
-            return
-        self.modules.add(place.module)
+    trial.run(window, dtype, scale, pins, watch=[OpWatch(at, saw)])
+    return found
 
 
 def _are_finite(*values: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.drift.own_ops import OwnOps, floating
-from amp_recipes.numerics.watch.observe import OpWatch
+from amp_recipes.numerics.watch.observe import Attribution
 from amp_recipes.numerics.watch.op_kinds import op_kind
 from amp_recipes.precision import map_tensors
 from amp_recipes.precision.torch_private import Op, graph_task, without_modes
@@ -81,11 +81,11 @@ class Measured:
         self.largest = max(self.largest, largest)
 
 
-class Inside(OpWatch):
+class Inside:
     """The largest finite magnitude that each module's own ops return in the forward."""
 
     def __init__(self, modules: nn.Module) -> None:
-        super().__init__(modules)
+        self.at = Attribution(modules)
         self.largest: dict[str, float] = {}
 
     def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -10,6 +10,7 @@ from amp_recipes.numerics.hazards.list import Found, Hazard
 from amp_recipes.numerics.hazards.modules import note_modules
 from amp_recipes.numerics.hazards.ops import OpHazards
 from amp_recipes.numerics.trial import Trial, Window
+from amp_recipes.numerics.watch.observe import OpWatch
 
 __all__ = ["Hazard", "find_hazards"]
 
@@ -30,7 +31,7 @@ def find_hazards(trial: Trial, window: Window) -> list[Hazard]:
     calls = ops.calls
     try:
         with register_optimizer_step_pre_hook(calls.before_step):
-            outcome = trial.run(window, torch.bfloat16, watch=[calls, ops])
+            outcome = trial.run(window, torch.bfloat16, watch=[calls, OpWatch(ops.at, ops.saw, ops.about_to_see)])
     except Exception as error:  # whatever the user's code raises
         _note_error(error, found)
     else:

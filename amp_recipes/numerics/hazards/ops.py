@@ -16,7 +16,7 @@ from amp_recipes.numerics.hazards.calls import CallHazards
 from amp_recipes.numerics.hazards.list import Found, Grade, library_line, names
 from amp_recipes.numerics.hazards.modules import NAMES
 from amp_recipes.numerics.ops.lists import FLOAT32, KERNEL_OF, LOWER_PRECISION, policy
-from amp_recipes.numerics.watch.observe import OpWatch, dtype_name
+from amp_recipes.numerics.watch.observe import Attribution, dtype_name
 from amp_recipes.numerics.watch.op_kinds import OpKind, op_kind
 from amp_recipes.precision.torch_private import Op, schema_of, without_torch_function
 
@@ -58,7 +58,7 @@ _EXPONENTIALS["cosh"] = _EXPONENTIALS["sinh"]
 _PICKS = "upsample_nearest"
 
 
-class OpHazards(OpWatch):
+class OpHazards:
     """Looks at the ops of the forward, below autocast; `calls` has to be entered with it.
 
     On a CPU it follows which tensors CUDA's autocast would leave in fp32 (what comes out of a softmax, and what is
@@ -66,7 +66,7 @@ class OpHazards(OpWatch):
     """
 
     def __init__(self, modules: nn.Module, found: Found, device_type: str) -> None:
-        super().__init__(modules)
+        self.at = Attribution(modules)
         self.calls = CallHazards(found, device_type, self.at, self._is_wide)
         self._found = found
         self._is_cpu = device_type == "cpu"

@@ -47,7 +47,7 @@ from amp_recipes.numerics.nonfinite.values import (
     rows_at_least,
     witness,
 )
-from amp_recipes.numerics.watch.observe import OpWatch
+from amp_recipes.numerics.watch.observe import Attribution, OpWatch
 from amp_recipes.precision.torch_private import FIRST_GRADIENTS, Op, graph_task, without_modes
 from amp_recipes.state.randomness import generator_state
 
@@ -55,7 +55,7 @@ _SEED = torch.ops.aten.ones_like.default  # a backward begins with the gradient 
 _FEW = 4096  # storages that are remembered before those that are gone are forgotten
 
 
-class NonfiniteTrace(OpWatch):
+class NonfiniteTrace:
     """Watches one run of a trial; `events` then tells who wrote what.
 
     window: whose tensors get names; parameters: of modules and optimizers, by name; generators: whose draws `drawn`
@@ -72,10 +72,10 @@ class NonfiniteTrace(OpWatch):
         parameters: Mapping[str, nn.Parameter],
         generators: Mapping[str, Any],
     ) -> None:
-        super().__init__(modules, lines=True)
+        self.at = Attribution(modules, lines=True)
         self._modules, self._window, self._parameters, self._generators = modules, window, parameters, generators
         self._lengths = frozenset(map(samples_in, window))
-        self._hooks = ExitStack()
+        self._context = ExitStack()
         self.events: list[Written | External] = []
         self.target: str | None = None
         self.causes: tuple[Cause, ...] = ()
@@ -93,13 +93,13 @@ class NonfiniteTrace(OpWatch):
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and parameter.is_leaf:
                 note = partial(self._note_gradient, name)
-                self._hooks.callback(parameter.register_post_accumulate_grad_hook(note).remove)
+                self._context.callback(parameter.register_post_accumulate_grad_hook(note).remove)
         self._before = self._states()
-        return super().__enter__()
+        self._context.enter_context(OpWatch(self.at, self.saw, self.about_to_see))
+        return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._hooks.close()
+        self._context.close()
         now = self._states()
         self.drawn = [name for name, state in self._before.items() if state != now[name]]
 

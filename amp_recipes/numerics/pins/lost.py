@@ -14,7 +14,7 @@ from amp_recipes.modules.torch_script import class_before_script
 from amp_recipes.numerics.census.rows import LOW
 from amp_recipes.numerics.census.watch import CensusWatch
 from amp_recipes.numerics.trial import Trial, Window
-from amp_recipes.numerics.watch.observe import OUTSIDE, OpWatch, dtype_name
+from amp_recipes.numerics.watch.observe import OUTSIDE, Attribution, OpWatch, dtype_name
 from amp_recipes.precision import pinned_modules
 from amp_recipes.precision.autocast import has_default_precision
 from amp_recipes.precision.torch_private import Op
@@ -48,7 +48,7 @@ def lost_pins(
             lost.append({"module": name, "reason": reason})
 
     ops, uses = CensusWatch(trial.modules), _WeightUses(trial.modules)
-    outcome = trial.run(window, dtype, scale, live, watch=[ops, uses])
+    outcome = trial.run(window, dtype, scale, live, watch=[ops, OpWatch(uses.at, uses.saw)])
     for name in outcome.pins.never_called():
         lost.append({"module": name, "reason": _never_called(name, uses.users(named[name]))})
     lost += [{"module": name, "reason": reason} for name, reason in _scripted(named, ops)]
@@ -92,11 +92,11 @@ def _never_called(name: str, users: list[str]) -> str:
     return f"its forward never ran: {where} used its weights without calling it{hint}"
 
 
-class _WeightUses(OpWatch):
+class _WeightUses:
     """Who reads which parameter in the forward."""
 
     def __init__(self, modules: nn.Module) -> None:
-        super().__init__(modules)
+        self.at = Attribution(modules)
         self._readers: dict[int, dict[str, None]] = {id(parameter): {} for parameter in modules.parameters()}
 
     def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

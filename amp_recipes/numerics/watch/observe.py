@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
+from collections.abc import Callable
 from contextlib import ExitStack
 from threading import get_ident
 from types import FrameType
@@ -75,7 +76,7 @@ class Attribution:
         for name, module in self._modules.items():
             for parameter in parameters_of(module).values():
                 self._holders.setdefault(id(parameter), name)
-        self._lines = lines
+        self.lines = lines
         self._places: dict[tuple[str, Phase], Place] = {}
         self._known = {id(module): (name, self._place(name, "forward")) for name, module in self._modules.items()}
         self._context = ExitStack()
@@ -243,19 +244,22 @@ class Attribution:
 
 
 class OpWatch(DispatchMode):
-    """Base of the instruments: within its `with`, `saw` is called after each op, and what it was given is not changed.
+    """Within its `with`, calls `saw(op, args, kwargs, output)` after each op that runs, and changes nothing of it.
 
+    at: entered with it; tells `saw` the place of the op. about_to_see: called with (op, args, kwargs) before each op,
+    the last moment to look at what it changes in place.
     Enter it outside of autocast or inside: it sees what autocast made of an op either way. Ops that `saw` itself runs
     are not seen; neither is what runs inside a higher-order op.
     """
 
     supports_higher_order_operators = True  # they run as if nobody watched
 
-    def __init__(self, modules: nn.Module, lines: bool = False) -> None:
+    def __init__(
+        self, at: Attribution, saw: Callable[..., None], about_to_see: Callable[..., None] | None = None
+    ) -> None:
         super().__init__()
-        self.at = Attribution(modules, lines)
-        self._lines = lines
-        self._looks_before = type(self).about_to_see is not OpWatch.about_to_see
+        self.at = at
+        self._saw, self._about_to_see = saw, about_to_see
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -274,23 +278,16 @@ class OpWatch(DispatchMode):
         kwargs = kwargs or {}
         if not op_kind(func).is_counted:
             return func(*args, **kwargs)
-        if self._lines:
+        if self.at.lines:
             self.at.note_line(sys._getframe(1))
         task = graph_task()
         if task != self.at.task:
             self.at.elsewhere(task)  # also where `saw` does not ask: it marks the nodes that a backward makes
-        if self._looks_before:
-            self.about_to_see(func, args, kwargs)
+        if self._about_to_see is not None:
+            self._about_to_see(func, args, kwargs)
         output = func(*args, **kwargs)
-        self.saw(func, args, kwargs, output)
+        self._saw(func, args, kwargs, output)
         return output
-
-    def about_to_see(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """`op` will run: the last moment to look at what it changes in place."""
-
-    def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """`op` ran at the place `self.at.here`, and returned `output`."""
-        raise NotImplementedError
 
 
 def _asking_frame(frame: FrameType) -> FrameType:

@@ -17,7 +17,7 @@ from torch import nn
 
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.trial import Trial, Window
-from amp_recipes.numerics.watch.observe import OpWatch, op_name
+from amp_recipes.numerics.watch.observe import Attribution, OpWatch, op_name
 from amp_recipes.precision.torch_private import Op
 
 _LARGEST = torch.finfo(torch.float16).max
@@ -87,15 +87,15 @@ def underflow(trial: Trial, windows: Sequence[Window], pins: Iterable[str] | Non
     """
     histogram = _Histogram(trial.modules)
     for window in windows:
-        trial.run(window, torch.bfloat16, pins=pins, watch=[histogram])
+        trial.run(window, torch.bfloat16, pins=pins, watch=[OpWatch(histogram.at, histogram.saw)])
     return histogram.result()
 
 
-class _Histogram(OpWatch):
+class _Histogram:
     """Counts the exponents of the low-precision values that are born in the backward."""
 
     def __init__(self, modules: nn.Module) -> None:
-        super().__init__(modules)
+        self.at = Attribution(modules)
         self._counts = torch.zeros(_BINS, dtype=torch.int64)
         self._squares = torch.zeros(_BINS, dtype=torch.float64)
         self._zeros = self._all = 0

@@ -16,6 +16,7 @@ from amp_recipes.numerics.drift.drift import ModuleDrift, drift
 from amp_recipes.numerics.drift.own_ops import CallDtypes, OwnOps
 from amp_recipes.numerics.drift.watch import Inside, Measure
 from amp_recipes.numerics.trial import Trial, gradient_error, plain_trial
+from amp_recipes.numerics.watch.observe import OpWatch
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -330,8 +331,9 @@ def measured(trial: Trial, window, dtype=BF16, names=None):
     trial.run(window, dtype, watch=[dtypes])
     own_ops = OwnOps(trial.modules, dtypes, dtype, trial.device)
     names = [name for name, _ in trial.modules.named_modules()] if names is None else names
-    watch = [Inside(trial.modules), Measure(trial.modules, names, own_ops, set())]
-    return trial.run(window, watch=watch)
+    inside = Inside(trial.modules)
+    measure = Measure(trial.modules, names, own_ops, set())
+    return trial.run(window, watch=[OpWatch(inside.at, inside.saw), measure])
 
 
 def test_the_reference_run_is_bit_for_bit_that_without_instruments():

@@ -26,7 +26,7 @@ class Places(OpWatch):
     """Every op with its place, in order."""
 
     def __init__(self, modules, lines=False):
-        super().__init__(modules, lines)
+        super().__init__(Attribution(modules, lines), self.saw)
         self.seen = []
         self.lines = []
 
@@ -458,23 +458,20 @@ def test_nothing_is_left_behind():
 
 
 def test_what_saw_runs_is_not_seen_and_about_to_see_comes_before():
-    class Changes(OpWatch):
-        def __init__(self, modules):
-            super().__init__(modules)
-            self.before, self.after = [], []
+    before, after = [], []
 
-        def about_to_see(self, op, args, kwargs):
-            if op_name(op) == "aten::add_":
-                self.before.append(args[0].clone())
+    def about_to_see(op, args, kwargs):
+        if op_name(op) == "aten::add_":
+            before.append(args[0].clone())
 
-        def saw(self, op, args, kwargs, output):
-            self.after.append((op_name(op), output.sum() if isinstance(output, torch.Tensor) else None))
+    def saw(op, args, kwargs, output):
+        after.append((op_name(op), output.sum() if isinstance(output, torch.Tensor) else None))
 
     x = torch.zeros(2)
-    with Changes(nn.Identity()) as watch:
+    with OpWatch(Attribution(nn.Identity()), saw, about_to_see):
         x.add_(1)
-    assert [op for op, _ in watch.after] == ["aten::add_"]
-    assert torch.equal(watch.before[0], torch.zeros(2)) and watch.after[0][1] == 2
+    assert [op for op, _ in after] == ["aten::add_"]
+    assert torch.equal(before[0], torch.zeros(2)) and after[0][1] == 2
 
 
 def test_an_op_that_fails_is_not_seen():

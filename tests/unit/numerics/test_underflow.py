@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.trial import plain_trial
-from amp_recipes.numerics.watch.observe import OpWatch
+from amp_recipes.numerics.watch.observe import Attribution, OpWatch
 from amp_recipes.numerics.watch.op_kinds import op_kind
 from amp_recipes.numerics.watch.underflow import underflow
 
@@ -21,7 +21,7 @@ class Born(OpWatch):
     """Counts what is born in a dtype in the backward: values, zeros, and those that are not finite."""
 
     def __init__(self, modules, dtype):
-        super().__init__(modules)
+        super().__init__(Attribution(modules), self.saw)
         self.dtype, self.all, self.zeros, self.nonfinite = dtype, 0, 0, 0
 
     def saw(self, op, args, kwargs, output):

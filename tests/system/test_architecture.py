@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from repository import REPOSITORY
 
 import amp_recipes
@@ -165,6 +166,7 @@ def test_no_class_inherits_from_a_class_of_the_package():
     assert {name: found for name in bases if (found := bases[name] & classes.keys() - free) and name not in free} == {}
 
 
+@pytest.mark.extended
 def test_the_package_loads_neither_commands_nor_instruments():
     code = "import sys; from amp_recipes import Brain; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -64,10 +64,18 @@ class Class(NamedTuple):
         return f"{self.name} ({shown(self.path)})"
 
 
+def for_checkers(tree: ast.AST) -> Iterator[ast.AST]:
+    """What stands under `if TYPE_CHECKING:`, and so is not there when the code runs."""
+    for branch in ast.walk(tree):
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test):
+            for statement in branch.body:
+                yield from ast.walk(statement)
+
+
 CLASSES = [
     Class(path, node.name, node)
     for path, tree in TREES.items()
-    for node in ast.walk(tree)
+    for node in {*ast.walk(tree)} - {*for_checkers(tree)}
     if isinstance(node, ast.ClassDef)
 ]
 
@@ -81,13 +89,7 @@ def base_names(found: Class) -> list[str]:
 @cache
 def modules_imported(path: Path) -> dict[str, str]:
     """The names that a file imports when it runs, each with the module that it comes from."""
-    types_only = [
-        node
-        for branch in ast.walk(TREES[path])
-        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
-        for statement in branch.body
-        for node in ast.walk(statement)
-    ]
+    types_only = [*for_checkers(TREES[path])]
     found = {}
     for node in ast.walk(TREES[path]):
         if node not in types_only and isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -107,7 +107,8 @@ class Brain(OptionFields):
         self.run_opts = options.with_defaults_from(given)
         hidden = hidden_options(type(self), self.run_opts)
         settings = Settings(self, self.run_opts, hidden)
-        vars(self).update(without(hidden, self.run_opts))
+        for name, value in without(hidden, self.run_opts).items():
+            setattr(self, name, value)
         for message in [*near_misses(given), *ignored_options(given)]:
             logger.warning("hparams: %s", message)
         self.hparams = RecipeHparams(**given)
@@ -122,10 +123,19 @@ class Brain(OptionFields):
         overrides = lambda name: getattr(type(self), name) is not getattr(Brain, name)  # noqa: E731
         place = loaded.place_of if isinstance(loaded, Hparams) else lambda name, value: ""
         self.__run = run = Run(self, settings, task_for(self.run_opts.purpose), overrides, place)
-        vars(self).update(without(hidden, run.plan.resolved_options()))
+        for name, value in without(hidden, run.plan.resolved_options()).items():
+            setattr(self, name, value)
         run.open_folder(checkpointer, lambda: ensure_experiment_directory(settings.output_folder, loaded, options))
         self.checkpointer = run.checkpoints.checkpointer if checkpointer is None else checkpointer
         run.remember_recipe(set(vars(self)) - of_the_subclass)
+
+    if not TYPE_CHECKING:  # to a checker of types, every name would exist
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            if name == "_Brain__run":
+                raise AttributeError(f"{kind}.__init__ must call super().__init__(...) before it uses what Brain has.")
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     # ------------------------------------------------------------------ fit
 
@@ -392,7 +402,7 @@ class Brain(OptionFields):
     @property
     def stage_metrics(self) -> dict[str, float]:
         """In `on_stage_end`, the metrics that `add_metric` added up, by name."""
-        return self.__run.current.stage_metrics
+        return self.__run.stage_metrics
 
     @property
     def stage_seconds(self) -> float:

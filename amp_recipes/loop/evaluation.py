@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -88,21 +88,28 @@ def evaluate_set(
     run.pending.settle()
     run.processes.share_untrained()
     # A test whose hook calls this has the averaged weights applied.
-    with run.ema.set_aside(), _set_aside(run, weights=bool(max_key or min_key)) if run.in_fit else run.interrupts:
+    model = _model_set_aside(run, bool(max_key or min_key)) if run.in_fit else run.interrupts
+    with run.ema.set_aside(), _pass_set_aside(run), model:
         run.recipe.on_evaluate_start(max_key, min_key)
         with run.logging(progressbar):
             return evaluate(run, loader, Stage.TEST, None)
 
 
+def _pass_set_aside(run: Any) -> AbstractContextManager[None]:
+    """Within it, an evaluation that a hook of another pass asks for may have its own; then that one goes on."""
+    if not run.in_fit and run.log is run.idle_log:
+        return nullcontext()
+    return run.replaced(current=run.current, window=Window(run), stage_metrics=run.stage_metrics)
+
+
 @contextmanager
-def _set_aside(run: Any, weights: bool) -> Iterator[None]:
+def _model_set_aside(run: Any, weights: bool) -> Iterator[None]:
     """Within it, an evaluation may change modes (and weights): all is put back afterwards."""
     modes = [(module, module.training) for module in run.modules.modules()]
     holders = [run.modules, run.ema] if weights else []
     kept = [{name: value.clone() for name, value in holder.state_dict().items()} for holder in holders]
     try:
-        with run.replaced(current=run.current, window=Window(run)):
-            yield
+        yield
     finally:
         for module, training in modes:
             module.training = training

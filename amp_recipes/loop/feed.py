@@ -71,7 +71,7 @@ class Feed:
         """The batches; in debug mode only the first few, of which `done` were before these."""
         settings = self._run.settings
         few = islice(batches, max(0, settings.debug_batches - done) if settings.debug else None)
-        return self._run.task.limited(few, self._run.current.stage)
+        return self._run.task.watch.limited(few, self._run.current.stage)
 
     def to_device(self, batch: Any) -> Any:
         """The batch on the run's device."""

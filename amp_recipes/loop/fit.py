@@ -203,7 +203,7 @@ class Fit:
         run = self._run
         window = Window(run, run.current, shares, len(batches), self.replays.before_step(batches))
         run.pending.open(window)
-        run.task.before_window(run, batches)
+        run.task.watch.before_window(run, batches)
         with self.replays.blaming_precision(batches, window.before):
             losses = window.take(batches)
         window.samples = shares.samples
@@ -211,9 +211,9 @@ class Fit:
         run.plan.updates.drop_losses()
         run.log.advance(len(losses), window.samples)
         run.pending.end(losses, run.current.step, run.plain_losses)
-        if run.reach is not None:
-            run.report_first_window()
-        run.task.after_window(run, losses)
+        if run.checks:
+            run.check_first_windows()
+        run.task.watch.after_window(run, losses)
 
     def _end_epoch(self, epoch: int, results: Mapping[str, float]) -> None:
         """What follows from the epoch's last stage: schedulers, the best so far, a checkpoint."""
@@ -239,7 +239,7 @@ class Fit:
 
     def _step_limit_reached(self) -> bool:
         run, limit = self._run, self._run.settings.optimizer_step_limit
-        if run.task.is_over:
+        if run.task.watch.is_over:
             return True
         if not limit or run.totals.optimizer_step + len(run.pending) < limit:
             return False  # not even if all that is under way is taken: no need to wait for it

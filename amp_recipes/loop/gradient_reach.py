@@ -23,6 +23,11 @@ class GradientReach:
         self._reached: dict[int, torch.Tensor] = {}
         self._optimizers: set[str] = set()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no loss that depends on a parameter was differentiated yet."""
+        return not self._reached
+
     def follow(self, loss: torch.Tensor, optimizers: Iterable[str]) -> None:
         """Note the parameters behind a loss that is about to be differentiated for these optimizers."""
         self._optimizers.update(optimizers)

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 class Pass:
     """One pass over a loader: the training of an epoch, its validation, or a test.
 
-    step: batches done in it; average: of the losses; sums: of the metrics; stage_metrics: what the sums came to, once
-    the pass has ended; results: these, the loss and what `on_stage_end` returned, as the main process has them.
+    step: batches done in it; average: of the losses; sums: of the metrics; results: once it has ended, the loss, the
+    metrics and what `on_stage_end` returned, as the main process has them.
     at_place: the loader gives the next batch to train on (a resumed one may have to find its place first).
     asked_to_end: a signal asks the run to end, and all processes know.
     """
@@ -29,7 +29,6 @@ class Pass:
         self.step = 0
         self.average = LossAverage()
         self.sums = StageMetrics()
-        self.stage_metrics: dict[str, float] = {}
         self.results: dict[str, float] = {}
         self.at_place = self.asked_to_end = False
 

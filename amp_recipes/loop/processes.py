@@ -34,6 +34,9 @@ def join_processes(settings: Any) -> tuple[torch.device, bool]:
         show_notices()
     device = distributed.pick_device(settings.device)
     backend, minutes = settings.distributed_backend, settings.distributed_timeout_minutes
+    if settings.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
     launched = distributed.launched()
     distributed.start(device, backend, minutes, settings.tensor_parallel)
     return device, launched

@@ -22,28 +22,30 @@ def check_class(recipe_class: type, base: type) -> None:
         if not name.startswith("_") and own is not meant:
             _check_meaning(recipe_class, name, own, meant)
     for name in base.__annotations__:
-        if isroutine(getattr(recipe_class, name, None)):
+        own = getattr(recipe_class, name, None)
+        if isroutine(own):
             raise _other_meaning(recipe_class, name, "a method", "an attribute")
+        if isinstance(own, property) and own.fset is None:
+            raise _other_meaning(recipe_class, name, "a property without a setter", "an attribute")
 
 
 def _check_meaning(recipe_class: type, name: str, own: Any, meant: Any) -> None:
-    if isroutine(meant) and not callable(own):
-        raise _other_meaning(recipe_class, name, "an attribute", "a method")
-    if isinstance(meant, property) and not isinstance(own, property):
-        given = "a method" if callable(own) else "a class attribute"
-        raise _other_meaning(recipe_class, name, given, "an attribute")
+    if isroutine(meant) and not (callable(own) or hasattr(own, "__get__")):
+        raise _other_meaning(recipe_class, name, f"an attribute ({own!r:.50})", "a method")
+    if isinstance(meant, property) and not hasattr(own, "__get__"):
+        raise _other_meaning(recipe_class, name, f"{own!r:.50} for all its objects", "an attribute that the loop sets")
+    if isinstance(meant, property) and isroutine(own):
+        raise _other_meaning(recipe_class, name, "a method", "an attribute")
 
 
 def _other_meaning(recipe_class: type, name: str, given: str, expected: str) -> RecipeError:
     kind = recipe_class.__name__
-    return RecipeError(
-        f"{kind}.{name} is {given}, but Brain.{name} is {expected} that the loop uses: rename it in {kind}."
-    )
+    return RecipeError(f"{kind}.{name} is {given}, but Brain.{name} is {expected}. Give it another name in {kind}.")
 
 
 def hidden_options(recipe_class: type, options: Mapping[str, Any]) -> dict[str, Any]:
     """The run options whose names the recipe's class uses for something of its own, with a warning."""
-    hidden = {name: value for name, value in options.items() if hasattr(recipe_class, name)}
+    hidden = {name: value for name, value in options.items() if _has_its_own(recipe_class, name)}
     if hidden:
         names = ", ".join(sorted(hidden))
         logger.warning(
@@ -53,6 +55,13 @@ def hidden_options(recipe_class: type, options: Mapping[str, Any]) -> dict[str, 
             names,
         )
     return hidden
+
+
+def _has_its_own(recipe_class: type, name: str) -> bool:
+    """Whether the class has something under the name that an object of it cannot take the option in."""
+    own = getattr(recipe_class, name, None)
+    takes_values = isinstance(own, property) and own.fset is not None
+    return hasattr(recipe_class, name) and not takes_values
 
 
 class RecipeHparams(SimpleNamespace):

@@ -102,11 +102,12 @@ def rehearsal(run: Any, weights: bool, steps: bool = True) -> Iterator[None]:
     current = copy.copy(run.current)
     current.sums = StageMetrics()
     idle = {"log": run.idle_log, "ema": NoAverage(), "reach": None}
+    plan = copy.copy(run.plan)  # a hook may set another context
     checkpointer = recipe.checkpointer
     optimizers = recipe.optimizers_dict.values()
     with (
         preserved(run.modules, optimizers, run.device, weights, holders, untouched=[recipe]),
-        run.replaced(pending=PendingWindows(run.device), current=current, window=Window(run), **idle),
+        run.replaced(plan=plan, pending=PendingWindows(run.device), current=current, window=Window(run), **idle),
     ):
         recipe.checkpointer = None if checkpointer is None else _SavesNothing(checkpointer)
         try:

@@ -92,7 +92,7 @@ class LoopState:
             "patience": run.plan.patience.state_dict(),
             "logs": run.log.state_dict(),
             **run.recovery.numbers(),
-            **run.task.state_dict(),
+            **run.task.watch.state_dict(),
         }
 
     def _take_numbers(self, state: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class LoopState:
         run.best.load_state_dict(state["watch"])
         run.plan.patience.load_state_dict(state["patience"])
         run.recovery.take_numbers(state)
-        run.task.load_state_dict(state)
+        run.task.watch.load_state_dict(state)
 
     def _own_part(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """What this process goes on from, of the states of all processes that saved, by rank."""

@@ -63,7 +63,8 @@ class Run:
     recipe has a method of its own under a name; place_in_yaml: see `Feed`.
 
     fit: the call of `fit` under way, or the last one; in_fit: whether one is under way. current: the pass over a loader
-    under way, or the last one; train_pass: the last one that trained; window: the batches under way.
+    under way, or the last one; train_pass: the last one that trained; stage_metrics: of the last one that ended;
+    window: the batches under way.
     """
 
     def __init__(
@@ -88,12 +89,14 @@ class Run:
         self.totals = Totals()
         self.fit, self.in_fit = Fit(self), False
         self.current = self.train_pass = Pass(Stage.TRAIN)
+        self.stage_metrics: dict[str, float] = {}
         self.window = Window(self)
         self.interrupts = Interrupts(settings.save_signals)
         self.saving = Saving(self)
         self.feed = Feed(self, place_in_yaml)
         self.host = HostCopy(self.device)
-        self.reach: GradientReach | None = GradientReach()
+        self.reach: GradientReach | None = GradientReach()  # until it has reported
+        self.checks = [self._check_reach, self._check_pins, self._check_context]
         self.schedulers = Schedulers(None, {}, settings.lr_scheduler_interval)
         saved_name = functools.partial(clean_name, self.modules)
         self.transient_buffers = TransientBuffers(self.modules, saved_name)
@@ -303,7 +306,7 @@ class Run:
             )
         if current.stage is Stage.VALID:
             self.fit.position.epoch_loss_due = loss
-        current.stage_metrics = current.added_metrics()
+        self.stage_metrics = current.added_metrics()
         returned = self.recipe.on_stage_end(current.stage, loss, current.epoch)
         own = returned if isinstance(returned, Mapping) else {}
         added = current.added_metrics(warn=True)  # on_stage_end may have added some
@@ -313,13 +316,27 @@ class Run:
         self.log.end_stage(loss, metrics, self.totals.optimizer_step)
         return loss
 
-    def report_first_window(self) -> None:
-        """Warn of parameters, pins and contexts that the first window has not used as one would think."""
-        reach, self.reach = self.reach, None
-        reach.report(self.recipe, self.modules, self.recipe.optimizers_dict)
+    def check_first_windows(self) -> None:
+        """Warn of parameters, pins and contexts that are not used as one would think; a check that is done is over."""
+        self.checks = [check for check in self.checks if not check()]
+
+    def _check_reach(self) -> bool:
+        if self.reach.is_empty:  # nothing was differentiated yet
+            return False
+        self.reach.report(self.recipe, self.modules, self.recipe.optimizers_dict)
+        self.reach = None
+        return True
+
+    def _check_pins(self) -> bool:
         self.plan.report_dead_pins()
+        return True
+
+    def _check_context(self) -> bool:
+        if self.plan.widened:
+            return False
         if self.own_fit_batch:
             self.plan.report_missing_context()
+        return True
 
     def returned_loss(self, loss: Any, method: str) -> torch.Tensor:
         """What a method of the recipe returned, as a detached loss (0-d) on the device."""

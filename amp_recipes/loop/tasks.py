@@ -21,24 +21,13 @@ from amp_recipes.stage import Stage
 logger = logging.getLogger(__name__)
 
 
-class Train:
-    """Trains and evaluates. Another task has the same methods and attributes.
+class Unwatched:
+    """What a task tells of its windows, and keeps in checkpoints: nothing. `verify-resume` has another.
 
-    trains: whether the run trains, and so writes into its folder; is_over: whether training is to end now.
+    is_over: whether training is to end now.
     """
 
-    trains, is_over = True, False
-
-    def fit(self, run: Any, call: FitCall) -> None:
-        """`fit` was called: train, unless the script is only to test."""
-        if run.settings.test_only:
-            logger.info("test_only is set: fit does nothing")
-            return
-        Fit.of(run, call).train(call.progressbar)
-
-    def evaluate(self, run: Any, *asked: Any) -> float:
-        """`evaluate` was called; the arguments are those of `evaluate_set`."""
-        return evaluate_set(run, *asked)
+    is_over = False
 
     def limited(self, batches: Iterator[Any], stage: Stage) -> Iterator[Any]:
         """The batches of a pass, or fewer."""
@@ -58,13 +47,33 @@ class Train:
         """Take it from a checkpoint's numbers."""
 
 
+class Train:
+    """Trains and evaluates. Another task has the same methods and attributes.
+
+    trains: whether the run trains, and so writes into its folder; watch: see `Unwatched`.
+    """
+
+    trains, watch = True, Unwatched()
+
+    def fit(self, run: Any, call: FitCall) -> None:
+        """`fit` was called: train, unless the script is only to test."""
+        if run.settings.test_only:
+            logger.info("test_only is set: fit does nothing")
+            return
+        Fit.of(run, call).train(call.progressbar)
+
+    def evaluate(self, run: Any, *asked: Any) -> float:
+        """`evaluate` was called; the arguments are those of `evaluate_set`."""
+        return evaluate_set(run, *asked)
+
+
 class Examine:
     """Examines the run at its first `fit`; the others, and evaluations, do nothing.
 
     say: examines the run, which the arguments of `fit` belong to, and returns what to print.
     """
 
-    trains, is_over = False, True
+    trains, watch = False, Unwatched()
 
     def __init__(self, say: Callable[[Any, FitCall], str]) -> None:
         self._say = say

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from inside import run_of
 from pairwise import each_once
 from programs import run_python
+from repository import REPOSITORY
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from amp_recipes import Brain, Checkpointer, EpochCounter, Stage
+from amp_recipes import Brain, Checkpointer, EpochCounter, RunOptions, Stage
 from amp_recipes.errors import CheckpointError, ConfigError, DataError, PrecisionError, RecipeError
 from amp_recipes.loggers import RunLog
 
@@ -808,3 +810,96 @@ def test_a_hyperparameter_that_is_missing_is_an_error_that_names_the_nearest():
     assert not hasattr(brain.hparams, "lr_scheduler") and getattr(brain.hparams, "lr", 0.1) == 0.1
     with pytest.raises(AttributeError, match=r"hparams has no 'number_of_epoch'\. Did you mean 'number_of_epochs'"):
         brain.hparams.number_of_epoch  # noqa: B018
+
+
+def test_deterministic_asks_torch_for_it():
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    try:
+        make(deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+def test_every_run_option_is_read_somewhere():
+    """An option that nobody reads does nothing, without a word."""
+    package = REPOSITORY / "amp_recipes"
+    rooms = ("loop", "precision", "distributed", "checkpoint", "config")
+    files = [path for room in rooms for path in (package / room).rglob("*.py") if path.name != "options.py"]
+    code = "\n".join(path.read_text() for path in files)
+    assert [name for name in RunOptions() if not re.search(rf"\.{name}\b", code)] == []
+
+
+class Settings(Regression):
+    """Has the name of an option for a default of its own, which it changes in a run."""
+
+    max_grad_norm = 7.0
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        self.max_grad_norm = self.hparams.bound
+
+
+def test_an_option_that_a_recipe_assigns_in_a_run_holds_also_where_its_class_has_a_default(caplog):
+    bounded, same = make(Settings, {"bound": 1e-4}), make(max_grad_norm=1e-4)
+    for brain in (bounded, same):
+        brain.fit(range(1), batches())
+    assert torch.equal(weights(bounded), weights(same)) and "run option: max_grad_norm" in caplog.text
+
+
+def test_an_evaluation_in_a_hook_of_an_evaluation_has_a_pass_of_its_own():
+    class Nests(Regression):
+        inner = None
+
+        def on_stage_start(self, stage, epoch=None):
+            if self.inner:
+                data, self.inner = self.inner, None
+                self.evaluate(data)
+
+        def evaluate_batch(self, batch, stage):
+            self.add_metric("seen", len(batch[0]), 1e-9)
+            return super().evaluate_batch(batch, stage)
+
+    plain, nests = make(Nests), make(Nests)
+    nests.inner = batches(2)
+    assert nests.evaluate(batches()) == plain.evaluate(batches())
+    assert nests.summary.last["test"] == plain.summary.last["test"] and "seen" in plain.summary.last["test"]
+
+
+def test_what_brain_has_is_not_there_before_its_constructor():
+    class Early(Regression):
+        def __init__(self, *args):
+            self.step = 0
+            super().__init__(*args)
+
+    with pytest.raises(AttributeError, match=r"Early.__init__ must call super\(\).__init__\(...\) before"):
+        Early({"model": nn.Linear(3, 1)})
+
+
+def test_what_no_loss_depends_on_is_told_also_if_the_first_windows_have_none(caplog):
+    class Waits(Regression):
+        def fit_batch(self, batch):
+            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+            if self.step > 2:
+                self.backward(loss)
+                self.optimizers_step()
+            return loss.detach()
+
+    brain = make(Waits)
+    brain.modules["idle"] = nn.Linear(2, 2)
+    brain.fit(range(1), batches())
+    assert caplog.text.count("does not depend on these parameters") == 1 and "idle.weight" in caplog.text
+
+
+def test_metrics_of_a_stage_stay_until_the_next_one_ends():
+    class Looks(Regression):
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            self.add_metric("one", 1.0)
+
+        def on_stage_start(self, stage, epoch=None):
+            self.known = dict(self.stage_metrics)
+
+    brain = make(Looks)
+    brain.fit(range(1), batches(), batches())
+    assert brain.known == {"one": 1.0}

@@ -53,10 +53,9 @@ class Probe:
     resume included.
     """
 
-    trains = True
-
     def __init__(self, trace: TextIO, steps: int, kill_at: int, script_folder: Path) -> None:
         self._training = Train()
+        self.trains, self.watch = True, self
         self._trace = trace
         self._steps = steps
         self._kill_at = kill_at

@@ -5,6 +5,7 @@ import logging
 import math
 import random
 import textwrap
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -88,6 +89,32 @@ def undrawn(monkeypatch):
 
 
 # ---------------------------------------------------------------------- diagnosis
+
+
+def test_a_context_that_a_hook_sets_in_a_diagnosis_is_gone_after_it(undrawn):
+    class Sets(Classifier):
+        def on_stage_start(self, stage, epoch=None):
+            self.training_ctx = self.evaluation_ctx = nullcontext()
+
+    brain = brain_of(network(), Sets, precision="bf16", eval_precision="bf16")
+    before = brain.training_ctx, brain.evaluation_ctx
+    brain.diagnose(data(), steps=1, minutes=0.05)
+    assert (brain.training_ctx, brain.evaluation_ctx) == before
+
+
+def test_a_recipe_that_recovers_by_itself_is_diagnosed(tmp_path, undrawn, capsys):
+    class Recovers(Classifier):
+        def on_fit_start(self):
+            super().on_fit_start()
+            self.checkpointer.recover_if_possible()
+
+    folder = {"output_folder": str(tmp_path / "run")}
+    brain_of(network(), **folder).fit(range(1), data())
+    options = {"device": "cpu", "noprogressbar": True, "precision": "bf16", **folder}
+    asked = RunOptions.from_mapping(options, purpose=Purpose("diagnose"))
+    brain = Recovers({"model": network()}, OPT, run_opts=asked)
+    brain.fit(range(1), data())
+    assert "bf16" in capsys.readouterr().out
 
 
 def test_a_diagnosis_changes_nothing():

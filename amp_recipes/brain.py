@@ -1,4 +1,4 @@
-"""What a recipe calls and overrides: `Brain`, its verbs and its hooks.
+"""Gives recipes what they call and override: `Brain`, its verbs and its hooks.
 
 The loop itself is in `loop`: a `Run` for the process, a `Fit` for each call of `fit`, a `Pass` for each pass over a
 loader, a `Window` for each update.

@@ -1,4 +1,4 @@
-"""The errors that users meet, in one tree.
+"""Defines the errors that users meet, in one tree.
 
     AmpRecipesError
     ├── ConfigError (also a ValueError)       a YAML, an override or a run option is wrong

@@ -1,4 +1,4 @@
-"""What one step, one stage and one run report, and what a logger receives.
+"""Defines what one step, one stage and one run report, and what a logger receives.
 
 Records hold host numbers only: by the time a logger sees one, its values have left the device.
 """

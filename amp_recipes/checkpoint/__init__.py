@@ -1,4 +1,4 @@
-"""Save and restore anything with a `state_dict`; keep the best and the newest."""
+"""Saves and restores anything with a `state_dict`; keeps the best and the newest."""
 
 from typing import TYPE_CHECKING
 

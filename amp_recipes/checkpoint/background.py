@@ -1,4 +1,4 @@
-"""Work on a checkpoint folder beside the training: one piece at a time, whose error is kept until somebody waits."""
+"""Works on a checkpoint folder beside the training, one piece at a time; keeps its error until somebody waits."""
 
 from __future__ import annotations
 

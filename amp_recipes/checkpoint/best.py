@@ -24,7 +24,7 @@ def best_checkpoint(run: str | Path) -> Checkpoint:
     """
     run = Path(run)
     if run.name.startswith("CKPT+"):
-        found = [it for it in _checkpoints_in(run.parent) if it.path == run]
+        found = [checkpoint for checkpoint in _checkpoints_in(run.parent) if checkpoint.path == run]
         if not found:
             raise CheckpointError(f"{str(run)!r} is no checkpoint that can be read.")
         return found[0]

@@ -41,7 +41,7 @@ def make_newest(checkpointer: Checkpointer, checkpoint: Checkpoint, states: Mapp
     the new one is on the disk: a kill at any moment leaves a checkpoint that a resume can take. Raises CheckpointError
     if it cannot be written; all is then as it was.
     """
-    later = [it for it in checkpointer.list_checkpoints() if it.number > checkpoint.number]
+    later = [each for each in checkpointer.list_checkpoints() if each.number > checkpoint.number]
     if not is_current(checkpoint):  # its files are not as those of a new one
         states = {**checkpointer.read(checkpoint), **states}
     holders = {name: _Holder(state) for name, state in states.items()}

@@ -90,5 +90,5 @@ def _wrapped_as(kind: type) -> str | None:
     if issubclass(kind, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
     # By name, since importing torch._dynamo takes a second that only those who compile should pay.
-    compiled = any(it.__name__ == "OptimizedModule" and it.__module__.startswith(DYNAMO) for it in kind.mro())
+    compiled = any(base.__name__ == "OptimizedModule" and base.__module__.startswith(DYNAMO) for base in kind.mro())
     return COMPILED_MODULE if compiled else None

@@ -39,7 +39,7 @@ NUMPY_NAMES = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in 
 SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 SEQUENCE_TAGS = {kind: tag for tag, kind in SEQUENCES.items()}
 KEYS = (type(None), bool, int, float, str, bytes, tuple)
-FACTORIES = {it.__name__: it for it in (bool, int, float, str, list, tuple, set, dict)} | {"None": None}
+FACTORIES = {factory.__name__: factory for factory in (bool, int, float, str, list, tuple, set, dict)} | {"None": None}
 FACTORY_NAMES = {it: name for name, it in FACTORIES.items()}
 
 
@@ -229,7 +229,7 @@ def _has_plain_keys(value: dict) -> bool:
 
 
 def _is_usual(factory: Any) -> bool:
-    return any(factory is it for it in FACTORIES.values())
+    return any(factory is known for known in FACTORIES.values())
 
 
 def _named(value: Any) -> str:

@@ -219,7 +219,7 @@ class CheckpointPolicy:
         folder = self.checkpointer.checkpoints_dir
         if not self.checkpointer.holds_any():
             return None
-        number = next(it for it in range(1, 10**6) if not folder.with_name(f"{folder.name}.{it}").exists())
+        number = next(number for number in range(1, 10**6) if not folder.with_name(f"{folder.name}.{number}").exists())
         aside = folder.with_name(f"{folder.name}.{number}")
         self.checkpointer.move_to(aside)
         self.checkpointer.check_writable()
@@ -276,7 +276,7 @@ class CheckpointPolicy:
         found = self.checkpointer.list_checkpoints()
         if not found or len(found) < len(numbered_folders(self.checkpointer.checkpoints_dir)):  # some are damaged
             return False
-        return all(it.meta.get(INSIDE_EPOCH) and key not in it.meta for it in found)
+        return all(checkpoint.meta.get(INSIDE_EPOCH) and key not in checkpoint.meta for checkpoint in found)
 
     def _only(self, names: Sequence[str]) -> Checkpointer:
         """A checkpointer of the same folder for some of the recoverables."""

@@ -128,7 +128,7 @@ class Stored:
         return made
 
     def _pieces(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Piece]:
-        return [it for it in self.pieces if not self.shape or it.overlap(offsets, sizes)]
+        return [piece for piece in self.pieces if not self.shape or piece.overlap(offsets, sizes)]
 
 
 class OpenFiles:

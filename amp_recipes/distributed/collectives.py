@@ -60,7 +60,10 @@ def sums(numbers: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ...]]
     """The numbers of each name, each summed over all ranks in their order; a rank may lack a name."""
     of_ranks = gather(dict(numbers))
     names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
-    return {name: tuple(map(sum, zip(*(it[name] for it in of_ranks if name in it), strict=True))) for name in names}
+    return {
+        name: tuple(map(sum, zip(*(of_rank[name] for of_rank in of_ranks if name in of_rank), strict=True)))
+        for name in names
+    }
 
 
 def gather(value: Any) -> list[Any]:

@@ -212,7 +212,7 @@ def averaging(
         reducer.reached = False
         wanted = reducer.averaged
         if chosen is not None:
-            wanted = [it for it in wanted if id(it) in chosen]
+            wanted = [parameter for parameter in wanted if id(parameter) in chosen]
         if len(wanted) == len(reducer.averaged):
             whole.append(reducer)
             reducer.expect_gradients(loss)

@@ -34,7 +34,7 @@ def chosen(modules: nn.ModuleDict, patterns: Sequence[str]) -> list[nn.Module]:
     """The modules that `patterns` name. Raises as `recompute` does."""
     option = "activation_checkpointing"
     check_patterns(option, patterns)
-    found = chosen_blocks(option, modules, [it for it in patterns if it != BLOCKS])
+    found = chosen_blocks(option, modules, [pattern for pattern in patterns if pattern != BLOCKS])
     if BLOCKS in patterns:
         blocks = [block for entry in modules.values() for block in repeated_blocks(entry)]
         if not blocks:
@@ -47,7 +47,7 @@ def chosen(modules: nn.ModuleDict, patterns: Sequence[str]) -> list[nn.Module]:
 
 
 def _buffers_kept(module: nn.Module) -> AbstractContextManager[None]:
-    return _put_back([it for it in module.buffers() if it.nbytes <= _SMALL_BYTES])
+    return _put_back([buffer for buffer in module.buffers() if buffer.nbytes <= _SMALL_BYTES])
 
 
 @contextmanager

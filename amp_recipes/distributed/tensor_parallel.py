@@ -53,7 +53,7 @@ def _why_undivided(
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         kind = type(module).__name__
         yield f"{OPTION}: {pattern!r} matches {name} ({kind}); only Linear and Embedding can be divided"
-    shared = [place for it in module.parameters() if len(places[it]) > 1 for place in places[it]]
+    shared = [place for parameter in module.parameters() if len(places[parameter]) > 1 for place in places[parameter]]
     if shared:
         yield f"{OPTION}: {name} shares a parameter ({' = '.join(shared)}), which cannot be divided"
 

@@ -1,4 +1,4 @@
-"""Evaluates: one pass over a validation or test set, and the weights that it evaluates."""
+"""Evaluates a validation or test set, and loads the weights to evaluate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains: the epochs of one call of `fit`, and the windows of each epoch."""
+"""Trains the epochs of one call of `fit`, window by window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The running average of a stage's losses, weighted, without the nonfinite ones."""
+"""Averages the losses of a stage by weight, without the nonfinite ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LossAverage:
 
 def joined_averages(states: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The state of one average over all that several have seen."""
-    seen = math.fsum(it["seen"] for it in states)
-    total = math.fsum(it["value"] * it["seen"] for it in states)
-    nonfinite = sum(it["nonfinite"] for it in states)
+    seen = math.fsum(state["seen"] for state in states)
+    total = math.fsum(state["value"] * state["seen"] for state in states)
+    nonfinite = sum(state["nonfinite"] for state in states)
     return {"value": total / seen if seen > 0 else 0.0, "seen": seen, "nonfinite": nonfinite}

@@ -1,4 +1,4 @@
-"""The metrics of a stage as ratios of two sums, which stay on the device until the stage ends."""
+"""Adds up the metrics of a stage: a metric is the sum of its totals divided by the sum of its counts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class StageMetrics:
             return
         like = total if isinstance(total, Tensor) else count
         total, count = (
-            it.to(like.device) if isinstance(it, Tensor) else like.new_full((), it) for it in (total, count)
+            number.to(like.device) if isinstance(number, Tensor) else like.new_full((), number)
+            for number in (total, count)
         )
         finite = (total + count).isfinite()
         self._add(name, [total.where(finite, 0.0), count.where(finite, 0.0), (~finite).long()])

@@ -1,4 +1,4 @@
-"""Learning rate schedulers of a run: one per optimizer, made and moved together."""
+"""Makes and moves the learning rate schedulers of a run, one per optimizer."""
 
 from __future__ import annotations
 

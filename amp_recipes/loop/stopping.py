@@ -1,4 +1,4 @@
-"""Which epoch was the best so far, and whether waiting for a better one is still worth it."""
+"""Follows the best epoch so far, and says when no better one is expected."""
 
 from __future__ import annotations
 

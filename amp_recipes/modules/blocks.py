@@ -34,7 +34,7 @@ def chosen_blocks(option: str, modules: nn.Module, patterns: Sequence[str]) -> l
     """
     found: dict[nn.Module, None] = {}
     for pattern in patterns:
-        chosen = [it for module in matching(option, modules, [pattern]).values() for it in with_forward(module)]
+        chosen = [block for module in matching(option, modules, [pattern]).values() for block in with_forward(module)]
         if not chosen:
             raise ConfigError(
                 f"{option}: {pattern!r} matches only modules without a forward, such as a ParameterList: nobody calls "

@@ -48,8 +48,12 @@ def matching(option: str, modules: nn.Module, patterns: Sequence[str]) -> dict[s
     """
     check_patterns(option, patterns)
     named_modules = list(modules.named_modules(remove_duplicate=False))
-    found = {name: module for name, module in named_modules if any(matches(it, name, module) for it in patterns)}
-    problems = [it for it in patterns if not any(matches(it, name, module) for name, module in found.items())]
+    found = {
+        name: module for name, module in named_modules if any(matches(pattern, name, module) for pattern in patterns)
+    }
+    problems = [
+        pattern for pattern in patterns if not any(matches(pattern, name, module) for name, module in found.items())
+    ]
     if problems:
         raise ConfigError("\n".join(no_match(option, pattern, named_modules) for pattern in problems))
     return found

@@ -17,7 +17,7 @@ def class_before_script(module: torch.jit.ScriptModule) -> type | None:
     source = made_from(module)
     if isinstance(source, type) and source.__name__ != "QualnameWrapper":  # torch.jit.trace's own
         return source
-    parts = [it for it in name_in_script(module).split(".") if not it.startswith(_MANGLED)]
+    parts = [part for part in name_in_script(module).split(".") if not part.startswith(_MANGLED)]
     folder, name = ".".join(parts[1:-1]) or "__main__", parts[-1]  # the first is __torch__
     loaded = getattr(sys.modules.get(folder), name, None)
     return loaded if isinstance(loaded, type) and issubclass(loaded, nn.Module) else None

@@ -84,7 +84,9 @@ class LossScaler(torch.amp.GradScaler):
 
         torch's own way over sharded ones lets the processes agree on the spot, in a collective per format and layout.
         """
-        parameters = [it for group in optimizer.param_groups for it in group["params"] if it.grad is not None]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+        ]
         if not any(is_sharded(parameter) for parameter in parameters):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found: dict[torch.device, torch.Tensor] = {found_inf.device: found_inf}

@@ -32,7 +32,9 @@ def check_optimizers(
             )
         parameters = list(parameters_of_optimizer(optimizer))
         named = [(names.get(id(p), f"parameter {index}"), p) for index, p in enumerate(parameters)]
-        _refuse_strangers(key, [it for it in parameters if id(it) not in names], sharded, several_processes)
+        _refuse_strangers(
+            key, [parameter for parameter in parameters if id(parameter) not in names], sharded, several_processes
+        )
         _refuse_owned(key, named, owner)
         if scaled:
             _refuse_fp16(key, fp16_parameters(named))

@@ -1,4 +1,4 @@
-"""When a run whose updates stay nonfinite ends."""
+"""Ends a run whose updates stay nonfinite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that one run decides about precision, made from its options in one place."""
+"""Decides, from the options of a run, everything about its precision in one place."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class UpdateOwner:
         scaled = self.scaler.is_enabled()
         # Scaled, the mean: from a sum, the way back would begin at each element with the scale itself, inf in fp16.
         total = loss if loss.ndim == 0 else loss.float().mean() if scaled else loss.sum()
-        sharded = self._ranks is not None and any(is_sharded(it) for it in self._modules.parameters())
+        sharded = self._ranks is not None and any(is_sharded(parameter) for parameter in self._modules.parameters())
         with self._ranks.keeping_gathered(self._modules) if sharded else nullcontext():
             grads = torch.autograd.grad(self.scaler.scale(total), inputs, create_graph=True)
         if scaled:

@@ -63,7 +63,7 @@ def sum_of_squares(gradients: Sequence[torch.Tensor], device: torch.device, proc
 
 def mark_of(parameters: Iterable[torch.Tensor]) -> float:
     """A number (below 2^16) that differs, but for one case in 65,536, where other `parameters` have gradients."""
-    return float(zlib.crc32(bytes(it.grad is not None for it in parameters)) & 0xFFFF)
+    return float(zlib.crc32(bytes(parameter.grad is not None for parameter in parameters)) & 0xFFFF)
 
 
 def marks_differ(total: torch.Tensor, total_of_squares: torch.Tensor, processes: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ class OutstandingGradients:
             seen.add(id(parameter))
             yield self._saved_name(name), parameter
         for optimizer_name, optimizer in self._optimizers().items():
-            parameters = (it for group in optimizer.param_groups for it in group["params"])
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
             for index, parameter in enumerate(parameters):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))

@@ -90,7 +90,7 @@ class _Memory:
         self.parameters: list[nn.Parameter] = []
         self._undo = undo
         self._weights = weights
-        self._seen = {id(it): it for it in untouched}  # by identity; held, so that none is given out again
+        self._seen = {id(value): value for value in untouched}  # by identity; held, so that none is given out again
         # The first that fits counts: a Parameter is a Tensor, too.
         self._by_kind: tuple[tuple[Any, Callable[[Any], None]], ...] = (
             (nn.Parameter, self._keep_parameter),

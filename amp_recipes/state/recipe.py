@@ -194,7 +194,7 @@ class RecipeState:
 
     def _holders(self) -> Iterator[tuple[str, Any]]:
         """Generators and objects that have a state, each once."""
-        seen = {id(it) for it in self._saved_elsewhere()}
+        seen = {id(each) for each in self._saved_elsewhere()}
         for name, value in self._attributes().items():
             leave = isinstance(value, (type, nn.Module, DataLoader))
             if id(value) in seen or leave:

@@ -131,14 +131,14 @@ def first_difference(one: Trace, other: Trace, both_ended: bool = True) -> Diffe
 def _compare(left: Window, right: Window, index: int) -> Difference | None:
     at = {"update": left.update, "place": left.place, "index": index}
     if (left.update, left.place, left.batches) != (right.update, right.place, right.batches):
-        told = [f"update {it.update}: {it.place}, {it.batches} batches" for it in (left, right)]
+        told = [f"update {window.update}: {window.place}, {window.batches} batches" for window in (left, right)]
         return Difference("place", ["place"], **at, one=told[0], other=told[1])
     differing = {name: _differing(left.sections.get(name, {}), right.sections.get(name, {})) for name in SECTIONS}
     differing = {name: paths for name, paths in differing.items() if paths}
     if differing:
         return _of_sections(left, right, differing, at)
     if left.losses != right.losses:
-        told = [", ".join(repr(float.fromhex(loss)) for loss in it.losses) or _NOTHING for it in (left, right)]
+        told = [", ".join(repr(float.fromhex(loss)) for loss in window.losses) or _NOTHING for window in (left, right)]
         return Difference("loss", ["loss"], **at, one=told[0], other=told[1])
     return None
 

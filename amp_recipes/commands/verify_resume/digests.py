@@ -125,7 +125,7 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]] | None:
     if isinstance(value, nn.Module) or callable(value):
         return None
     if is_dataclass(value):
-        return ((it.name, getattr(value, it.name, None)) for it in fields(value))
+        return ((field.name, getattr(value, field.name, None)) for field in fields(value))
     return iter(vars(value).items()) if getattr(value, "__dict__", None) else None
 
 

@@ -148,7 +148,9 @@ class SpikeWatch:
         """
         values = [("loss", loss), *((f"gradient norm ({name})", norm) for name, norm in norms)]
         before, self.observed = self.observed, update
-        outside = [it for it in values if not (math.isfinite(it[1]) and self._band(it[0]).has(it[1]))]
+        outside = [
+            (name, value) for name, value in values if not (math.isfinite(value) and self._band(name).has(value))
+        ]
         if outside:
             (series, value), band = outside[0], self._band(outside[0][0])
             self.left_after = before if self.outside == 0 else self.left_after

@@ -1,4 +1,4 @@
-"""Who wrote which memory, and whether that was finite: what a trace of a step is made of.
+"""Remembers who wrote which memory, and whether that was finite: what a trace of a step is made of.
 
 Edges go from an op to those that wrote the storages it reads. Views, writes in place and memory that is given out again
 make that more than a matter of names.

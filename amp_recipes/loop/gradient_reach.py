@@ -46,9 +46,10 @@ class GradientReach:
     def report(self, holder: object, modules: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         """Warn of what does not fit; holder: the object on which a recipe may keep modules of its own."""
         own = [value for value in vars(holder).values() if isinstance(value, Optimizer)]
-        held = {id(each): each for optimizer in [*optimizers.values(), *own] for each in _parameters(optimizer)}
+        held = _held([*optimizers.values(), *own])
         # Of sharded ones the graph holds others, which are whole. None in common: copies in another precision, perhaps.
-        if any(hasattr(each, "device_mesh") for each in held.values()) or held.keys().isdisjoint(self._reached):
+        sharded = any(hasattr(each, "device_mesh") for each in held.values())
+        if sharded or held.keys().isdisjoint(self._reached):
             return
         if unused := self._not_in(held):
             logger.warning(
@@ -70,8 +71,11 @@ class GradientReach:
         return [each for key, each in reached if key not in held and isinstance(each, nn.Parameter)]
 
     def _not_reached(self, optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-        held = {id(each): each for optimizer in optimizers for each in _parameters(optimizer)}
-        return [each for key, each in held.items() if each.requires_grad and key not in self._reached]
+        return [each for key, each in _held(optimizers).items() if each.requires_grad and key not in self._reached]
+
+
+def _held(optimizers: Iterable[Optimizer]) -> dict[int, torch.Tensor]:
+    return {id(each): each for optimizer in optimizers for each in _parameters(optimizer)}
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

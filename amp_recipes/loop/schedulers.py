@@ -43,7 +43,11 @@ class Schedulers:
             self.by_optimizer = {name: make(optimizer) for name, optimizer in optimizers.items()}
         elif make is not None:
             logger.info("lr_scheduler is a %s: the recipe itself is to step it", type(make).__name__)
-        if interval == "step" and any(isinstance(found, ReduceLROnPlateau) for found in self.by_optimizer.values()):
+        if interval == "step":
+            self._refuse_plateau()
+
+    def _refuse_plateau(self) -> None:
+        if any(isinstance(found, ReduceLROnPlateau) for found in self.by_optimizer.values()):
             raise ConfigError(
                 "lr_scheduler is ReduceLROnPlateau, which watches the loss of an epoch, but lr_scheduler_interval is "
                 "step. Set lr_scheduler_interval: epoch."

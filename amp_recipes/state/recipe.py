@@ -334,24 +334,50 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def _like(value: Any, live: Any) -> Any:
     """`value` in the live tensor or container where there is one of its kind, so that other names for it see it too."""
-    if isinstance(live, Tensor) and isinstance(value, Tensor):
-        fits = live.shape == value.shape and live.dtype == value.dtype and not live.is_inference()
-        return _fill(live, value) if fits else value
-    if isinstance(live, list) and isinstance(value, list):
-        kept = [_like(new, old) for new, old in zip(value, live, strict=False)]
-        live[:] = kept + value[len(kept) :]
-        return live
-    if isinstance(live, deque) and isinstance(value, (deque, list)):
-        live.clear()
-        live.extend(value)
-        return live
-    if isinstance(live, dict) and isinstance(value, dict):
-        value = {key: _like(item, live.get(key)) for key, item in value.items()}
-    elif not (isinstance(live, set) and isinstance(value, set)):
+    kind = next((kind for kind in (Tensor, list, deque, dict, set) if isinstance(live, kind)), None)
+    takes = (deque, list) if kind is deque else kind
+    if kind is None or not isinstance(value, takes):
         return value
+    return _REFILL[kind](live, value)
+
+
+def _refill_tensor(live: Tensor, value: Tensor) -> Tensor:
+    fits = live.shape == value.shape and live.dtype == value.dtype and not live.is_inference()
+    return _fill(live, value) if fits else value
+
+
+def _refill_list(live: list[Any], value: list[Any]) -> list[Any]:
+    kept = [_like(new, old) for new, old in zip(value, live, strict=False)]
+    live[:] = kept + value[len(kept) :]
+    return live
+
+
+def _refill_deque(live: deque[Any], value: Iterable[Any]) -> deque[Any]:
+    live.clear()
+    live.extend(value)
+    return live
+
+
+def _refill_dict(live: dict[Any, Any], value: dict[Any, Any]) -> dict[Any, Any]:
+    merged = {key: _like(item, live.get(key)) for key, item in value.items()}
+    live.clear()
+    live.update(merged)
+    return live
+
+
+def _refill_set(live: set[Any], value: set[Any]) -> set[Any]:
     live.clear()
     live.update(value)
     return live
+
+
+_REFILL: dict[type, Callable[[Any, Any], Any]] = {
+    Tensor: _refill_tensor,
+    list: _refill_list,
+    deque: _refill_deque,
+    dict: _refill_dict,
+    set: _refill_set,
+}
 
 
 def _fill(live: Tensor, value: Tensor) -> Tensor:

@@ -110,6 +110,14 @@ def what_determinism_says(returncode: int, stderr: str, equal: bool | None) -> l
     return ["Also with --deterministic true they differ, so it is no operation of torch that it knows of."]
 
 
+def _why_data_did_not_go_on(suspects: Mapping[str, tuple[str, str]], log: str) -> list[str]:
+    replay = _REPLAY.search(log)
+    if replay:
+        return [f"The loader cannot be put at its place: {replay[1]}"]
+    told = "The loader did not go on with the batch after the checkpoint's, or the data set draws or counts"
+    return [f"{told} in a way that a new process does not repeat.", *_kept_outside(suspects)]
+
+
 def why_not_resumed(
     difference: Difference, first_resumed: bool, suspects: Mapping[str, tuple[str, str]], log: str
 ) -> list[str]:
@@ -122,11 +130,7 @@ def why_not_resumed(
     if section == "place":
         return ["The resumed run did not go on at the batch at which the checkpoint was made."]
     if section == "data":
-        replay = _REPLAY.search(log)
-        if replay:
-            return [f"The loader cannot be put at its place: {replay[1]}"]
-        told = "The loader did not go on with the batch after the checkpoint's, or the data set draws or counts"
-        return [f"{told} in a way that a new process does not repeat.", *_kept_outside(suspects)]
+        return _why_data_did_not_go_on(suspects, log)
     if section == "random":
         told = (
             "They were not where the checkpoint says: something draws from them, or seeds them, after the resume."

@@ -133,14 +133,16 @@ def _compare(left: Window, right: Window, index: int) -> Difference | None:
     if (left.update, left.place, left.batches) != (right.update, right.place, right.batches):
         told = [f"update {window.update}: {window.place}, {window.batches} batches" for window in (left, right)]
         return Difference("place", ["place"], **at, one=told[0], other=told[1])
-    differing = {name: _differing(left.sections.get(name, {}), right.sections.get(name, {})) for name in SECTIONS}
-    differing = {name: paths for name, paths in differing.items() if paths}
-    if differing:
+    found = ((name, _differing(left.sections.get(name, {}), right.sections.get(name, {}))) for name in SECTIONS)
+    if differing := {name: paths for name, paths in found if paths}:
         return _of_sections(left, right, differing, at)
     if left.losses != right.losses:
-        told = [", ".join(repr(float.fromhex(loss)) for loss in window.losses) or _NOTHING for window in (left, right)]
-        return Difference("loss", ["loss"], **at, one=told[0], other=told[1])
+        return Difference("loss", ["loss"], **at, one=_shown(left.losses), other=_shown(right.losses))
     return None
+
+
+def _shown(losses: Sequence[str]) -> str:
+    return ", ".join(repr(float.fromhex(loss)) for loss in losses) or _NOTHING
 
 
 def _of_sections(left: Window, right: Window, differing: Mapping[str, list[str]], at: Mapping[str, Any]) -> Difference:

@@ -117,11 +117,11 @@ def array_bytes(value: Tensor | np.ndarray) -> np.ndarray | None:
 def _children(value: Any) -> Iterator[tuple[Any, Any]] | None:
     """The parts of a container, or of an object that keeps them in `__dict__`; None for what has none."""
     if isinstance(value, Mapping):
-        return ((key, value[key]) for key in value)
+        return iter(value.items())
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return zip(value._fields, value, strict=True)
     if isinstance(value, SEQUENCES):
-        return ((index, item) for index, item in enumerate(value))
+        return enumerate(value)
     if isinstance(value, nn.Module) or callable(value):
         return None
     if is_dataclass(value):

@@ -69,6 +69,12 @@ def imports_of(path: Path) -> list[tuple[ast.AST, str]]:
     return [(node, name) for node, name in found if name == "amp_recipes" or name.startswith("amp_recipes.")]
 
 
+def imports_from_others(path: Path) -> list[ast.ImportFrom]:
+    """The imports from modules that are not the package's."""
+    found = [node for node in nodes_of(path) if isinstance(node, ast.ImportFrom)]
+    return [node for node in found if not (node.module or "").startswith("amp_recipes")]
+
+
 def may_import(room: str, other: str) -> bool:
     return other == room or LAYERS[other] < LAYERS[room]
 
@@ -161,12 +167,17 @@ def test_no_class_inherits_from_a_class_of_the_package():
     """Objects hold objects. Protocols, exceptions, and what is torch's or the standard library's may be inherited."""
     own = [path for path in MODULES if room_of(path) != "templates"]  # recipes, which subclass Brain
     classes = {node.name: node for path in own for node in nodes_of(path) if isinstance(node, ast.ClassDef)}
-    bases = {
-        name: {ast.unparse(base).partition("[")[0].split(".")[-1] for base in node.bases}
-        for name, node in classes.items()
-    }
-    free = {name for name in bases if "Protocol" in bases[name]} | set(vars(errors)) | {"OptionFields"}  # for checkers
-    assert {name: found for name in bases if (found := bases[name] & classes.keys() - free) and name not in free} == {}
+    bases: dict[str, set[str]] = {}
+    for path in own:
+        others = {alias.asname or alias.name for node in imports_from_others(path) for alias in node.names}
+        for node in nodes_of(path):
+            if isinstance(node, ast.ClassDef):
+                names = {ast.unparse(base).partition("[")[0].split(".")[-1] for base in node.bases}
+                bases.setdefault(node.name, set()).update(names - others)
+    free = {name for name, node in classes.items() if "Protocol" in ast.unparse(node).partition(":")[0]}
+    free |= set(vars(errors)) | {"OptionFields"}  # which is for checkers of types
+    inherited = {name: found & classes.keys() - free for name, found in bases.items() if name not in free}
+    assert {name: found for name, found in inherited.items() if found} == {}
 
 
 @pytest.mark.extended

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch.utils.data import Sampler
 from amp_recipes.data.samplers import epoch_seed
 from amp_recipes.errors import ConfigError
 
-# The seed and the epoch of a list of batches, and the list.
-_Made = tuple[tuple[int | None, int], list[list[int]]]
+# Puts indices, sorted by length, into batches.
+Cut = Callable[[list[int]], Iterator[list[int]]]
 
 
 class LengthBuckets(Sampler[list[int]]):
@@ -39,7 +39,7 @@ class LengthBuckets(Sampler[list[int]]):
         self.lengths = _checked(lengths, self.pool_size, type(self).__name__)
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         self.samples_per_batch, self.drop_last = batch_size, drop_last
-        self._made: _Made | None = None
+        self._kept = _KeptBatches()
 
     def set_epoch(self, epoch: int) -> None:
         """Give the batches of that epoch from the next iteration on."""
@@ -47,7 +47,7 @@ class LengthBuckets(Sampler[list[int]]):
 
     def batches(self) -> list[list[int]]:
         """All batches of the epoch, of all ranks."""
-        return _batches_of(self)
+        return self._kept.of(self, self._cut)
 
     def __len__(self) -> int:
         return len(self.batches())
@@ -97,7 +97,7 @@ class DynamicBatches(Sampler[list[int]]):
                 "or give too_long='alone'."
             )
         self.max_total_length, self.max_batch_size = max_total_length, max_batch_size
-        self._made: _Made | None = None
+        self._kept = _KeptBatches()
 
     def set_epoch(self, epoch: int) -> None:
         """Give the batches of that epoch from the next iteration on."""
@@ -105,7 +105,7 @@ class DynamicBatches(Sampler[list[int]]):
 
     def batches(self) -> list[list[int]]:
         """All batches of the epoch, of all ranks."""
-        return _batches_of(self)
+        return self._kept.of(self, self._cut)
 
     def __len__(self) -> int:
         return len(self.batches())
@@ -130,22 +130,28 @@ EpochBatches = LengthBuckets | DynamicBatches
 """The batch samplers whose batches a loader of `make_loader` shares among the ranks, and finds its place in again."""
 
 
-def _batches_of(sampler: EpochBatches) -> list[list[int]]:
-    """All batches of the sampler's epoch, kept until another one begins."""
-    key = (sampler.seed, sampler.epoch if sampler.shuffle else 0)
-    if sampler._made is None or sampler._made[0] != key:
-        sampler._made = key, _make(sampler)
-    return sampler._made[1]
+class _KeptBatches:
+    """The batches of one epoch, kept until another one begins."""
+
+    def __init__(self) -> None:
+        self._made: tuple[tuple[int | None, int], list[list[int]]] | None = None
+
+    def of(self, sampler: EpochBatches, cut: Cut) -> list[list[int]]:
+        """All batches of the sampler's epoch; cut: puts indices, sorted by length, into batches."""
+        key = (sampler.seed, sampler.epoch if sampler.shuffle else 0)
+        if self._made is None or self._made[0] != key:
+            self._made = key, _make(sampler, cut)
+        return self._made[1]
 
 
-def _make(sampler: EpochBatches) -> list[list[int]]:
+def _make(sampler: EpochBatches, cut: Cut) -> list[list[int]]:
     generator = torch.Generator().manual_seed(epoch_seed(sampler.seed or 0, sampler.epoch, "buckets"))
     count = len(sampler.lengths)
     order = torch.randperm(count, generator=generator) if sampler.shuffle else torch.arange(count)
     # Sorted in pools of a shuffled epoch, not in all of it: so the samples meet other neighbours in each epoch.
     pools = order.split(sampler.pool_size) if sampler.shuffle else [order]
     by_length = (pool[sampler.lengths[pool].argsort(stable=True)].tolist() for pool in pools)
-    batches = [batch for indices in by_length for batch in sampler._cut(indices)]
+    batches = [batch for indices in by_length for batch in cut(indices)]
     if not sampler.shuffle:
         return batches
     return [batches[at] for at in torch.randperm(len(batches), generator=generator).tolist()]

@@ -116,20 +116,23 @@ class _Walk:
             if len(value) <= _MAX_ITEMS:
                 for key, item in list(value.items() if isinstance(value, Mapping) else enumerate(value)):
                     self.visit(item, f"{path}[{key!r}]", depth)
-        elif isinstance(value, functools.partial):
-            for part in (value.func, value.args, value.keywords):
-                self._visit_inside(part, path, depth)
-        elif isinstance(value, FunctionType):
-            if self.is_the_recipes(value):
-                self._visit_function(value, path, depth)
-        elif isinstance(value, _WRAPPERS):
-            for name in ("__self__", "__func__", "fget", "fset"):
-                if hasattr(value, name):
-                    self.visit(getattr(value, name), path, depth)
+        elif isinstance(value, _CODE):
+            self._visit_code(value, path, depth)
         elif isinstance(value, nn.Module):
             return  # its state is compared tensor by tensor
         elif hasattr(value, "__dict__") and (isinstance(value, SimpleNamespace) or self._holds_values(value)):
             self.visit_attributes(value, path, depth)
+
+    def _visit_code(self, value: Any, path: str, depth: int) -> None:
+        if isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self._visit_inside(part, path, depth)
+        elif not isinstance(value, FunctionType):
+            for name in ("__self__", "__func__", "fget", "fset"):
+                if hasattr(value, name):
+                    self.visit(getattr(value, name), path, depth)
+        elif self.is_the_recipes(value):
+            self._visit_function(value, path, depth)
 
     def _holds_values(self, value: Any) -> bool:
         return self.is_the_recipes(value if isinstance(value, type) else type(value))
@@ -149,7 +152,7 @@ class _Walk:
                 self.visit(parameter.default, f"{path}, default of {name}", depth)
 
 
-_WRAPPERS = (MethodType, staticmethod, classmethod, property)
+_CODE = (functools.partial, FunctionType, MethodType, staticmethod, classmethod, property)
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 
 

@@ -449,7 +449,7 @@ KINDS = {
 @pytest.mark.parametrize(
     "examples",
     [
-        12,
+        8,
         pytest.param(250, marks=pytest.mark.extended),
         pytest.param(5_000, marks=[pytest.mark.extended, pytest.mark.nightly]),
     ],

@@ -44,7 +44,9 @@ def test_a_signal_ends_the_child_and_is_remembered(signum, tmp_path):
     os.mkfifo(pipe)
     told = threading.Thread(target=lambda: (pipe.read_text(), os.kill(os.getpid(), signum)))
     told.start()
-    code = f"import time; open({str(pipe)!r}, 'w').close(); time.sleep(60)"
+    # A shell has what it starts in the background ignore SIGINT, and a child inherits that.
+    code = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += f"open({str(pipe)!r}, 'w').close(); time.sleep(60)"
     with ChildRuns() as children:
         ended = children.run([sys.executable, "-c", code], tmp_path / "output")
     told.join()

@@ -103,7 +103,7 @@ def test_a_context_that_a_hook_sets_in_a_diagnosis_is_gone_after_it(undrawn):
 
 
 def test_a_recipe_that_recovers_by_itself_is_diagnosed(tmp_path, undrawn, capsys):
-    class Recovers(Classifier):
+    class Recovers(Quick):
         def on_fit_start(self):
             super().on_fit_start()
             self.checkpointer.recover_if_possible()

@@ -105,13 +105,13 @@ def test_without_time_nothing_is_decided_and_nothing_advised(model, tmp_path):
     assert written["fp32_modules"] == [] and written["decision"] == "not decided" and not written["verified"]
 
 
-def test_pins_that_training_refutes_are_not_advised(tmp_path):
+def shifted(model, batch):
     """Low precision shifts the loss, which its gradient does not tell."""
+    return classified(model, batch) + (0.5 if torch.is_autocast_enabled("cpu") else 0.0)
+
+
+def test_pins_that_training_refutes_are_not_advised(tmp_path):
     torch.manual_seed(0)
-
-    def shifted(model, batch):
-        return classified(model, batch) + (0.5 if torch.is_autocast_enabled("cpu") else 0.0)
-
     found = asked(trial_of(Branches(), shifted))
     (answer,) = found.answers
     assert answer.pins.modules and not answer.pins.verified and answer.pins.fp32_modules == []
@@ -119,6 +119,10 @@ def test_pins_that_training_refutes_are_not_advised(tmp_path):
     assert "Add to your YAML" not in answer.verdict and "Pin side" not in answer.verdict
     found.write(tmp_path)
     assert not (tmp_path / "fp32_modules.yaml").exists()
+
+
+def test_what_training_refutes_without_any_pin_is_not_decided():
+    torch.manual_seed(0)
     answer = asked(trial_of(healthy(), shifted)).answers[0]
     assert answer.verdict.startswith("bf16: not decided: ") and "WORSE" in answer.verdict
 

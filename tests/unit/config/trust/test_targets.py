@@ -341,7 +341,7 @@ COSTLY = {
 }
 
 
-@pytest.mark.parametrize("part", [10, pytest.param(1, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("part", [20, pytest.param(1, marks=pytest.mark.extended)])
 def test_a_file_of_nothing_but_one_kind_of_line_takes_little_work(part, tmp_path, monkeypatch, subtests):
     (tmp_path / "my_model.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)

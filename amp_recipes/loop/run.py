@@ -84,8 +84,8 @@ class Run:
         if not self.shards:
             self.modules.to(self.device)
         self.processes = ManyProcesses(self) if distributed.initialized() else OneProcess(self)
-        agree = distributed.agree if self.processes.many else None
-        self.plan = PrecisionPlan(recipe.run_opts, self.modules, self.device, agree, distributed)
+        together = (distributed.agree, distributed) if self.processes.many else (None, None)
+        self.plan = PrecisionPlan(recipe.run_opts, self.modules, self.device, *together)
         self.totals = Totals()
         self.fit, self.in_fit = Fit(self), False
         self.current = self.train_pass = Pass(Stage.TRAIN)

@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amp_recipes.modules.sharded import is_sharded, local
+from amp_recipes.precision.optimizers import parameters_with_gradient
 from amp_recipes.precision.sharded_gradients import by_format
 from amp_recipes.precision.torch_private import current_scale, rounds_of, scaler_is_on, switch_scaler, unscale_and_check
 
@@ -84,9 +85,7 @@ class LossScaler(torch.amp.GradScaler):
 
         torch's own way over sharded ones lets the processes agree on the spot, in a collective per format and layout.
         """
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
-        ]
+        parameters = parameters_with_gradient(optimizer)
         if not any(is_sharded(parameter) for parameter in parameters):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found: dict[torch.device, torch.Tensor] = {found_inf.device: found_inf}

@@ -45,6 +45,13 @@ def parameters_of_optimizer(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
+def parameters_with_gradient(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All that it trains and that have a gradient now, in the order of its groups."""
+    return [
+        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+    ]
+
+
 def _refuse_owned(key: str, named: Sequence[tuple[str, nn.Parameter]], owner: dict[int, str]) -> None:
     """Raise PrecisionError for parameters that another optimizer has; owner: optimizers by the parameter's id."""
     for name, parameter in named:

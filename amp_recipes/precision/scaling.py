@@ -24,7 +24,7 @@ from amp_recipes.modules.sharded import is_sharded, local
 from amp_recipes.modules.torch_private import sparse_values
 from amp_recipes.precision.host_copy import HostCopy, HostFuture
 from amp_recipes.precision.loss_scaler import LossScaler
-from amp_recipes.precision.optimizers import parameters_of_optimizer
+from amp_recipes.precision.optimizers import parameters_of_optimizer, parameters_with_gradient
 from amp_recipes.precision.rollback import BufferRollback
 from amp_recipes.precision.sharded_gradients import Ranks, mark_of, marks_differ, sum_of_squares
 from amp_recipes.precision.torch_private import STEP_TAKES_FOUND_INF, foreach_mul, foreach_norm, unscale_and_check
@@ -86,6 +86,57 @@ class PendingUpdate:
         return self._update
 
 
+class _Part:
+    """One optimizer's part in an update.
+
+    parameters: those that have a gradient; gradients: once unscaled, of sparse ones the values behind their distinct
+    indices; norm: the L2 norm over all of them (0-d).
+    """
+
+    __slots__ = ("gradients", "norm", "optimizer", "parameters")
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.parameters = parameters_with_gradient(optimizer)
+
+    def unscale(self, scaler: LossScaler) -> None:
+        """Unscale the gradients in place."""
+        for parameter in self.parameters:
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+        if scaler.is_enabled():
+            scaler.unscale_round_(self.optimizer)
+            scaler.note_step(self.optimizer)
+        gradients = [parameter.grad for parameter in self.parameters]
+        self.gradients = [sparse_values(each) if each.is_sparse else each for each in gradients]
+
+    def step(self, max_grad_norm: float, known_norm: float | None, skip: torch.Tensor | None) -> None:
+        """Clip and step; with `skip`, the fused kernel leaves everything as it is where that is 1.
+
+        known_norm: the norm, where the host has it.
+        """
+        _clip(self.gradients, self.norm, known_norm, max_grad_norm)
+        optimizer = self.optimizer
+        if skip is None:
+            optimizer.step()
+            return
+        optimizer.grad_scale, optimizer.found_inf = None, skip  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+    def skips_on_device(self, skip: torch.Tensor) -> bool:
+        """Whether the step takes `found_inf` and skips without the host (torch's fused optimizers).
+
+        Not one on the CPU beside a GPU (offloaded parameters): it would read a copy of `skip` that is still under way.
+        """
+        return getattr(self.optimizer, STEP_TAKES_FOUND_INF, False) and all(
+            group.get("fused", True) and all(p.device.type == skip.device.type for p in group["params"][:1])
+            for group in self.optimizer.param_groups
+        )
+
+
 class UpdateOwner:
     """Differentiates losses and takes, or skips, the updates of all optimizers of a run.
 
@@ -109,6 +160,8 @@ class UpdateOwner:
         self._agree = agree
         self._ranks = ranks
         self._host = HostCopy(device)
+        # The host sees the numbers as soon as the device does, and no other rank has a say.
+        self._decides_on_host = self._host.immediate and agree is None
         self.losses: list[torch.Tensor] = []  # those that went backward, until the first one after a step
         self._losses_judged = False
         self._zero = torch.zeros((), device=device)
@@ -187,9 +240,9 @@ class UpdateOwner:
         """
         # Not forgotten before the next backward: two optimizers may step by name after both backwards.
         losses, self._losses_judged = self.losses, True
-        found = ((name, _with_gradient(optimizer)) for name, optimizer in optimizers.items())
-        parameters = {name: with_gradient for name, with_gradient in found if with_gradient}
-        if not parameters:
+        parts = {name: _Part(optimizer) for name, optimizer in optimizers.items()}
+        parts = {name: part for name, part in parts.items() if part.parameters}
+        if not parts:
             return None
         scale = self.scaler.scale_tensor
         if scale is None and self.scaler.is_enabled():
@@ -200,27 +253,21 @@ class UpdateOwner:
         with torch.no_grad():
             # Copied before unscaling, which may move the scale by an earlier round's verdict.
             scales = [] if scale is None else [scale.clone()]
-            gradients = {name: self._unscaled(optimizers[name], found) for name, found in parameters.items()}
-            failed, marks = None, []
-            if _any_sharded(gradients.values()):
-                norms, failed, differs = self._ask_ranks(optimizers, gradients, losses)
-                marks = [differs]
-                gradients = {name: list(map(local, found)) for name, found in gradients.items()}
-            else:
-                norms = {name: _norm(found) for name, found in gradients.items()}
-            numbers = self._gather([*losses, *norms.values(), *scales, *marks])
+            for part in parts.values():
+                part.unscale(self.scaler)
+                self._stepped.add(id(part.optimizer))
+            failed, marks = self._take_norms([*parts.values()], losses)
+            norms = [part.norm for part in parts.values()]
+            numbers = self._gather([*losses, *norms, *scales, *marks])
             skip = None if self._decides_on_host else self._verdict(numbers, failed)
-            pending = PendingUpdate(self._host.post(numbers), len(losses), list(norms), bool(marks))
-            if skip is not None and self._can_skip_on_device(optimizers, parameters, skip):
-                for name, found in gradients.items():
-                    _clip(found, norms[name], None, max_grad_norm)
-                    _step(optimizers[name], skip)
+            pending = PendingUpdate(self._host.post(numbers), len(losses), [*parts], bool(marks))
+            if skip is not None and self._can_skip_on_device(parts.values(), skip):
+                for part in parts.values():
+                    part.step(max_grad_norm, None, skip)
             elif pending.read().taken:
-                for name, found in gradients.items():
-                    _clip(found, norms[name], pending.read().grad_norms[name], max_grad_norm)
-                    _step(optimizers[name], None)
-                if skip is not None:
-                    self._remember(optimizers, parameters)
+                for name, part in parts.items():
+                    part.step(max_grad_norm, pending.read().grad_norms[name], None)
+                    self._remember(part)
             self.buffers.settle(skip, lambda: not pending.read().taken)
         return pending
 
@@ -239,45 +286,40 @@ class UpdateOwner:
         self._initialized.clear()
         self.buffers.watching = False
 
-    def _can_skip_on_device(
-        self,
-        optimizers: Mapping[str, Optimizer],
-        parameters: Mapping[str, Sequence[nn.Parameter]],
-        skip: torch.Tensor,
-    ) -> bool:
+    def _can_skip_on_device(self, parts: Iterable[_Part], skip: torch.Tensor) -> bool:
         """Whether the kernels of all optimizers can leave everything as it is, so that the host need not know."""
-        return all(
-            _skips_on_device(optimizers[name], skip) and self._knows(optimizers[name], found)
-            for name, found in parameters.items()
-        )
+        return all(part.skips_on_device(skip) and self._knows(part) for part in parts)
 
-    def _knows(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether the state of all of `parameters` exists, so that a kernel can skip."""
-        _, states, known = self._initialized.get(id(optimizer), (None, -1, {}))
-        return states == len(optimizer.state) and known.keys() >= {id(parameter) for parameter in parameters}
+    def _knows(self, part: _Part) -> bool:
+        """Whether the state of all its parameters exists, so that a kernel can skip."""
+        _, states, known = self._initialized.get(id(part.optimizer), (None, -1, {}))
+        return states == len(part.optimizer.state) and known.keys() >= set(map(id, part.parameters))
 
-    def _remember(self, optimizers: Mapping[str, Optimizer], parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
-        """The optimizers have stepped, so the state of all of `parameters` exists."""
-        for name, found in parameters.items():
-            optimizer = optimizers[name]
-            _, _, known = self._initialized.get(id(optimizer), (None, -1, {}))
-            known = {**known, **{id(parameter): parameter for parameter in found}}
-            self._initialized[id(optimizer)] = (optimizer, len(optimizer.state), known)
+    def _remember(self, part: _Part) -> None:
+        """The optimizer has stepped, so the state of all its parameters exists."""
+        if self._decides_on_host:
+            return
+        optimizer = part.optimizer
+        _, _, known = self._initialized.get(id(optimizer), (None, -1, {}))
+        known = {**known, **{id(parameter): parameter for parameter in part.parameters}}
+        self._initialized[id(optimizer)] = (optimizer, len(optimizer.state), known)
 
-    def _unscaled(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """The optimizer's gradients, unscaled in place; of sparse ones the values behind their distinct indices."""
-        sparse = any([parameter.grad.is_sparse for parameter in parameters])
-        if sparse:
-            for parameter in parameters:
-                parameter.grad = parameter.grad.coalesce() if parameter.grad.is_sparse else parameter.grad
-        if self.scaler.is_enabled():
-            self.scaler.unscale_round_(optimizer)
-            self.scaler.note_step(optimizer)
-            self._stepped.add(id(optimizer))
-        gradients = [parameter.grad for parameter in parameters]
-        if sparse:
-            gradients = [sparse_values(gradient) if gradient.is_sparse else gradient for gradient in gradients]
-        return gradients
+    def _take_norms(
+        self, parts: Sequence[_Part], losses: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Take the norm of each part's gradients; of sharded gradients, all ranks do so together.
+
+        Returns what the ranks know then (else None and nothing): whether anything failed on any of them, and, in a
+        list, whether they have gradients of different parameters (0-d, 1 or 0).
+        """
+        if self._ranks is None or not any(is_sharded(gradient) for part in parts for gradient in part.gradients):
+            for part in parts:
+                part.norm = _norm(part.gradients)
+            return None, []
+        failed, differs = self._ask_ranks(self._ranks, parts, losses)
+        for part in parts:
+            part.gradients = list(map(local, part.gradients))
+        return failed, [differs]
 
     def _leaves(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         """What to differentiate with respect to: for a sharded parameter, what its module computed with."""
@@ -286,53 +328,40 @@ class UpdateOwner:
         return self._ranks.leaves(self._modules, parameters)
 
     def _ask_ranks(
-        self,
-        optimizers: Mapping[str, Optimizer],
-        gradients: Mapping[str, Sequence[torch.Tensor]],
-        losses: Sequence[torch.Tensor],
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Each optimizer's norm over all parts of its gradients, and two numbers (0-d, 1 or 0).
+        self, ranks: Ranks, parts: Sequence[_Part], losses: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take each optimizer's norm over all parts of its gradients. Returns two numbers (0-d, 1 or 0).
 
         They say whether anything failed on any rank, and whether ranks have gradients of different parameters: then
         torch has added up gradients of one with those of another. One collective, which also tells the scaler of
         overflows in the others' parts.
         """
-        assert self._ranks is not None, "sharded parameters have other ranks to ask"
-        processes, device = self._ranks.world_size(), self._zero.device
-        overflows: list[list[torch.Tensor]] = [[] for _ in gradients]
-        if self.scaler.is_enabled():
-            overflows = [self.scaler.found_infs(optimizers[name]) for name in gradients]
-        squares = [sum_of_squares(found, device, processes) for found in gradients.values()]
+        processes, device = ranks.world_size(), self._zero.device
+        scaled = self.scaler.is_enabled()
+        overflows = [self.scaler.found_infs(part.optimizer) if scaled else [] for part in parts]
+        squares = [sum_of_squares(part.gradients, device, processes) for part in parts]
         bad = [_sum(found, device) for found in overflows]
         bad.append(_sum((loss.isfinite().logical_not() for loss in losses), device))
-        mark = mark_of(chain.from_iterable(parameters_of_optimizer(optimizers[name]) for name in gradients))
+        mark = mark_of(chain.from_iterable(parameters_of_optimizer(part.optimizer) for part in parts))
         # Filled on the device: to copy them there, the host would wait for it.
         marks = torch.stack([squares[0].new_full((), number) for number in (mark, mark * mark)])
-        numbers = self._ranks.total(torch.cat([torch.stack([*squares, *bad]), marks]))
-        differs = marks_differ(numbers[-2], numbers[-1], processes)
-        numbers = numbers[:-2]
-        for found, overflowed in zip(overflows, numbers[len(squares) :], strict=False):
+        *numbers, total, total_of_squares = ranks.total(torch.cat([torch.stack([*squares, *bad]), marks]))
+        differs = marks_differ(total, total_of_squares, processes)
+        for part, square in zip(parts, numbers, strict=False):
+            part.norm = square.sqrt().to(self._zero.dtype)
+        bad = numbers[len(parts) :]
+        for found, overflowed in zip(overflows, bad, strict=False):
             for flag in found:
                 flag.copy_(overflowed > 0)
-        norms = numbers[: len(squares)].sqrt().to(self._zero.dtype)
-        failed = (numbers[len(squares) :].sum() > 0) | differs
-        return dict(zip(gradients, norms, strict=True)), failed.to(self._zero.dtype), differs.to(self._zero.dtype)
-
-    @property
-    def _decides_on_host(self) -> bool:
-        """The host sees the numbers as soon as the device does, and no other rank has a say."""
-        return self._host.immediate and self._agree is None
+        failed = (torch.stack(bad).sum() > 0) | differs
+        return failed.to(self._zero.dtype), differs.to(self._zero.dtype)
 
     def _gather(self, report: Sequence[torch.Tensor]) -> torch.Tensor:
         """A vector on the device: a place for the verdict (0: take the update), then the report.
 
         float32, or float64 if a loss is.
         """
-        first = self._zero
-        if any(x.dtype == torch.float64 for x in report):
-            first = first.double()
-        here = (x if x.dtype == first.dtype and x.device == first.device else x.to(first) for x in report)
-        return torch.stack([first, *here])
+        return torch.stack([self._zero, *(number.to(self._zero.device) for number in report)])
 
     def _verdict(self, numbers: torch.Tensor, failed: torch.Tensor | None) -> torch.Tensor:
         """0-d float32 on the device, also in its place: 1 if any number is nonfinite on any rank, else 0.
@@ -354,10 +383,6 @@ class UpdateOwner:
         return skip
 
 
-def _any_sharded(gradients: Iterable[Sequence[torch.Tensor]]) -> bool:
-    return any(is_sharded(gradient) for found in gradients for gradient in found)
-
-
 def as_scalar(loss: Any, where: str) -> torch.Tensor:
     """`loss` as a 0-d tensor. Raises RecipeError for what is none."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
@@ -375,12 +400,6 @@ def as_scalar(loss: Any, where: str) -> torch.Tensor:
 def _trainable(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-
-
-def _with_gradient(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [
-        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
-    ]
 
 
 def _norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -419,29 +438,6 @@ def clear_gradients(optimizer: Optimizer, set_to_none: bool) -> None:
                 parameter.grad = None
     else:
         optimizer.zero_grad(set_to_none=set_to_none)
-
-
-def _skips_on_device(optimizer: Optimizer, skip: torch.Tensor) -> bool:
-    """Whether the optimizer's step takes `found_inf` and skips without the host (torch's fused ones).
-
-    Not one on the CPU beside a GPU (offloaded parameters): it would read a copy of `skip` that is still under way.
-    """
-    return getattr(optimizer, STEP_TAKES_FOUND_INF, False) and all(
-        group.get("fused", True) and all(p.device.type == skip.device.type for p in group["params"][:1])
-        for group in optimizer.param_groups
-    )
-
-
-def _step(optimizer: Optimizer, skip: torch.Tensor | None) -> None:
-    """Take the step; with `skip`, the fused kernel leaves everything as it is where that is 1."""
-    if skip is None:
-        optimizer.step()
-        return
-    optimizer.grad_scale, optimizer.found_inf = None, skip  # type: ignore[attr-defined]
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def _sum(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -59,3 +59,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the nearest of the known names; empty if none is near."""
     near = get_close_matches(name, list(known), n=1)
     return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def listed(names: Iterable[object], most: int = 5) -> str:
+    """The names in a row, as in `a, b, c`; of more than `most` the first, as in `a, b, c, d, e and 7 more`."""
+    shown = list(map(str, names))
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + more

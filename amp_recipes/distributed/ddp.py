@@ -19,9 +19,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_recipes.distributed import torch_private
-from amp_recipes.distributed.collectives import AsyncGather
+from amp_recipes.distributed.collectives import AsyncGather, gather
 from amp_recipes.distributed.processes import initialized
-from amp_recipes.errors import ConfigError, RecipeError
+from amp_recipes.errors import ConfigError, RecipeError, listed
 from amp_recipes.modules.torch_private import BatchNorm, forward_hooks, forward_pre_hooks, non_persistent_buffers
 
 _BROADCAST_BYTES = 250 * 1024 * 1024  # as DistributedDataParallel has it
@@ -33,7 +33,8 @@ class _Reducer(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], options: Any) -> None:
         chosen = {id(parameter) for parameter in parameters}
-        left_out = [name for name, it in module.named_parameters(remove_duplicate=False) if id(it) not in chosen]
+        parameters_by_name = module.named_parameters(remove_duplicate=False)
+        left_out = [name for name, parameter in parameters_by_name if id(parameter) not in chosen]
         # `_Replica` sends them: that modules share a parameter is no reason to send the buffers of one with the other.
         left_out += [name for name, _ in module.named_buffers(remove_duplicate=False)]
         with torch_private.leaving_out(module, left_out):
@@ -230,12 +231,13 @@ def averaging(
 def differing(modules: nn.Module) -> list[str]:
     """Names of the trainable parameters whose values are not the same in all processes; each must hold all of them."""
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    named = [(name, it.detach()) for name, it in modules.named_parameters() if it.requires_grad and not it.is_complex()]
+    named = {name: each for name, each in modules.named_parameters() if each.requires_grad and not each.is_complex()}
     if not initialized() or not named:
         return []
-    sums = [it.contiguous().view(words[it.element_size()]).sum(dtype=torch.int64) for _, it in named]
-    rows = AsyncGather((torch.stack(sums) % 2**52).tolist()).read()  # as many as a double holds
-    return [name for (name, _), column in zip(named, zip(*rows, strict=True), strict=True) if len(set(column)) > 1]
+    values = [parameter.contiguous().view(words[parameter.element_size()]) for parameter in named.values()]
+    sums = torch.stack([value.sum(dtype=torch.int64) for value in values])
+    rows = AsyncGather((sums % 2**52).tolist()).read()  # as many as a double holds
+    return [name for name, column in zip(named, zip(*rows, strict=True), strict=True) if len(set(column)) > 1]
 
 
 @contextmanager
@@ -355,14 +357,15 @@ def start_alike(modules: nn.ModuleDict) -> None:
         (saved if is_saved else others).append((name, tensor))
     _refuse_other_models(saved)
     # Tables that have grown with what a rank has seen stay its own.
-    alike = len(set(map(str, _gather([(name, tuple(it.shape)) for name, it in others])))) == 1
-    broadcast = [it.detach() for _, it in ([*saved, *others] if alike else saved)]
+    shapes = gather([(name, tuple(tensor.shape)) for name, tensor in others])
+    alike = all(of_rank == shapes[0] for of_rank in shapes)
+    broadcast = [tensor.detach() for _, tensor in ([*saved, *others] if alike else saved)]
     if broadcast:
         torch_private.broadcast(broadcast, _BROADCAST_BYTES)
 
 
 def _refuse_other_models(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    shapes = _gather([(name, tuple(it.shape), str(it.dtype), it.requires_grad) for name, it in tensors])
+    shapes = gather([(name, tuple(each.shape), str(each.dtype), each.requires_grad) for name, each in tensors])
     for rank, of_rank in enumerate(shapes):
         for ours, theirs in zip_longest(shapes[0], of_rank):
             if ours != theirs:
@@ -371,12 +374,6 @@ def _refuse_other_models(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
                     "Every process must build the same model: look for what in it depends on the rank, on random "
                     "numbers or on the part of the data that a rank reads."
                 )
-
-
-def _gather(found: Any) -> list[Any]:
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, found)
-    return gathered
 
 
 def _told(tensor: tuple[str, tuple[int, ...], str, bool] | None) -> str:
@@ -448,11 +445,10 @@ def _check_finished(reducer: _Reducer, modules: nn.Module) -> None:
         return
     missing = {id(parameter) for parameter in reducer.averaged if parameter.grad is None}
     names = [name for name, parameter in modules.named_parameters() if id(parameter) in missing]
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     raise RecipeError(
-        f"the loss does not depend on {shown or 'some parameters'}, while it does on others of the same module, so ddp "
-        "cannot average the module's gradients over the processes. Give --find_unused_parameters=true if that changes "
-        "from step to step; freeze (requires_grad_(False)) or remove what is never used."
+        f"the loss does not depend on {listed(names) or 'some parameters'}, while it does on others of the same "
+        "module, so ddp cannot average the module's gradients over the processes. Give --find_unused_parameters=true "
+        "if that changes from step to step; freeze (requires_grad_(False)) or remove what is never used."
     )
 
 
@@ -465,15 +461,14 @@ def synchronise_batchnorms(modules: nn.ModuleDict) -> None:
     `SyncBatchNorm.convert_sync_batchnorm` makes new modules, and loses them. Raises ConfigError for a class derived
     from BatchNorm, whose own forward would be lost as well.
     """
-    found = [(name, it) for name, it in modules.named_modules() if isinstance(it, BatchNorm)]
-    found = [(name, it) for name, it in found if not isinstance(it, nn.SyncBatchNorm)]
-    own = [name for name, it in found if type(it) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
-    if own:
-        kind = type(modules.get_submodule(own[0])).__name__
-        raise ConfigError(
-            f"sync_batchnorm: {own[0]} is a {kind}, derived from BatchNorm, and torch's SyncBatchNorm does not know "
-            "its own forward. Leave sync_batchnorm out, or use a plain BatchNorm there."
-        )
-    for _, batchnorm in found:
+    named = {name: each for name, each in modules.named_modules() if isinstance(each, BatchNorm)}
+    found = {name: each for name, each in named.items() if not isinstance(each, nn.SyncBatchNorm)}
+    for name, batchnorm in found.items():
+        if type(batchnorm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+            raise ConfigError(
+                f"sync_batchnorm: {name} is a {type(batchnorm).__name__}, derived from BatchNorm, and torch's "
+                "SyncBatchNorm does not know its own forward. Leave sync_batchnorm out, or use a plain BatchNorm there."
+            )
+    for batchnorm in found.values():
         batchnorm.__class__ = nn.SyncBatchNorm
         batchnorm.process_group = None

@@ -74,7 +74,7 @@ class Watch:
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_minutes: float) -> None:
         self.rank, self.world_size, self.timeout_minutes = rank, world_size, timeout_minutes
         self.exit_code: int | None = None  # of a process that fails
-        self._store = store.clone()
+        self.store = store.clone()
         self._heard = threading.Event()
         self._report: Report | None = None
         self._host_is_done = self._store_is_gone = False
@@ -84,7 +84,7 @@ class Watch:
         self._ends, self._wake = os.pipe()
         self._main = threading.main_thread().ident
         self._thread = threading.Thread(target=self._run, name="amp_recipes watch", daemon=True)
-        self._store.set(f"process/{rank}", json.dumps([_machine(), os.getpid()]))
+        self.store.set(f"process/{rank}", json.dumps([_machine(), os.getpid()]))
         self._thread.start()
 
     def report(self, within_seconds: float = 0.0) -> Report | None:
@@ -105,11 +105,11 @@ class Watch:
         if self._store_is_gone:
             return
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"done/{self.rank}", "")
+            self.store.set(f"done/{self.rank}", "")
             waiting = set(range(self.world_size)) if self.rank == 0 and hosted_by_rank_0() else set()
             deadline = time.monotonic() + _REPORT_WITHIN_SECONDS + 2 * _LOOK_SECONDS
             while waiting and time.monotonic() < deadline and not self._heard.is_set():
-                waiting = {rank for rank in waiting if not self._store.check([f"done/{rank}"])}
+                waiting = {rank for rank in waiting if not self.store.check([f"done/{rank}"])}
                 time.sleep(0.02 if waiting else 0)
 
     def stop(self) -> None:
@@ -155,10 +155,10 @@ class Watch:
         """Open a descriptor of each of the run's other processes on this machine; those that have ended already."""
         ended = []
         for rank in sorted(self._unopened):
-            if not self._store.check([f"process/{rank}"]):
+            if not self.store.check([f"process/{rank}"]):
                 continue
             self._unopened.discard(rank)
-            machine, pid = json.loads(self._store.get(f"process/{rank}"))
+            machine, pid = json.loads(self.store.get(f"process/{rank}"))
             if machine != _machine():
                 continue
             try:
@@ -172,12 +172,12 @@ class Watch:
     def _look(self, ended: Iterable[int]) -> None:
         """Take up a failure that was told, or tell of neighbours that `ended` without a word."""
         for rank in ended:
-            if not self._store.check([f"done/{rank}"]):
+            if not self.store.check([f"done/{rank}"]):
                 self._tell(Report(rank, "", _WITHOUT_A_WORD))
-        if self._store.check([_FAILED]):
-            self._take(self._store.get(_FAILED))
+        if self.store.check([_FAILED]):
+            self._take(self.store.get(_FAILED))
         elif hosted_by_rank_0() and not self._host_is_done:
-            self._host_is_done = self._store.check(["done/0"])
+            self._host_is_done = self.store.check(["done/0"])
 
     def _lose_store(self) -> None:
         """What the end of the store means: the end of rank 0 where it was there, else only that we hear less."""
@@ -190,7 +190,7 @@ class Watch:
 
     def _tell(self, report: Report) -> None:
         with contextlib.suppress(RuntimeError):
-            self._take(self._store.compare_set(_FAILED, "", json.dumps(asdict(report))))
+            self._take(self.store.compare_set(_FAILED, "", json.dumps(asdict(report))))
 
     def _take(self, told: bytes) -> None:
         self._report = Report(**json.loads(told))
@@ -365,7 +365,7 @@ def _rank_0_says(mistake: str) -> bool:
     """Whether rank 0 shows the same mistake of the user's, one in a YAML say: it need not stand there eight times."""
     key = f"says/{hashlib.sha256(mistake.encode()).hexdigest()}"
     try:
-        store = _watch._store if _watch is not None else _launchers_store()
+        store = _watch.store if _watch is not None else _launchers_store()
         if store is None:
             return False
         if _rank() == 0:

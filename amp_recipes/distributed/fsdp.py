@@ -163,8 +163,8 @@ def leaves(modules: nn.Module, parameters: Iterable[nn.Parameter]) -> list[torch
     for module in modules.modules():
         if _gathers(module):
             for group in torch_private.groups_of(module):
-                for it in group.fsdp_params:
-                    gathered[it.sharded_param] = torch_private.gathered_form(it)
+                for parameter in group.fsdp_params:
+                    gathered[parameter.sharded_param] = torch_private.gathered_form(parameter)
     found = (gathered.get(parameter, parameter) for parameter in parameters)
     return [tensor for tensor in found if tensor is not None]
 
@@ -204,8 +204,8 @@ def _owners(modules: nn.ModuleDict, roots: list[nn.Module], units: set[nn.Module
 
     for root in _outermost(roots):
         walk(root, ())
-    named = [(name, it) for name, it in modules.named_parameters() if not is_sharded_tensor(it)]
-    problems = [f"{name} {problem}" for name, it in named if (problem := _why_unowned(it, ways)) is not None]
+    whole = {name: each for name, each in modules.named_parameters() if not is_sharded_tensor(each)}
+    problems = [f"{name} {problem}" for name, each in whole.items() if (problem := _why_unowned(each, ways))]
     if problems:
         raise ConfigError(
             "strategy fsdp cannot shard " + "; ".join(problems) + ". A parameter is gathered when the module that "

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from amp_recipes.errors import ConfigError, ProcessError
+from amp_recipes.errors import ConfigError, ProcessError, listed
 
 _ASK_AGAIN_SECONDS = 0.05
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -117,8 +117,7 @@ def _find(store: dist.Store, rank: int, deadline: float) -> str | None:
 def ranks_text(ranks: Iterable[int]) -> str:
     """`rank 3`, or `ranks 3, 5, 8`; of many, the first eight."""
     numbers = sorted(ranks)
-    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {listed(numbers, most=8)}"
 
 
 def _cannot_meet(why: str, timeout_minutes: float | None = None) -> str:

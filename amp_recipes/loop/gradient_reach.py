@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from amp_recipes.errors import listed
+
 logger = logging.getLogger(__name__)
 
 _NAMED = 8  # a line, not a page
@@ -85,9 +87,9 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 def _listed(parameters: Sequence[torch.Tensor], holder: object, modules: nn.Module) -> str:
     names = {id(parameter): name for name, parameter in _unregistered(holder, modules)}
     names |= {id(parameter): name for name, parameter in modules.named_parameters()}
-    shown = [names.get(id(each), f"one of shape {list(each.shape)} that has no name") for each in parameters[:_NAMED]]
-    more = f" and {len(parameters) - _NAMED} more" if len(parameters) > _NAMED else ""
-    return ", ".join(shown) + more
+    return listed(
+        (names.get(id(each), f"one of shape {list(each.shape)} that has no name") for each in parameters), _NAMED
+    )
 
 
 def _unregistered(holder: object, modules: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from amp_recipes import distributed
 from amp_recipes.data import batch_length
 from amp_recipes.distributed.synced_window import SyncedWindow
+from amp_recipes.errors import listed
 from amp_recipes.loggers import show_notices
 from amp_recipes.loop.loader_pass import Pass
 from amp_recipes.loop.window import Shares
@@ -209,12 +210,10 @@ class ManyProcesses:
             return
         names = distributed.differing(self._run.modules)
         if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             logger.warning(
-                "the processes hold different weights: %s%s. Something that is not averaged moves them: a "
+                "the processes hold different weights: %s. Something that is not averaged moves them: a "
                 "loss.backward() past self.backward, weights set by hand, a schedule that depends on the rank.",
-                ", ".join(names[:5]),
-                more,
+                listed(names),
             )
 
     def averaged(self, loss: torch.Tensor, optimizers: Sequence[Optimizer] | None) -> AbstractContextManager[None]:

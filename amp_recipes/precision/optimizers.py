@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_recipes.errors import PrecisionError, RecipeError
+from amp_recipes.errors import PrecisionError, RecipeError, listed
 from amp_recipes.modules.sharded import is_sharded
 from amp_recipes.precision.amp_config import fp16_parameters
 
@@ -79,9 +79,8 @@ def _refuse_strangers(key: str, strangers: Sequence[torch.Tensor], sharded: bool
 
 def _refuse_fp16(key: str, names: Sequence[str]) -> None:
     if names:
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         raise PrecisionError(
             "precision fp16 keeps the weights in fp32 and casts them in the forward, but optimizer "
-            f"'{key}' holds {len(names)} fp16 parameter(s): {shown}. Do not call .half() on the model; remove it, or "
-            "convert back with .float()."
+            f"'{key}' holds {len(names)} fp16 parameter(s): {listed(names)}. Do not call .half() on the model; remove "
+            "it, or convert back with .float()."
         )

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_recipes.errors import listed
+from amp_recipes.precision.optimizers import parameters_of_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +78,7 @@ class GradientReach:
 
 
 def _held(optimizers: Iterable[Optimizer]) -> dict[int, torch.Tensor]:
-    return {id(each): each for optimizer in optimizers for each in _parameters(optimizer)}
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {id(each): each for optimizer in optimizers for each in parameters_of_optimizer(optimizer)}
 
 
 def _listed(parameters: Sequence[torch.Tensor], holder: object, modules: nn.Module) -> str:

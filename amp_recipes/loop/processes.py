@@ -21,6 +21,7 @@ from amp_recipes.loop.loader_pass import Pass
 from amp_recipes.loop.window import Shares
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.modules.torch_private import tree_map
+from amp_recipes.precision.optimizers import parameters_of_optimizer
 from amp_recipes.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -220,8 +221,7 @@ class ManyProcesses:
         """Around a backward that leaves gradients with the parameters of `optimizers` (default: all): averages them."""
         parameters = None
         if optimizers is not None:
-            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-            parameters = [parameter for group in groups for parameter in group["params"]]
+            parameters = [*chain.from_iterable(map(parameters_of_optimizer, optimizers))]
         return distributed.averaging(self._run.modules, loss, parameters)
 
     def no_sync(self, use: bool) -> AbstractContextManager[None]:

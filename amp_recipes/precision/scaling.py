@@ -398,8 +398,8 @@ def as_scalar(loss: Any, where: str) -> torch.Tensor:
 
 
 def _trainable(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+    parameters = chain.from_iterable(map(parameters_of_optimizer, optimizers))
+    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def _norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

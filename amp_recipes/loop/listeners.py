@@ -49,12 +49,11 @@ class StepsByHand:
     def __init__(self, run: Any) -> None:
         self._run = run
 
-    def on_window(self, window: Window) -> None:
-        """All optimizers may have stepped."""
-        if window.by_hand:
-            self._run.totals.optimizer_step += 1
-            self._run.schedulers.after_update(self._run.recipe.optimizers_dict)
-            window.taken = True
+    def on_hand_step(self, window: Window) -> None:
+        """All optimizers may have stepped: the recipe's next step is to find the rates and averages that follow."""
+        self._run.totals.optimizer_step += 1
+        self._run.schedulers.after_update(self._run.recipe.optimizers_dict)
+        self._run.ema.update()
 
 
 class Rates:
@@ -77,7 +76,7 @@ class Averages:
 
     def on_window(self, window: Window) -> None:
         """Take in the batches of the window; a skipped update moves nothing."""
-        if window.taken:
+        if window.taken and not window.by_hand:
             self._run.ema.update()
         if window.taken or window.last is None:
             if window.sums is not None:

@@ -138,15 +138,18 @@ class Window:
 class PendingWindows:
     """Queues windows whose results are still on the device, and tells the listeners when they arrive.
 
-    They hear of a window at the latest just before the next update, when its result has long arrived.
-    listeners: in their order, each with an `on_update(update, window)`, called once for each update, or an
-    `on_window(window)`, called when a window has ended and all its updates were heard of; or with both.
+    They hear of a window at the latest just before the next update, when its result has long arrived; where the recipe
+    steps by hand, and so makes no update here, when the next window has ended.
+    listeners: in their order, each with any of these. `on_update(update, window)` is called once for each update;
+    `on_window(window)` when a window has ended and all its updates were heard of; `on_hand_step(window)` at the end of
+    one that was stepped by hand, at once: its result need not be waited for.
     """
 
     def __init__(self, device: torch.device, listeners: Sequence[Any] = ()) -> None:
         self._host = HostCopy(device)
         self._on_update = [each.on_update for each in listeners if hasattr(each, "on_update")]
         self._on_window = [each.on_window for each in listeners if hasattr(each, "on_window")]
+        self._on_hand_step = [each.on_hand_step for each in listeners if hasattr(each, "on_hand_step")]
         self._windows: deque[Window] = deque()
         self._settling = False
 
@@ -181,25 +184,34 @@ class PendingWindows:
         host.
         """
         window = self._windows[-1]
+        if not window.pending:  # there may be no next update, which would settle what came before
+            self.settle(but_newest=1)
         window.step, window.ended, window.by_hand = step, True, window.by_hand and not window.stepped
+        if window.by_hand:
+            window.taken = True
+            for hear in self._on_hand_step:
+                hear(window)
         if not (as_differentiated and window.differentiated == [len(losses)]):
             vector = losses[0] if len(losses) == 1 else torch.stack(list(losses)) if losses else torch.empty(0)
             window.posted = self._host.post(vector.detach())
         if not window.pending and (window.posted is None or window.posted.known):
             self.settle()
 
-    def settle(self) -> None:
-        """Read what is under way, waiting for it if need be, and tell the listeners."""
+    def settle(self, but_newest: int = 0) -> None:
+        """Read what is under way, waiting for it if need be, and tell the listeners.
+
+        but_newest: how many windows may stay under way.
+        """
         if self._settling:  # a listener asked for a number that settles
             return
         self._settling = True
         try:
-            self._settle()
+            self._settle(but_newest)
         finally:
             self._settling = False
 
-    def _settle(self) -> None:
-        while self._windows:
+    def _settle(self, but_newest: int) -> None:
+        while len(self._windows) > but_newest:
             window = self._windows[0]
             while window.pending:
                 pending, window.rates = window.pending.popleft()

@@ -1,0 +1,88 @@
+"""A recipe that steps its optimizer itself finds rates and averages as they are on a CPU, wherever it runs."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from inside import run_of
+from torch import nn
+
+from amp_recipes import Brain, Stage
+from amp_recipes.precision.host_copy import HostCopy
+
+BATCHES = 10
+
+
+class ByHand(Brain):
+    """Steps in a `fit_batch` of its own, as recipes of the original Brain do, and notes what it finds before it."""
+
+    def compute_forward(self, batch, stage):
+        return self.modules.model(batch[0])
+
+    def compute_objectives(self, predictions, batch, stage):
+        return nn.functional.cross_entropy(predictions, batch[1])
+
+    def fit_batch(self, batch):
+        self.note_what_is_found()
+        with self.training_ctx:
+            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def note_what_is_found(self):
+        run = run_of(self)
+        averages = [average.tolist() for average in run.ema.state_dict().values()]
+        self.found.append((self.optimizer.param_groups[0]["lr"], averages))
+        self.waiting.append(len(run.pending))
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(6, 8, generator=generator), torch.randint(0, 4, (6,), generator=generator)) for _ in range(BATCHES)
+    ]
+
+
+def trained(**options):
+    torch.manual_seed(0)
+    brain = ByHand(
+        {"model": nn.Linear(8, 4)},
+        lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)},
+        {"device": "cpu", "lr_scheduler_interval": "step", "ema_decay": 0.9, "noprogressbar": True, **options},
+    )
+    brain.found, brain.waiting = [], []
+    brain.fit(range(1, 3), batches())
+    return brain
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_rates_and_averages_move_with_each_step(host, accumulate):
+    brain = trained(grad_accumulation_factor=accumulate)
+    windows = [index // accumulate for index in range(2 * BATCHES)]
+    assert [rate for rate, _ in brain.found] == [0.5**window for window in windows]
+    averages = [averages for _, averages in brain.found]
+    moved = [before != after for before, after in itertools.pairwise(averages)]
+    assert moved == [before != after for before, after in itertools.pairwise(windows)]
+    assert brain.optimizer_step == 2 * BATCHES // accumulate
+
+
+def test_what_is_found_and_logged_is_the_same_however_the_host_learns_of_losses(tmp_path, monkeypatch):
+    at_once = trained(output_folder=str(tmp_path / "at_once"), log_interval_steps=1)
+    monkeypatch.setattr(HostCopy, "immediate", False)
+    queued = trained(output_folder=str(tmp_path / "queued"), log_interval_steps=1)
+    assert queued.found == at_once.found and queued.avg_train_loss == at_once.avg_train_loss
+    logs = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("at_once", "queued")]
+    here, there = ([without_times(line) for line in lines] for lines in logs)
+    assert here == there and len(here) >= 2 * BATCHES
+
+
+def without_times(line):
+    return {name: value for name, value in json.loads(line).items() if "time" not in name and "second" not in name}
+
+
+def test_windows_that_wait_stay_few_so_that_batches_are_let_go(host):
+    assert max(trained().waiting) <= 2  # the one at hand, and the one before it

@@ -48,6 +48,7 @@ def pick_device(name: str | None) -> torch.device:
         device = _of_local_rank(device)
     try:
         torch.empty(0, device=device)
+        _make_current(device)
     except (RuntimeError, AssertionError) as error:
         found = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "no accelerator"
         raise ConfigError(
@@ -55,6 +56,13 @@ def pick_device(name: str | None) -> torch.device:
             "--device cpu, or leave it out to take the best there is."
         ) from None
     return device
+
+
+def _make_current(device: torch.device) -> None:
+    """Let what names no device, a stream or an event say, mean this one from now on."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and device.type == accelerator.type and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
 
 
 def _of_local_rank(device: torch.device) -> torch.device:
@@ -76,9 +84,7 @@ def _of_local_rank(device: torch.device) -> torch.device:
             "machine (torchrun --nproc_per_node), or let each see all of them (CUDA_VISIBLE_DEVICES, Slurm's "
             "--gpus-per-task hides the others; LOCAL_RANK=0 for every process is right where each sees only its own)."
         )
-    device = torch.device(device.type, local_rank())
-    torch.accelerator.set_device_index(device.index)
-    return device
+    return torch.device(device.type, local_rank())
 
 
 def initialized() -> bool:

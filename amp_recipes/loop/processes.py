@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, repeat
@@ -34,11 +35,12 @@ def join_processes(settings: Any) -> tuple[torch.device, bool]:
     """Meet the other processes of the run; returns the device of this one, and whether a launcher has started it."""
     if not settings.noprogressbar:
         show_notices()
-    device = distributed.pick_device(settings.device)
-    backend, minutes = settings.distributed_backend, settings.distributed_timeout_minutes
     if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs, read at its first use
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+    device = distributed.pick_device(settings.device)
+    backend, minutes = settings.distributed_backend, settings.distributed_timeout_minutes
     launched = distributed.launched()
     distributed.start(device, backend, minutes, settings.tensor_parallel)
     return device, launched

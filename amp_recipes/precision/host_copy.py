@@ -89,7 +89,8 @@ class HostCopy:
         row = free.pop() if free else _Row(*key, self._device)
         row.values.copy_(vector, non_blocking=row.event is not None)
         if row.event is not None:
-            row.event.record()
+            # By itself it would be recorded on the stream of whatever device is the current one.
+            row.event.record(torch.accelerator.current_stream(vector.device))
         return HostFuture(self, row)
 
     def release(self, row: _Row) -> None:

@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-_MEASURED_SECONDS = 0.05  # that the largest product takes at least, and so the error of the clock is small
-_MOST_ROWS = 16384
+_MEASURED_SECONDS = 0.05  # that is timed at least, and so the error of the clock is small
+_MOST_ROWS = 8192  # more would be the run's peak of memory; a faster device takes the same product several times
+_MOST_TIMES = 256
 
 
 def measure_peak_flops(model: nn.Module, precision: Callable[[], AbstractContextManager]) -> float:
@@ -18,19 +19,23 @@ def measure_peak_flops(model: nn.Module, precision: Callable[[], AbstractContext
     What a data sheet promises is more; on a CPU it is of this process's threads, and less where others use them.
     """
     device = next(model.parameters()).device
-    rows, best = 256, 0.0
+    rows, times, best = 256, 1, 0.0
     while True:
         generator = torch.Generator(device=device).manual_seed(0)  # the global one is the model's
         one, other = (torch.randn(rows, rows, device=device, generator=generator) for _ in range(2))
         with torch.no_grad(), precision():
-            seconds = min(_seconds_of_product(one, other) for _ in range(3))
-        best = max(best, 2 * rows**3 / seconds)
-        if seconds > _MEASURED_SECONDS or rows >= _MOST_ROWS:
+            dtype = (one[:1] @ other).dtype
+            one, other = one.to(dtype), other.to(dtype)  # now, so that no cast is timed
+            seconds = min(_seconds_of_products(one, other, times) for _ in range(3))
+        best = max(best, times * 2 * rows**3 / seconds)
+        if seconds > _MEASURED_SECONDS or times >= _MOST_TIMES:
             return best
-        rows *= 2
+        rows, times = (2 * rows, 1) if rows < _MOST_ROWS else (rows, 2 * times)
 
 
-def _seconds_of_product(one: torch.Tensor, other: torch.Tensor) -> float:
+def _seconds_of_products(one: torch.Tensor, other: torch.Tensor, times: int) -> float:
     start = time.perf_counter()
-    (one @ other)[0, 0].item()  # waits for the device
+    for _ in range(times):
+        product = one @ other
+    product[0, 0].item()  # waits for the device
     return time.perf_counter() - start

@@ -1,0 +1,57 @@
+"""Lets optimizers skip an update on the device, so that the host need not wait for the verdict on it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from amp_recipes.precision.torch_private import STEP_TAKES_FOUND_INF
+
+logger = logging.getLogger(__name__)
+
+_HAVE_FUSED = (Adam, AdamW, SGD)
+
+
+def prefer_fused(optimizers: Mapping[str, Optimizer], modules: nn.Module) -> None:
+    """Make torch's Adam, AdamW and SGD fused, where the recipe has not chosen how they are computed.
+
+    Without a choice torch takes one of its own (`foreach` on a GPU), whose kernels cannot skip. Says which optimizers
+    still make the host wait. May be called again, as after a checkpoint was loaded, which holds an earlier choice.
+
+    modules: have no fused kernels if one of them gives sparse gradients (an embedding).
+    """
+    sparse = any(getattr(module, "sparse", False) for module in modules.modules())
+    for name, optimizer in optimizers.items():
+        has_fused = type(optimizer) in _HAVE_FUSED and not sparse
+        if has_fused and all(map(_leaves_the_choice, optimizer.param_groups)):
+            _fuse(optimizer)
+        elif not getattr(optimizer, STEP_TAKES_FOUND_INF, False):
+            logger.info(
+                "optimizer '%s' (%s) cannot skip an update on the device, so the host waits for each of its steps: "
+                "torch's Adam, AdamW and SGD with fused=True need no wait.",
+                name,
+                type(optimizer).__name__,
+            )
+
+
+def _leaves_the_choice(group: Mapping[str, Any]) -> bool:
+    """Whether torch is to choose, and may take the fused kernels, which take floating parameters only."""
+    chosen = any(group.get(name) for name in ("foreach", "capturable", "differentiable"))
+    floating = all(torch.is_floating_point(parameter) for parameter in group["params"])
+    return group["fused"] is None and not chosen and floating
+
+
+def _fuse(optimizer: Optimizer) -> None:
+    optimizer.defaults["fused"] = True  # of groups that are added later
+    setattr(optimizer, STEP_TAKES_FOUND_INF, True)
+    for group in optimizer.param_groups:
+        group["fused"] = True
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "step" in state:  # which other kernels keep on the host
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)

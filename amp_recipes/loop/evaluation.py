@@ -60,6 +60,7 @@ def _evaluated(run: Any, current: Pass, batch: Any) -> tuple[HostFuture, float]:
     weight = float(run.recipe.batch_weight(batch))
     with run.fit.replays.blaming_precision([batch]):
         loss = run.returned_loss(run.recipe.evaluate_batch(run.feed.to_device(batch), current.stage), "evaluate_batch")
+    current.sums.send(run.host)
     return run.host.post(loss), weight
 
 

@@ -3,55 +3,80 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from amp_recipes.precision.host_copy import HostCopy, HostFuture
+
 Sums = tuple[float, ...]  # total, count, and how many contributions were left out
+Contribution = tuple[str, "float | Tensor", "float | Tensor"]  # the metric's name, a total and a count (0-d)
 
 
 class StageMetrics:
     """Adds up what batches contribute; a metric is the sum of its totals over the sum of its counts.
 
-    Sums are float64 (float32 on a device without it), in the order of the batches, so that a resumed stage adds up to
-    the same bits.
+    The device does no more than to sum a contribution's tensors. What it found travels to the host, where the sums are
+    float64, in the order of the batches, so that a resumed stage adds up to the same bits.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[float | Tensor]] = {}
+        self._sums: dict[str, list[float]] = {}
+        self._added: list[Contribution] = []
+        self._under_way: deque[tuple[list[Contribution], HostFuture]] = deque()
 
     def add(self, name: str, total: Any, count: Any = 1) -> None:
         """Add to both sums of `name`. total, count: a number, or a tensor of any shape, which is summed.
 
         Where either sum is not finite, this contribution is left out as a whole. Nothing waits for the device.
         """
-        total, count = _summed(total), _summed(count)
-        if not isinstance(total, Tensor) and not isinstance(count, Tensor):
-            finite = math.isfinite(total) and math.isfinite(count)
-            self._add(name, [total, count, 0] if finite else [0.0, 0.0, 1])
-            return
-        like = total if isinstance(total, Tensor) else count
-        total, count = (
-            number.to(like.device) if isinstance(number, Tensor) else like.new_full((), number)
-            for number in (total, count)
-        )
-        finite = (total + count).isfinite()
-        self._add(name, [total.where(finite, 0.0), count.where(finite, 0.0), (~finite).long()])
+        self._added.append((name, _summed(total), _summed(count)))
+
+    def send(self, host: HostCopy) -> None:
+        """Send what was added to the host, and take in what was sent two calls before, which has long arrived."""
+        vector = _tensors_of(self._added)
+        if vector is not None:
+            self._under_way.append((self._added, host.post(vector)))
+            self._added = []
+        if len(self._under_way) > 2:
+            self._arrive()
 
     def merge(self, other: StageMetrics) -> None:
         """Add all that `other` added up."""
-        for name, sums in other._sums.items():
+        self._settle()
+        for name, sums in other.sums().items():
             self._add(name, sums)
 
-    def _add(self, name: str, sums: list[float | Tensor]) -> None:
-        known = self._sums.get(name)
-        self._sums[name] = sums if known is None else [old + new for old, new in zip(known, sums, strict=True)]
-
     def sums(self) -> dict[str, Sums]:
-        """Of each metric its total, its count and how many contributions were left out, read from the device."""
-        return {name: tuple(map(float, sums)) for name, sums in self._sums.items()}
+        """Of each metric its total, its count and how many contributions were left out; waits for the device."""
+        self._settle()
+        return {name: tuple(sums) for name, sums in self._sums.items()}
+
+    def _settle(self) -> None:
+        while self._under_way:
+            self._arrive()
+        vector = _tensors_of(self._added)
+        self._take(self._added, [] if vector is None else vector.tolist())
+        self._added = []
+
+    def _arrive(self) -> None:
+        added, future = self._under_way.popleft()
+        self._take(added, future.read())
+
+    def _take(self, added: Sequence[Contribution], of_tensors: Iterable[float]) -> None:
+        """Add up contributions; of_tensors: the numbers of those that are tensors, in their order."""
+        numbers = iter(of_tensors)
+        for name, *pair in added:
+            total, count = (next(numbers) if isinstance(number, Tensor) else number for number in pair)
+            finite = math.isfinite(total) and math.isfinite(count)
+            self._add(name, (total, count, 0) if finite else (0.0, 0.0, 1))
+
+    def _add(self, name: str, sums: Sums) -> None:
+        known = self._sums.get(name)
+        self._sums[name] = [*sums] if known is None else [old + new for old, new in zip(known, sums, strict=True)]
 
     def state_dict(self) -> dict[str, list[float]]:
         """What a run needs that resumes inside the stage."""
@@ -81,3 +106,11 @@ def _summed(value: Any) -> float | Tensor:
     if not isinstance(value, Tensor):
         return float(value)
     return value.detach().sum(dtype=torch.float32 if value.device.type == "mps" else torch.float64)
+
+
+def _tensors_of(added: Iterable[Contribution]) -> Tensor | None:
+    """The numbers of contributions that are tensors, in a vector on the device; None if there are none."""
+    tensors = [number for _, *pair in added for number in pair if isinstance(number, Tensor)]
+    if not tensors:
+        return None
+    return torch.stack([tensor.to(tensors[0].device) for tensor in tensors])

@@ -194,6 +194,8 @@ class PendingWindows:
         if not (as_differentiated and window.differentiated == [len(losses)]):
             vector = losses[0] if len(losses) == 1 else torch.stack(list(losses)) if losses else torch.empty(0)
             window.posted = self._host.post(vector.detach())
+        if window.sums is not None:
+            window.sums.send(self._host)
         if not window.pending and (window.posted is None or window.posted.known):
             self.settle()
 

@@ -1,11 +1,15 @@
 """A metric is the ratio of two sums, whatever they were made of."""
 
 import math
+import weakref
 
 import numpy as np
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_recipes.loop.metrics import StageMetrics, ratios
+from amp_recipes.precision.host_copy import HostCopy
 
 
 def metric_of(*contributions):
@@ -60,10 +64,57 @@ def test_numbers_and_tensors_may_follow_each_other():
 
 
 def test_a_total_keeps_no_graph():
-    weights = torch.ones(3, requires_grad=True)
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, kept):
+            ctx.kept = kept
+            return x * 2
+
+    kept = nn.Identity()
     metrics = StageMetrics()
-    metrics.add("it", weights * 2, 3)
-    assert not metrics._sums["it"][0].requires_grad
+    metrics.add("it", Doubled.apply(torch.ones(3, requires_grad=True), kept), 3)
+    in_the_graph = weakref.ref(kept)
+    del kept
+    assert in_the_graph() is None and metrics.sums()["it"] == (6, 3, 0)
+
+
+def sent(*contributions):
+    """The sums of contributions that each travelled by itself."""
+    host = HostCopy(torch.device("cpu"))
+    metrics = StageMetrics()
+    for contribution in contributions:
+        metrics.add("it", *contribution)
+        metrics.send(host)
+    return metrics.sums()
+
+
+def test_sums_that_travelled_have_the_same_bits(host):
+    generator = torch.Generator().manual_seed(0)
+    draws = [(torch.randn(5, generator=generator), 5) for _ in range(9)]
+    draws[3:3] = [(0.1, 1), (torch.tensor([1.0, math.inf]), 2), (1, torch.tensor(3)), (0.2, 7)]
+    together = StageMetrics()
+    for contribution in draws:
+        together.add("it", *contribution)
+    assert sent(*draws) == together.sums()
+
+
+def test_a_contribution_costs_the_device_few_operations():
+    class Counts(TorchDispatchMode):
+        operations = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.operations += not function.is_view
+            return function(*args, **(kwargs or {}))
+
+    right = torch.ones(8, dtype=torch.bool)
+    host, metrics = HostCopy(torch.device("cpu")), StageMetrics()
+    metrics.add("warm up", right, 8)
+    metrics.send(host)
+    assert metrics.sums() == {"warm up": (8, 8, 0)}  # so that the memory of its copy is free
+    with Counts() as counts:
+        metrics.add("accuracy", right, 8)
+        metrics.send(host)
+    assert counts.operations <= 3  # a sum, a vector of all sums, and its copy to the host
 
 
 def test_merged_sums_are_those_of_both():

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 _OF_DDP = ("_pre_forward", "_post_forward")
 _OF_REDUCER = ("_rebuild_buckets", "prepare_for_backward", "_reset_state", "_check_reducer_finalized")
 _OF_FSDP = ("_init_param_group", "_get_mesh_info", "_get_post_forward_mesh_info", "_get_device_from_mesh")
+_GROUPS = "_fsdp_param_groups"  # of the state of a module that is FSDP2's; one group only before torch 2.13
 _GATHERED = "_unsharded_param"  # of a parameter of FSDP2's
 
 # ---------------------------------------------------------------------- DistributedDataParallel
@@ -92,8 +93,10 @@ def versions_kept(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Non
 def missing_for_fsdp() -> list[str]:
     """The private names that sharding needs, and this torch does not have."""
     from torch.distributed.fsdp._fully_shard import _fsdp_init
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    return [name for name in _OF_FSDP if not hasattr(_fsdp_init, name)]
+    missing = [name for name in _OF_FSDP if not hasattr(_fsdp_init, name)]
+    return missing if hasattr(FSDPState(), _GROUPS) else [*missing, f"FSDPState.{_GROUPS}"]
 
 
 def add_group(
@@ -131,7 +134,7 @@ def device_of(mesh: dist.DeviceMesh) -> torch.device:
 
 def groups_of(unit: nn.Module) -> list[Any]:
     """The parameter groups of a module that is FSDP's."""
-    return unit._get_fsdp_state()._fsdp_param_groups
+    return getattr(unit._get_fsdp_state(), _GROUPS)
 
 
 def gathered_form(parameter: Any) -> torch.Tensor | None:

@@ -33,6 +33,8 @@ def test_nothing_is_missing():
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.delattr(DistributedDataParallel, "_pre_forward")
     assert torch_private.missing_for_ddp() == ["_pre_forward"]
+    monkeypatch.setattr(torch_private, "_GROUPS", "_of_another_torch")
+    assert torch_private.missing_for_fsdp() == ["FSDPState._of_another_torch"]
 
 
 def test_a_wrapper_that_is_never_called(alone):

@@ -171,9 +171,9 @@ class Trial:
             used = self._enter(stack, pins)
             for instrument in watch:
                 stack.enter_context(instrument)
-            began = self._now()
+            began = now(self.device)
             losses = self._take(window, recorder, TorchAutocast(device_type=self.device.type, dtype=dtype))
-            seconds = self._now() - began
+            seconds = now(self.device) - began
             if not recorder.gradients_by_name:  # the window ended without an update
                 for name, parameter in self.modules.named_parameters():
                     if parameter.grad is not None:
@@ -212,7 +212,7 @@ class Trial:
             stack.enter_context(self._preserve(True))
             self._enter(stack, pins)
             prepare()
-            began = self._now()
+            began = now(self.device)
             for window in windows:
                 with values_kept(window):
                     losses = [float(loss) for loss in self._take(window, updates, context)]
@@ -221,7 +221,7 @@ class Trial:
                 course.losses.append(math.fsum(losses) / len(losses))
                 course.sizes.append(math.fsum(map(abs, losses)) / len(losses))
             course.skipped = updates.skipped
-            course.seconds = self._now() - began
+            course.seconds = now(self.device) - began
         return course
 
     def _enter(self, stack: ExitStack, pins: Iterable[str] | None) -> Pins | None:
@@ -229,10 +229,12 @@ class Trial:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         return None if pins is None else stack.enter_context(pinned_only(self.modules, pins))
 
-    def _now(self) -> float:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        return time.perf_counter()
+
+def now(device: torch.device) -> float:
+    """The seconds on the clock when all that the device was given is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 def plain_trial(

@@ -31,17 +31,22 @@ _ROUNDS_TO_ONE = {"bf16": 1 - 2.0**-9, "fp16": 1 - 2.0**-12, "fp32": 1 - 2.0**-2
 _COUNTABLE = {"bf16": 256, "fp16": 2048}
 
 # Constants here cannot hurt: they divide, bound from the far side, are compared, or describe a distribution.
-_HARMLESS = names("""div divide true_divide floor_divide fmod remainder pow maximum minimum fmax fmin uniform normal random arange
-    linspace bernoulli exponential lt le gt ge eq ne isclose""")
+_HARMLESS = names(
+    """
+    div divide true_divide floor_divide fmod remainder pow maximum minimum fmax fmin uniform normal random arange
+    linspace bernoulli exponential lt le gt ge eq ne isclose
+    """
+)
 # These let a constant that is too large become infinite; all others refuse it.
 _SILENT = names("add sub rsub mul where index_put scalar_tensor addcmul addcdiv lerp nan_to_num _to_copy copy")
 # Where a tiny constant guards: it is added, is a bound, or stands in for another value.
-_GUARDS = names("""add sub rsub clamp clamp_min maximum fmax where masked_fill fill full full_like new_full index_put
-    scalar_tensor""")
+_GUARDS = names(
+    "add sub rsub clamp clamp_min maximum fmax where masked_fill fill full full_like new_full index_put scalar_tensor"
+)
 _BOUNDS_ABOVE = names("clamp clamp_max minimum fmin")
 # Ops whose 0-d tensors are looked at: they come from Python numbers, or stand for one.
 _TAKES_CONSTANTS = names(
-    """add sub rsub mul where masked_fill fill index_put clamp clamp_min clamp_max maximum minimum fmax fmin"""
+    "add sub rsub mul where masked_fill fill index_put clamp clamp_min clamp_max maximum minimum fmax fmin"
 )
 _SUMS = names("sum nansum cumsum")
 # What the user wrote where these run.

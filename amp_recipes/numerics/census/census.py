@@ -81,13 +81,13 @@ def pins_hold(census: Census, names: Iterable[str]) -> list[dict[str, str]]:
         elif name not in census.called:
             violations.append({"module": name, "reason": "it was not called as a module, so its ops are not known"})
         for row in census.ops:
-            if row.counts_as_low and _inside(row.module, name):
+            if row.counts_as_low and lies_in(row.module, name):
                 reason = f"{row.op} ran in {row.low} in the {row.phase}, {row.calls} times"
                 violations.append({"module": row.module, "reason": reason})
     return violations
 
 
-def _inside(module: str, name: str) -> bool:
+def lies_in(module: str, name: str) -> bool:
     """Whether a module is the named one or below it."""
     return module == name or (module.startswith(f"{name}." if name else "") and module[:1] != "<")
 
@@ -116,7 +116,7 @@ def _meant_fp32(census: Census) -> list[Misplaced]:
     """Ops that ran low inside of pinned modules."""
     reason = "inside a module that is pinned to float32"
     low = [row for row in census.ops if row.counts_as_low]
-    pinned = [row for row in low if any(_inside(row.module, name) for name in census.pins)]
+    pinned = [row for row in low if any(lies_in(row.module, name) for name in census.pins)]
     return [Misplaced(row.module, row.phase, row.op, row.low, row.calls, reason) for row in pinned]
 
 
@@ -182,7 +182,7 @@ def _why_wide(row: OpCount, pins: Sequence[str], scripts: set[str], device_type:
     base = row.op.rpartition("::")[2].rstrip("_")
     if row.module in scripts:
         return "in TorchScript"
-    if any(_inside(row.module, name) for name in pins):
+    if any(lies_in(row.module, name) for name in pins):
         return PINNED
     if "float64" in row.inputs:
         return "takes float64, which autocast leaves as it is"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import math
 import os
 from collections.abc import Collection
 from collections.abc import Mapping as AnyMapping
@@ -13,6 +11,7 @@ from typing import Any
 
 from amp_recipes.config.options.run_options import OPTION_NAMES, OPTIONS, validate_options
 from amp_recipes.config.yaml.limits import EXPANDED_NODES, Budget
+from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.config.yaml.nodes import (
     KeyPath,
     Mapping,
@@ -24,6 +23,7 @@ from amp_recipes.config.yaml.nodes import (
     dotted,
     is_plain_mapping,
     is_plain_scalar,
+    scalar_text,
 )
 from amp_recipes.config.yaml.reading import plain_value, read_file, read_text
 from amp_recipes.config.yaml.tags import ATTRIBUTE, REF, TUPLE
@@ -48,7 +48,6 @@ _PATH_CHARACTERS = 1_000
 _CHARACTERS_PER_VALUE = 80  # longer text counts as several values, since each alias writes it out
 
 _ABSENT = "(absent)"
-_WORDS = {None: "null", True: "true", False: "false"}
 _OPENS_NO_PLAIN_TEXT = "'\"[{(!&*|>%@`#,"
 
 
@@ -157,11 +156,6 @@ def environment_changes(file: Path, new: AnyMapping[str, Any]) -> list[str]:
     compared = {"torch": ("packages", "torch"), "git commit": ("git", "commit")}
     found = ((what, _entry(old, *keys), _entry(new, *keys)) for what, keys in compared.items())
     return [one_line(f"{what}: {was or _ABSENT} -> {now or _ABSENT}") for what, was, now in found if was != now]
-
-
-def one_line(text: str) -> str:
-    """`text` with an escape for each character that does not just show, such as those that a terminal obeys."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 # ---------------------------------------------------------------------- the settings of a tree
@@ -313,19 +307,11 @@ def _value(node: Node) -> Any:
 def written(value: Any) -> str:
     """A value as a YAML would have it; other text for every other value (the string "1", 1, 1.0 and true are four)."""
     if isinstance(value, list | tuple):
-        return _written_items(value)
+        inner = ", ".join(repr(item) if isinstance(item, str) else written(item) for item in value)
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
     if isinstance(value, str):
         return value if _is_plain_text(value) else repr(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value).replace("inf", ".inf").replace("nan", ".nan")
-    if isinstance(value, datetime.date):
-        return value.isoformat()
-    return _WORDS[value] if value is None or isinstance(value, bool) else repr(value)
-
-
-def _written_items(values: list[Any] | tuple[Any, ...]) -> str:
-    inner = ", ".join(repr(item) if isinstance(item, str) else written(item) for item in values)
-    return f"({inner})" if isinstance(values, tuple) else f"[{inner}]"
+    return scalar_text(value)
 
 
 def _is_plain_text(text: str) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from amp_recipes.config.changes import written
+from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.config.yaml.nodes import KeyPath, Mapping, Node, Scalar, Sequence, children, dotted, is_plain_mapping
 from amp_recipes.config.yaml.tags import CALLS, TUPLE
 
@@ -65,10 +66,10 @@ class _Rows:
     def _below(self, parent: Node, parent_path: KeyPath) -> Iterator[_Row]:
         for key, node in children(parent):
             path = (*parent_path, str(key))
-            name = _visible(dotted(path))
-            comment = _visible(parent.comments.get(key, "")) if isinstance(parent, Mapping) else ""
+            name = one_line(dotted(path))
+            comment = one_line(parent.comments.get(key, "")) if isinstance(parent, Mapping) else ""
             if id(node) in self._entered:
-                yield _Row(name, f"as {_visible(dotted(self._entered[id(node)]))}", comment)
+                yield _Row(name, f"as {one_line(dotted(self._entered[id(node)]))}", comment)
                 continue
             self._entered[id(node)] = path
             if not self._has_names(node) or node.tag:
@@ -91,7 +92,7 @@ class _Rows:
         """A value in one line, cut where it is long; of what has keys below it, the tag."""
         text = ""
         for piece in self._pieces(node):
-            text += _visible(piece)
+            text += one_line(piece)
             if len(text) > _VALUE_CHARACTERS:
                 return text[: _VALUE_CHARACTERS - 3] + "..."
         return text
@@ -109,8 +110,3 @@ class _Rows:
             yield written(node.value) if is_text else f"{node.tag} {node.text}".strip() or "null"
         else:
             yield "{}" if is_plain_mapping(node) else node.tag
-
-
-def _visible(text: str) -> str:
-    """`text` in one line, without the characters that steer a terminal."""
-    return "".join(char if char.isprintable() else " " for char in text)

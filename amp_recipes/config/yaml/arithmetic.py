@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from amp_recipes.config.yaml.limits import NUMBER_BITS
-from amp_recipes.config.yaml.words import short
+from amp_recipes.config.yaml.mistakes import short
 from amp_recipes.errors import ConfigError
 
 CHARACTERS = 1_000  # of one formula

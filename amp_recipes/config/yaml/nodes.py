@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeGuard
@@ -142,6 +143,15 @@ def plain_data(node: Node) -> Any:
     if isinstance(node, Mapping):
         return dict(zip(node.items, values, strict=True))
     return tuple(values) if node.tag == TUPLE else values
+
+
+def scalar_text(value: Any) -> str:
+    """A plain value other than text, as a YAML has it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    return repr(value).replace("inf", ".inf").replace("nan", ".nan")
 
 
 def dotted(path: KeyPath) -> str:

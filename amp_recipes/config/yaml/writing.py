@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
+from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.config.yaml.nodes import (
     Key,
     KeyPath,
@@ -19,6 +20,7 @@ from amp_recipes.config.yaml.nodes import (
     Unknown,
     children,
     is_plain_scalar,
+    scalar_text,
 )
 from amp_recipes.config.yaml.reading import plain_value
 from amp_recipes.config.yaml.tags import TUPLE
@@ -45,7 +47,7 @@ def to_yaml(root: Mapping, header: Iterable[str] = ()) -> str:
 
     header: lines of comment above it.
     """
-    comments = [f"# {_printable(line)}".rstrip() for text in header for line in text.splitlines() or [""]]
+    comments = [f"# {one_line(line)}".rstrip() for text in header for line in text.splitlines() or [""]]
     return "\n".join([*comments, *(line for line, _ in _document(root)), ""])
 
 
@@ -58,7 +60,7 @@ def with_sources(root: Mapping, source_of: Callable[[KeyPath], str]) -> str:
             columns[path[:-1]] = max(len(line), columns.get(path[:-1], 0))
     shown = []
     for line, path in lines:
-        source = _printable(source_of(path)) if path else ""
+        source = one_line(source_of(path)) if path else ""
         shown.append(f"{line:<{columns.get(path[:-1], 0)}}  # {source}" if path and source else line)
     return "\n".join([*shown, ""])
 
@@ -176,11 +178,7 @@ def _plain_text(value: Key | datetime.date, quoted: bool = False) -> str:
         return _text(value, quoted)
     if isinstance(value, float):
         return _float(value)
-    if isinstance(value, datetime.date):
-        return value.isoformat()
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value)
+    return scalar_text(value)
 
 
 def _text(value: str, quoted: bool) -> str:
@@ -202,9 +200,7 @@ def _is_text(text: str) -> bool:
 
 def _float(value: float) -> str:
     """A float that YAML 1.1 and 1.2, and HyperPyYAML, read as exactly this one."""
-    text = repr(value)
-    if text.lstrip("-") in ("inf", "nan"):
-        return text.replace("inf", ".inf").replace("nan", ".nan")
+    text = scalar_text(value)
     mantissa, exponent, power = text.partition("e")
     if not exponent:
         return text
@@ -230,10 +226,6 @@ def _tuple(node: Sequence) -> str:
     text = f"({inside})"
     ends = re.search(r":(?:\s|$)|\s#", text)  # what would end unquoted text
     return f"{TUPLE} {_plain_text(text, quoted=True)}" if ends else text
-
-
-def _printable(comment: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in comment)
 
 
 def _tag(tag: str) -> str:

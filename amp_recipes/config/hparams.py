@@ -16,19 +16,18 @@ from typing import Any
 
 import torch
 
-from amp_recipes.config.options.arguments import Overrides, loading
+from amp_recipes.config.options.arguments import AnyOverrides, Overrides, explicit_options, loading
 from amp_recipes.config.options.run_options import OPTION_NAMES
 from amp_recipes.config.trust.checking import (
     Call,
     Settings,
     as_mapping,
     check_settings,
-    explicit_options,
     read_settings,
     resolve_all,
 )
 from amp_recipes.config.trust.instantiate import build
-from amp_recipes.config.trust.trust import Trust
+from amp_recipes.config.trust.trust import Trust, checked_entries
 from amp_recipes.config.yaml.limits import FILE_BYTES
 from amp_recipes.config.yaml.mistakes import did_you_mean
 from amp_recipes.config.yaml.nodes import COMMAND_LINE, Mistakes, Source
@@ -63,7 +62,7 @@ class Hparams(dict[str, Any]):
         self,
         values: Mapping[str, Any],
         path: str | os.PathLike[str],
-        overrides: Mapping[str, Any] | str | None = None,
+        overrides: AnyOverrides = None,
         trust: tuple[str, ...] = (),
         sources: Mapping[str, str] | None = None,
     ) -> None:
@@ -120,7 +119,7 @@ _REMEMBERED_LOADS = 16
 
 def load_hparams(
     path: str | os.PathLike[str],
-    overrides: Mapping[str, Any] | str | None = None,
+    overrides: AnyOverrides = None,
     trust: Iterable[str] = (),
 ) -> Hparams:
     """The hyperparameters of the YAML at `path`, its objects instantiated: a dict that knows where it is from.
@@ -139,7 +138,7 @@ def load_hparams(
     or one that names the key whose object could not be built.
     """
     caller = _caller_file()
-    names = (*_trust_names(trust), *_trusted_by_command_line(overrides))
+    names = _names_to_trust(trust, overrides)
     trusted = Trust(names, recipe_folders(caller))
     if isinstance(overrides, Overrides) and overrides.request.action != "run":
         raise SystemExit(_run_request(path, overrides, trusted, _code_folder(caller)))
@@ -161,7 +160,7 @@ def load_hparams(
 
 def check(
     path: str | os.PathLike[str],
-    overrides: Mapping[str, Any] | str | None = None,
+    overrides: AnyOverrides = None,
     trust: Iterable[str] = (),
     recipe_folder: str | os.PathLike[str] | None = None,
 ) -> Settings:
@@ -170,7 +169,7 @@ def check(
     recipe_folder: where the recipe's own Python files are; default: the folder of the file that calls this.
     Imports the modules that the YAML names and may name. Raises ConfigError that names all mistakes together.
     """
-    names = (*_trust_names(trust), *_trusted_by_command_line(overrides))
+    names = _names_to_trust(trust, overrides)
     if recipe_folder is None:
         caller = _caller_file()
         with loading:
@@ -235,21 +234,17 @@ def _seed_host(seed: int) -> None:
     numpy.random.seed(seed)
 
 
-def find_loaded(path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None) -> Loaded | None:
+def find_loaded(path: str | os.PathLike[str], overrides: AnyOverrides) -> Loaded | None:
     """What this process decided when it loaded the YAML with these overrides; None if it did not."""
     return _loaded.get(_identity(path, overrides))
 
 
-def settings_again(
-    path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None, loaded: Loaded | None
-) -> Settings:
+def settings_again(path: str | os.PathLike[str], overrides: AnyOverrides, loaded: Loaded | None) -> Settings:
     """The settings of the YAML as it was loaded, whatever has become of the file; if it was not: as it is now."""
     return read_settings(path, overrides, tree=copy.deepcopy(loaded.tree) if loaded else None)
 
 
-def resolved_text(
-    path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None, loaded: Loaded | None = None
-) -> str:
+def resolved_text(path: str | os.PathLike[str], overrides: AnyOverrides, loaded: Loaded | None = None) -> str:
     """YAML text that gives, on its own, what the YAML at `path` gives with `overrides`.
 
     Run options that were set and that the YAML does not have are added, so that the text reproduces the run.
@@ -273,12 +268,12 @@ def resolved_text(
     return to_yaml(root, [RESOLVED_HEADER, *([f"Loads with --trust {','.join(names)}"] if names else [])])
 
 
-def overrides_text(overrides: Mapping[str, Any] | str | None) -> str:
+def overrides_text(overrides: AnyOverrides) -> str:
     """Overrides and the run options that were set, as YAML text that `load_hparams` takes as overrides."""
     if isinstance(overrides, str):
         return overrides
     mistakes = Mistakes()
-    given = {**as_mapping(overrides), **explicit_options(overrides)}
+    given = {**as_mapping(overrides, mistakes), **explicit_options(overrides)}
     root = to_nodes(given, Source("overrides"), mistakes, "overrides")
     mistakes.raise_if_any("overrides")
     return to_yaml(root) if given else "{}\n"
@@ -321,9 +316,9 @@ def _host_generators_restored() -> Iterator[None]:
                 numpy.random.set_state(numpy_state)
 
 
-def _warn_of_resolved(path: str | os.PathLike[str], original: bytes, overrides: Mapping[str, Any] | str | None) -> None:
+def _warn_of_resolved(path: str | os.PathLike[str], original: bytes, overrides: AnyOverrides) -> None:
     """Say that an override of a resolved file changes its own key alone, where the original's references followed."""
-    keys = [key for key in as_mapping(overrides) if key not in OPTION_NAMES]
+    keys = [key for key in as_mapping(overrides, Mistakes()) if key not in OPTION_NAMES]
     if keys and original.startswith(f"# {RESOLVED_HEADER}".encode()):
         logger.warning(
             "%s holds resolved settings: an override (%s) changes nothing but that key itself. To have references "
@@ -348,7 +343,7 @@ def _bytes_of(path: str | os.PathLike[str]) -> bytes:
         return b""
 
 
-def _identity(path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None) -> tuple[str, str]:
+def _identity(path: str | os.PathLike[str], overrides: AnyOverrides) -> tuple[str, str]:
     return os.path.realpath(path), overrides_text(overrides)
 
 
@@ -374,14 +369,6 @@ def _seed_if_set(options: Mapping[str, Any]) -> None:
         seed_everything(options["seed"])
 
 
-def _trusted_by_command_line(overrides: Mapping[str, Any] | str | None) -> tuple[str, ...]:
-    return overrides.request.trust if isinstance(overrides, Overrides) else ()
-
-
-def _trust_names(trust: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(trust, str | Mapping) or not isinstance(trust, Iterable):
-        raise ConfigError(f"trust is {trust!r}, but must be a list of package names.")
-    names = tuple(trust)
-    if wrong := [name for name in names if not isinstance(name, str)]:
-        raise ConfigError(f"trust must hold package names, but has {wrong!r}.")
-    return names
+def _names_to_trust(trust: Iterable[str], overrides: AnyOverrides) -> tuple[str, ...]:
+    of_command_line = overrides.request.trust if isinstance(overrides, Overrides) else ()
+    return (*checked_entries(trust), *of_command_line)

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from amp_recipes.config.options.help import print_help
 from amp_recipes.config.options.other_names import instead_of
@@ -35,6 +35,10 @@ _ALIASES = {"allow-config-change": "accept_changes", "allow_config_change": "acc
 _BOOL_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "1", "0"})
 
 
+AnyOverrides: TypeAlias = "Mapping[str, Any] | str | None"
+"""Overrides as `load_hparams` takes them: `Overrides`, another mapping, YAML text."""
+
+
 class Overrides(dict[str, Any]):
     """New values for YAML keys, nested as the YAML is, with the run options and the request beside them.
 
@@ -53,7 +57,7 @@ class Overrides(dict[str, Any]):
         """These overrides and further values by dotted names, run options among them. Raises ConfigError."""
         mistakes: list[str] = []
         overrides = Overrides(copy.deepcopy(dict(self)), request=self.request)
-        options = {name: self.run_options[name] for name in self.run_options.explicit}
+        options = explicit_options(self)
         for name, value in values.items():
             if name in OPTION_NAMES:
                 options[name] = option_value(name, value) if isinstance(value, str) else value
@@ -63,6 +67,12 @@ class Overrides(dict[str, Any]):
             raise ConfigError(join_mistakes(mistakes, "the command line"))
         overrides.run_options = RunOptions.from_mapping(options, COMMAND_LINE, self.run_options.purpose)
         return overrides
+
+
+def explicit_options(overrides: AnyOverrides) -> dict[str, Any]:
+    """The run options that were set beside overrides of the command line."""
+    options = overrides.run_options if isinstance(overrides, Overrides) else RunOptions()
+    return {name: value for name, value in options.items() if name in options.explicit}
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions, Overrides]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from amp_recipes.config.options.arguments import AnyOverrides, Overrides, explicit_options, loading
@@ -37,6 +38,7 @@ from amp_recipes.config.yaml.writing import to_yaml
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.lazy_names import from_commands
 from amp_recipes.options import MAX_SEED
+from amp_recipes.state.randomness import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +119,7 @@ _loaded: dict[tuple[str, str], Loaded] = {}
 _REMEMBERED_LOADS = 16
 
 
-def load_hparams(
-    path: str | os.PathLike[str],
-    overrides: AnyOverrides = None,
-    trust: Iterable[str] = (),
-) -> Hparams:
+def load_hparams(path: str | os.PathLike[str], overrides: AnyOverrides = None, trust: Iterable[str] = ()) -> Hparams:
     """The hyperparameters of the YAML at `path`, its objects instantiated: a dict that knows where it is from.
 
     overrides: what `parse_arguments` returned, or a mapping (nested, or with dots in its keys), or YAML text; plain
@@ -154,7 +152,11 @@ def load_hparams(
             # Again, since the functions may have drawn: the resolved YAML, which calls none, gives the same objects.
             _seed_if_set(settings.options)
         values = build(settings.resolved, trusted)
-    _remember(_identity(path, overrides), loaded)
+    identity = _identity(path, overrides)
+    _loaded.pop(identity, None)  # so that it is the newest
+    _loaded[identity] = loaded
+    while len(_loaded) > _REMEMBERED_LOADS:
+        del _loaded[next(iter(_loaded))]
     return Hparams(values, path, copy.deepcopy(overrides), names, settings.sources)
 
 
@@ -214,7 +216,7 @@ def recipe_folders(caller: str | None) -> list[str]:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators of Python, NumPy (where installed) and torch, on all devices.
+    """Seed the global generators of Python, NumPy and torch, on all devices.
 
     seed: from 0 to 2**32 - 1, which all of them take. Raises ConfigError for anything else.
     """
@@ -226,12 +228,8 @@ def seed_everything(seed: int) -> None:
 
 def _seed_host(seed: int) -> None:
     random.seed(seed)
+    np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    try:
-        import numpy
-    except ImportError:
-        return
-    numpy.random.seed(seed)
 
 
 def find_loaded(path: str | os.PathLike[str], overrides: AnyOverrides) -> Loaded | None:
@@ -256,10 +254,13 @@ def resolved_text(path: str | os.PathLike[str], overrides: AnyOverrides, loaded:
         settings = resolve_all(settings, None, _replaying(loaded.results))
     elif settings.has_unknown:
         trust = Trust((), recipe_folders(None))
-        with _host_generators_restored():
+        generators = random_state(torch.device("cpu"))
+        try:
             if settings.options.get("seed") is not None:
                 _seed_host(settings.options["seed"])
             settings = resolve_all(settings, None, _calling(trust, []))
+        finally:
+            set_random_state(generators)
     root = settings.resolved
     for name, value in explicit_options(overrides).items():
         if name not in root.items:
@@ -302,20 +303,6 @@ def _replaying(results: Iterable[Any]) -> Call:
     return call
 
 
-@contextmanager
-def _host_generators_restored() -> Iterator[None]:
-    """Put back the global generators of the host: to write down a run's settings must not change its random draws."""
-    numpy = sys.modules.get("numpy")  # if nobody imported it, nobody draws from it
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy:
-                numpy.random.set_state(numpy_state)
-
-
 def _warn_of_resolved(path: str | os.PathLike[str], original: bytes, overrides: AnyOverrides) -> None:
     """Say that an override of a resolved file changes its own key alone, where the original's references followed."""
     keys = [key for key in as_mapping(overrides, Mistakes()) if key not in OPTION_NAMES]
@@ -326,13 +313,6 @@ def _warn_of_resolved(path: str | os.PathLike[str], original: bytes, overrides: 
             os.fspath(path),
             ", ".join(map(str, keys)),
         )
-
-
-def _remember(identity: tuple[str, str], loaded: Loaded) -> None:
-    _loaded.pop(identity, None)
-    _loaded[identity] = loaded
-    while len(_loaded) > _REMEMBERED_LOADS:
-        del _loaded[next(iter(_loaded))]
 
 
 def _bytes_of(path: str | os.PathLike[str]) -> bytes:
@@ -349,10 +329,7 @@ def _identity(path: str | os.PathLike[str], overrides: AnyOverrides) -> tuple[st
 
 def _caller_file() -> str | None:
     """The file whose code called the function that calls this; None in a notebook."""
-    frame = inspect.currentframe()
-    for _ in range(2):
-        frame = frame.f_back if frame is not None else None
-    return None if frame is None else frame.f_globals.get("__file__")
+    return sys._getframe(2).f_globals.get("__file__")
 
 
 def _code_folder(caller: str | None) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from amp_recipes.config.options.help import print_help
 from amp_recipes.config.options.other_names import instead_of
 from amp_recipes.config.options.plain_errors import show_mistakes_plainly
-from amp_recipes.config.options.requests import FLAGS, Request, RequestWords, is_flag
+from amp_recipes.config.options.requests import FLAGS, Request, RequestWords
 from amp_recipes.config.options.run_options import (
     OPTION_NAMES,
     OPTION_TYPES,
@@ -181,7 +181,7 @@ def _texts_behind(name: str, words: deque[str]) -> list[str | None]:
     elif OPTION_TYPES.get(name) is bool:
         takes = following.lower() in _BOOL_WORDS
     else:
-        takes = not is_flag(name) and not following.startswith("--")
+        takes = name.replace("_", "-") not in FLAGS and not following.startswith("--")
     if takes:
         return [words.popleft()]
     return ["true" if OPTION_TYPES.get(name) is bool else None]

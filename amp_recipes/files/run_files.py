@@ -20,7 +20,7 @@ JSON_BYTES = 1 << 22  # environment.json has some kB; a summary.json names every
 JSON_DEPTH = 50  # what recursive functions can follow whatever their depth when they begin
 
 # Without O_NONBLOCK, opening a named pipe waits for whoever is at its other end.
-_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",

@@ -400,7 +400,7 @@ def _text_of(path: str, mistakes: Mistakes, where: Source) -> str | None:
     """What stands in a regular file, as text."""
     try:
         # Without O_NONBLOCK, opening a named pipe waits for whoever writes into it.
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as stream:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 mistakes.add(where, f"{path} cannot be read: it is no regular file.")
                 return None

@@ -141,9 +141,7 @@ class Interrupts:
             now = time.monotonic()
             if self._first_sigint is None:
                 self._first_sigint = now
-                _log(
-                    f"{signal.Signals(signum).name}: finishing the step, saving, then exiting; once more to exit at once"
-                )
+                _log(f"{told}; once more to exit at once")
             elif now - self._first_sigint >= _SECOND_AFTER_SECONDS and not self._saves:
                 raise KeyboardInterrupt("a second SIGINT")
         elif first:

@@ -19,14 +19,15 @@ from amp_recipes.config.yaml.nodes import (
     Node,
     Scalar,
     Sequence,
+    attribute_name,
     children,
     dotted,
-    is_plain_mapping,
     is_plain_scalar,
+    plain_data,
     scalar_text,
 )
 from amp_recipes.config.yaml.reading import plain_value, read_file, read_text
-from amp_recipes.config.yaml.tags import ATTRIBUTE, REF, TUPLE
+from amp_recipes.config.yaml.tags import REF, TUPLE
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.run_files import read_json, refuse_irregular
 
@@ -164,7 +165,7 @@ def environment_changes(file: Path, new: AnyMapping[str, Any]) -> list[str]:
 def _settings(root: Mapping) -> dict[KeyPath, _Setting]:
     """Each setting by its path."""
     _check_size(root)
-    given = {str(key): _value(node) for key, node in root.items.items() if key in OPTION_NAMES and not node.tag}
+    given = {str(key): plain_data(node) for key, node in root.items.items() if key in OPTION_NAMES and not node.tag}
     options, mistakes = validate_options(given)
     folder = given.get("output_folder")
     flat = _Flat(root, folder if isinstance(folder, str) else "")
@@ -213,11 +214,10 @@ class _Flat:
 
     def _reference(self, path: KeyPath, node: Node) -> str:
         """`<model>` for an object that is described at another key, `<images.channels>` for an attribute of one."""
-        if node.tag == ATTRIBUTE and isinstance(node, Sequence) and len(node.items) == 2:
-            owner, name = node.items
-            home = self._homes.get(id(owner))
-            if home not in (None, (*path, "0")) and isinstance(name, Scalar):
-                return f"<{_as_reference(home)}.{name.value}>"
+        if isinstance(node, Sequence) and (name := attribute_name(node)) is not None:
+            home = self._homes.get(id(node.items[0]))
+            if home not in (None, (*path, "0")):
+                return f"<{_as_reference(home)}.{name}>"
         home = self._homes.get(id(node), path)
         return "" if home == path else f"<{_as_reference(home)}>"
 
@@ -225,11 +225,10 @@ class _Flat:
         """`value` with a mark, which no YAML can hold, in place of the output folder."""
         if isinstance(value, list | tuple):
             return type(value)(self._relative(item) for item in value)
-        if not self._folder or not isinstance(value, str):
+        if not self._folder or not isinstance(value, str) or not f"{value}/".startswith(f"{self._folder}/"):
             return value
-        if value.rstrip("/") == self._folder:
-            return "\0"
-        return f"\0/{value.removeprefix(f'{self._folder}/')}" if value.startswith(f"{self._folder}/") else value
+        below = value.removeprefix(self._folder)
+        return "\0" if not below.strip("/") else f"\0{below}"
 
 
 def _free_below(path: KeyPath, node: Node) -> Collection[str]:
@@ -241,7 +240,10 @@ def _free_below(path: KeyPath, node: Node) -> Collection[str]:
 
 def _own_value(node: Node) -> Any:
     """The value behind the tag of a node; "" for an object without arguments, which can be written in three ways."""
-    return "" if node.tag not in ("", TUPLE) and not children(node) else _value(node)
+    if isinstance(node, Sequence) and node.items:
+        values = [item.value for item in node.items if isinstance(item, Scalar)]
+        return tuple(values) if node.tag == TUPLE else values
+    return "" if node.tag not in ("", TUPLE) else plain_data(node)
 
 
 def _homes(root: Mapping) -> dict[int, KeyPath]:
@@ -290,18 +292,6 @@ def _check_size(root: Mapping) -> None:
 
 def _is_plain_list(node: Node) -> bool:
     return isinstance(node, Sequence) and all(is_plain_scalar(item) for item in node.items)
-
-
-def _value(node: Node) -> Any:
-    """The plain value of a node; of an object, its tag as text."""
-    if isinstance(node, Scalar):
-        return f"{node.tag} {node.value}" if node.tag else node.value
-    if is_plain_mapping(node):
-        return {key: _value(child) for key, child in node.items.items()}
-    if isinstance(node, Sequence):
-        items = [_value(item) for item in node.items]
-        return tuple(items) if node.tag == TUPLE else items
-    return node.tag
 
 
 def written(value: Any) -> str:

@@ -15,6 +15,7 @@ from amp_recipes.config.options.run_options import OPTION_NAMES
 from amp_recipes.config.yaml.limits import DEPTH, NUMBER_BITS, TEXT_CHARACTERS, Budget
 from amp_recipes.config.yaml.mistakes import shown
 from amp_recipes.config.yaml.nodes import (
+    NOT_PLAIN,
     Key,
     KeyPath,
     Mapping,
@@ -43,7 +44,6 @@ _SUGGESTED_ITEMS = 10  # of one list
 _SUGGESTED_LEAVES = 100  # keys of the same last part
 _SUGGESTIONS = 10
 _NAME_CHARACTERS = 200
-_NOT_PLAIN = object()
 _KeyTypes = str | int | float | None
 
 
@@ -284,12 +284,12 @@ def _plain_keys(value: AnyMapping[Any, Any] | list[Any] | tuple[Any, ...]) -> li
     if not isinstance(value, AnyMapping):
         return list(range(len(value)))
     plain = [_scalar_value(key) for key in value]
-    return [key if found is _NOT_PLAIN else found for key, found in zip(value, plain, strict=True)]
+    return [key if found is NOT_PLAIN else found for key, found in zip(value, plain, strict=True)]
 
 
 def _scalar_node(value: Any, source: Source, mistakes: Mistakes, name: str) -> Scalar | None:
     plain = _scalar_value(value)
-    if plain is _NOT_PLAIN:
+    if plain is NOT_PLAIN:
         mistakes.add(source, f"{name} is {shown(value)}, a {type(value).__name__}; expected {_PLAIN_VALUES}.")
     elif isinstance(plain, str) and (wrong := _wrong_text(plain)):
         mistakes.add(source, f"{name} {wrong}.")
@@ -301,7 +301,7 @@ def _scalar_node(value: Any, source: Source, mistakes: Mistakes, name: str) -> S
 
 
 def _scalar_value(value: Any) -> Any:
-    """A single value as Python's own type; `_NOT_PLAIN` for every other object."""
+    """A single value as Python's own type; `NOT_PLAIN` for every other object."""
     if value is None or isinstance(value, bool) or type(value) in (datetime.date, datetime.datetime):
         return value
     if isinstance(value, os.PathLike):
@@ -311,7 +311,7 @@ def _scalar_value(value: Any) -> Any:
         return str.__str__(value)
     if isinstance(value, int):
         return int.__int__(value)
-    return float.__float__(value) if isinstance(value, float) else _NOT_PLAIN
+    return float.__float__(value) if isinstance(value, float) else NOT_PLAIN
 
 
 def _wrong_text(text: str) -> str:

@@ -122,12 +122,11 @@ def walk(root: Node) -> Iterator[tuple[KeyPath, Node]]:
         path, node = pending.pop()
         if path:
             yield path, node
-        below = [((*path, str(key)), child) for key, child in children(node) if id(child) not in seen]
         fresh = []
-        for child_path, child in below:
+        for key, child in children(node):
             if id(child) not in seen:
                 seen.add(id(child))
-                fresh.append((child_path, child))
+                fresh.append(((*path, str(key)), child))
         pending += reversed(fresh)
 
 

@@ -16,14 +16,7 @@ from typing import Any
 import torch
 
 from amp_recipes.config.changes import accepted_changes, environment_changes, holds_run
-from amp_recipes.config.hparams import (
-    Hparams,
-    Loaded,
-    find_loaded,
-    overrides_text,
-    resolved_text,
-    settings_again,
-)
+from amp_recipes.config.hparams import Hparams, Loaded, find_loaded, overrides_text, resolved_text, settings_again
 from amp_recipes.config.options.arguments import AnyOverrides, Overrides, explicit_options
 from amp_recipes.config.options.run_options import OPTION_NAMES, RunOptions
 from amp_recipes.config.trust.checking import as_mapping

@@ -19,14 +19,7 @@ import torch
 
 from amp_recipes.config.options.arguments import AnyOverrides, Overrides, explicit_options, loading
 from amp_recipes.config.options.run_options import OPTION_NAMES
-from amp_recipes.config.trust.checking import (
-    Call,
-    Settings,
-    as_mapping,
-    check_settings,
-    read_settings,
-    resolve_all,
-)
+from amp_recipes.config.trust.checking import Call, Settings, as_mapping, check_settings, read_settings, resolve_all
 from amp_recipes.config.trust.instantiate import build
 from amp_recipes.config.trust.trust import Trust, checked_entries
 from amp_recipes.config.yaml.limits import FILE_BYTES

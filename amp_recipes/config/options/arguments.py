@@ -14,13 +14,7 @@ from amp_recipes.config.options.help import print_help
 from amp_recipes.config.options.other_names import instead_of
 from amp_recipes.config.options.plain_errors import show_mistakes_plainly
 from amp_recipes.config.options.requests import FLAGS, Request, RequestWords
-from amp_recipes.config.options.run_options import (
-    OPTION_NAMES,
-    OPTION_TYPES,
-    RunOptions,
-    near_misses,
-    validate_options,
-)
+from amp_recipes.config.options.run_options import OPTION_NAMES, OPTION_TYPES, RunOptions, near_misses, validate_options
 from amp_recipes.config.options.typed_values import option_value, parse_value
 from amp_recipes.config.yaml.mistakes import did_you_mean, join_mistakes, reader_may_leave
 from amp_recipes.config.yaml.nodes import COMMAND_LINE

@@ -13,23 +13,16 @@ Nothing here bounds memory or time: a call with large arguments makes large valu
 from __future__ import annotations
 
 import builtins
-import collections
-import datetime
 import difflib
 import functools
 import inspect
 import math
-import operator
-import os
-import pathlib
-import random
-import string
+import pydoc
 import sys
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.utils.parametrizations
 import torch.nn.utils.rnn
@@ -39,18 +32,6 @@ import torch.utils.data
 from torch import nn
 
 _UNBOUNDED = frozenset({"comb", "factorial", "perm", "prod"})
-_STANDARD_MODULES = {
-    "builtins": builtins,
-    "collections": collections,
-    "datetime": datetime,
-    "datetime.timezone": datetime.timezone,
-    "math": math,
-    "operator": operator,
-    "os.path": os.path,
-    "pathlib": pathlib,
-    "random": random,
-    "string": string,
-}
 STANDARD = {
     "builtins": """
         abs all any bool complex dict divmod enumerate float frozenset int len list max min range reversed round set
@@ -138,7 +119,7 @@ def key_of(value: Any) -> int:
 def standard_objects() -> dict[str, Any]:
     """Every name of the standard library that a YAML may use, with its object; of builtins also the bare name."""
     found = {
-        f"{module}.{name}": getattr(_STANDARD_MODULES[module], name)
+        f"{module}.{name}": getattr(pydoc.locate(module), name)
         for module, names in STANDARD.items()
         for name in names.split()
     }
@@ -253,21 +234,3 @@ def _is_class_of(base: type, home: str) -> Callable[[Any], bool]:
 
 def _is_function_of(*homes: str) -> Callable[[Any], bool]:
     return lambda value: inspect.isroutine(value) and value.__module__ in homes
-
-
-# Values that hold no code: an attribute may be one, whatever object has it.
-VALUE_TYPES: tuple[type, ...] = (
-    np.ndarray,
-    np.generic,
-    torch.Tensor,
-    torch.Size,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    datetime.date,
-    datetime.time,
-    datetime.timedelta,
-    datetime.tzinfo,
-    pathlib.PurePath,
-)

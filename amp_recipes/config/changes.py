@@ -215,10 +215,10 @@ class _Flat:
     def _reference(self, path: KeyPath, node: Node) -> str:
         """`<model>` for an object that is described at another key, `<images.channels>` for an attribute of one."""
         if isinstance(node, Sequence) and (name := attribute_name(node)) is not None:
-            home = self._homes.get(id(node.items[0]))
+            home = self._homes.get(node.items[0])
             if home not in (None, (*path, "0")):
                 return f"<{_as_reference(home)}.{name}>"
-        home = self._homes.get(id(node), path)
+        home = self._homes.get(node, path)
         return "" if home == path else f"<{_as_reference(home)}>"
 
     def _relative(self, value: Any) -> Any:
@@ -246,9 +246,9 @@ def _own_value(node: Node) -> Any:
     return "" if node.tag not in ("", TUPLE) else plain_data(node)
 
 
-def _homes(root: Mapping) -> dict[int, KeyPath]:
+def _homes(root: Mapping) -> dict[Node, KeyPath]:
     """Where each object is described: of all keys that share it, the path of fewest levels, then of the alphabet."""
-    homes: dict[int, KeyPath] = {}
+    homes: dict[Node, KeyPath] = {}
     level: list[tuple[KeyPath, Node]] = [((), root)]
     while level:
         below = [((*path, str(key)), child) for path, node in level for key, child in children(node)]
@@ -256,8 +256,8 @@ def _homes(root: Mapping) -> dict[int, KeyPath]:
         for path, node in sorted(below, key=lambda place: place[0]):
             if node.tag in ("", TUPLE):
                 level.append((path, node))
-            elif id(node) not in homes:
-                homes[id(node)] = path
+            elif node not in homes:
+                homes[node] = path
                 level.append((path, node))
     return homes
 
@@ -272,18 +272,18 @@ def _are_same(was: _Setting, now: _Setting) -> bool:
 
 def _check_size(root: Mapping) -> None:
     """Raise ConfigError for a tree whose anchors, written out, are more than anybody would compare."""
-    sizes: dict[int, int] = {}
+    sizes: dict[Node, int] = {}
     pending: list[Node] = [root]
     while pending:
         node = pending[-1]
         below = [child for _, child in children(node)]
-        unknown = [child for child in below if id(child) not in sizes]
+        unknown = [child for child in below if child not in sizes]
         pending += unknown
         if not unknown:
             pending.pop()
             characters = len(str(node.value)) if isinstance(node, Scalar) else 0
-            sizes[id(node)] = 1 + characters // _CHARACTERS_PER_VALUE + sum(sizes[id(child)] for child in below)
-    if sizes[id(root)] > EXPANDED_NODES:
+            sizes[node] = 1 + characters // _CHARACTERS_PER_VALUE + sum(sizes[child] for child in below)
+    if sizes[root] > EXPANDED_NODES:
         raise ConfigError(f"{root.source.file}: more than {EXPANDED_NODES:,} values once its anchors are written out.")
 
 

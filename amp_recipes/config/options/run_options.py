@@ -138,7 +138,8 @@ def validate_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     if not isinstance(options, Mapping):
         kind = type(options).__name__
         return {}, {"": f"run options must be a mapping of names to values, but are a {kind}"}
-    values, mistakes = {name: _default_of(declared) for name, declared in OPTIONS.items()}, {}
+    values, mistakes = {name: option.default for name, option in OPTIONS.items()}, {}
+    values |= {name: make() for name, option in OPTIONS.items() if (make := option.default_factory) is not MISSING}
     for name, value in options.items():
         if name not in OPTIONS:
             mistakes[name] = f"there is no run option {name!r}.{instead_of(name) or did_you_mean(name, OPTIONS)}"
@@ -196,7 +197,3 @@ def _attributes(options: Mapping[str, Any], where: str, purpose: Purpose) -> dic
     if mistakes:
         raise ConfigError(join_mistakes([f"{where}: {text}" for text in mistakes.values()], where))
     return {**values, "_explicit": frozenset(options), "_purpose": purpose}
-
-
-def _default_of(declared: Field[Any]) -> Any:
-    return declared.default if declared.default_factory is MISSING else declared.default_factory()

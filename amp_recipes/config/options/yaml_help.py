@@ -40,8 +40,8 @@ class _Rows:
     """Every key, in the order of the file; a node that several keys share is entered once."""
 
     def __init__(self) -> None:
-        self._entered: dict[int, KeyPath] = {}
-        self._named: dict[int, bool] = {}
+        self._entered: dict[Node, KeyPath] = {}
+        self._named: dict[Node, bool] = {}
 
     def below(self, parent: Node, parent_path: KeyPath) -> Iterator[tuple[str, str, str]]:
         """Of each key: its option or, where no value can be given to it, its name; its value; the comment."""
@@ -49,10 +49,10 @@ class _Rows:
             path = (*parent_path, str(key))
             name = one_line(dotted(path))
             comment = one_line(parent.comments.get(key, "")) if isinstance(parent, Mapping) else ""
-            if id(node) in self._entered:
-                yield name, f"as {one_line(dotted(self._entered[id(node)]))}", comment
+            if node in self._entered:
+                yield name, f"as {one_line(dotted(self._entered[node]))}", comment
                 continue
-            self._entered[id(node)] = path
+            self._entered[node] = path
             if not self._has_names(node) or node.tag:
                 # An object takes no plain value, only its arguments do.
                 yield (name if node.tag.startswith(CALLS) else f"--{name}"), self._as_written(node), comment
@@ -63,11 +63,11 @@ class _Rows:
 
     def _has_names(self, node: Node) -> bool:
         """Whether keys stand below a node; a list of values is one value."""
-        if id(node) not in self._named:
+        if node not in self._named:
             below = [child for _, child in children(node)]
             named = bool(below) if isinstance(node, Mapping) else any(map(self._has_names, below))
-            self._named[id(node)] = named or any(child.tag.startswith(CALLS) for child in below)
-        return self._named[id(node)]
+            self._named[node] = named or any(child.tag.startswith(CALLS) for child in below)
+        return self._named[node]
 
     def _as_written(self, node: Node) -> str:
         """A value in one line, cut where it is long; of what has keys below it, the tag."""

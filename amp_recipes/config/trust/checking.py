@@ -71,7 +71,7 @@ class Settings:
         while pending:  # aliases are followed each time: `limits.EXPANDED_NODES` bounds it
             path, node = pending.pop()
             if path:
-                found[dotted(path)] = _place(node)
+                found[dotted(path)] = str(Source(node.source.file, node.source.line))
             if node.tag != ATTRIBUTE:
                 pending += [((*path, str(key)), child) for key, child in reversed(children(node))]
         return found
@@ -171,7 +171,3 @@ def _settings(
             root.items[name] = to_nodes(value, Source(source), mistakes, name)
     resolved = resolve(root, mistakes, budget)
     return Settings(os.fspath(path), root, resolved, run_options_in(resolved, mistakes) | explicit)
-
-
-def _place(node: Node) -> str:
-    return str(Source(node.source.file, node.source.line))

@@ -41,14 +41,14 @@ def build(root: Mapping, trust: Trust) -> dict[str, Any]:
 class _Builder:
     def __init__(self, trust: Trust) -> None:
         self._trust = trust
-        self._built: dict[int, Any] = {}  # by the identity of the node
+        self._built: dict[Node, Any] = {}
 
     def value_of(self, node: Node, path: KeyPath) -> Any:
         if is_plain_scalar(node):
             return node.value
-        if id(node) not in self._built:
-            self._built[id(node)] = self._build(node, path)
-        return self._built[id(node)]
+        if node not in self._built:
+            self._built[node] = self._build(node, path)
+        return self._built[node]
 
     def _build(self, node: Node, path: KeyPath) -> Any:
         assert not isinstance(node, Unknown), f"{node.source}: {node.tag} has not been called"

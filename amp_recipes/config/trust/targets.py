@@ -70,7 +70,7 @@ class _Checking:
         target = self._target(name)
         if wrong := _wrong_kind(kind, name, target):
             self._mistakes.add(node.source, wrong)
-        elif kind == "!name" and has_arguments and not _is_callable(target):
+        elif kind == "!name" and has_arguments and not (inspect.isclass(target) or inspect.isroutine(target)):
             self._mistakes.add(node.source, f"only a class or function takes arguments, but {name} is {_what(target)}.")
         elif kind in ("!new", "!apply") or (kind == "!name" and has_arguments):
             self._check_arguments(name, node, partial=kind == "!name")
@@ -149,10 +149,6 @@ def _wrong_kind(kind: str, name: str, target: Any) -> str:
         methods = ", ".join(sorted(target.__abstractmethods__))
         return f"{name} is abstract: name a class that also defines {methods}."
     return ""
-
-
-def _is_callable(target: Any) -> bool:
-    return inspect.isclass(target) or inspect.isroutine(target)
 
 
 def _what(target: Any) -> str:

@@ -116,7 +116,7 @@ def children(node: Node) -> list[tuple[Key, Node]]:
 
 def walk(root: Node) -> Iterator[tuple[KeyPath, Node]]:
     """Every node below `root` with its path, in the order of the file; a node that several keys share comes once."""
-    seen: set[int] = {id(root)}
+    seen: set[Node] = {root}
     pending: list[tuple[KeyPath, Node]] = [((), root)]
     while pending:
         path, node = pending.pop()
@@ -124,8 +124,8 @@ def walk(root: Node) -> Iterator[tuple[KeyPath, Node]]:
             yield path, node
         fresh = []
         for key, child in children(node):
-            if id(child) not in seen:
-                seen.add(id(child))
+            if child not in seen:
+                seen.add(child)
                 fresh.append(((*path, str(key)), child))
         pending += reversed(fresh)
 

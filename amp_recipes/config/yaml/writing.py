@@ -74,13 +74,13 @@ class _Writer:
     """One text in the making; it knows which nodes are shared, and which of these were already written."""
 
     def __init__(self, root: Mapping) -> None:
-        self._uses: Counter[int] = Counter()
-        self._anchors: dict[int, str] = {}
+        self._uses: Counter[Node] = Counter()
+        self._anchors: dict[Node, str] = {}
         pending: list[Node] = [root]
         while pending:
             node = pending.pop()
-            self._uses[id(node)] += 1
-            if self._uses[id(node)] == 1:
+            self._uses[node] += 1
+            if self._uses[node] == 1:
                 pending += [child for _, child in children(node)]
 
     def keys(self, mapping: Mapping, path: KeyPath, indent: str) -> Iterator[_Line]:
@@ -108,8 +108,8 @@ class _Writer:
 
     def _value(self, node: Node, path: KeyPath, indent: str) -> tuple[str, Iterable[_Line]]:
         """What stands on the line of a key or dash, and the lines below it."""
-        if id(node) in self._anchors:
-            return f"*{self._anchors[id(node)]}", ()
+        if node in self._anchors:
+            return f"*{self._anchors[node]}", ()
         marks = self._marks(node)
         if isinstance(node, Unknown):
             return f"null  # (known after {node.tag} is called)", ()
@@ -143,7 +143,7 @@ class _Writer:
         pending = list(sequence.items)
         while pending:
             node = pending.pop()
-            is_shared = self._uses[id(node)] > 1 and not isinstance(node, Scalar)
+            is_shared = self._uses[node] > 1 and not isinstance(node, Scalar)
             if node.tag or is_shared or isinstance(node, Unknown):
                 return False
             pending += [child for _, child in children(node)]
@@ -152,9 +152,9 @@ class _Writer:
     def _marks(self, node: Node) -> list[str]:
         """The anchor of a shared node, which it gets here, and the tag."""
         marks = []
-        if self._uses[id(node)] > 1 and (node.tag or not isinstance(node, Scalar)):
-            self._anchors[id(node)] = f"shared{len(self._anchors) + 1}"  # not id001: ruamel gives such names again
-            marks.append(f"&{self._anchors[id(node)]}")
+        if self._uses[node] > 1 and (node.tag or not isinstance(node, Scalar)):
+            self._anchors[node] = f"shared{len(self._anchors) + 1}"  # not id001: ruamel gives such names again
+            marks.append(f"&{self._anchors[node]}")
         return [*marks, _tag(node.tag)] if node.tag else marks
 
 

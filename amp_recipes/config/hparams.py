@@ -134,12 +134,12 @@ def load_hparams(path: str | os.PathLike[str], overrides: AnyOverrides = None, t
     if isinstance(overrides, Overrides) and overrides.request.action != "run":
         raise SystemExit(_run_request(path, overrides, trusted, _code_folder(caller)))
     original = _bytes_of(path)
-    with loading:  # what the YAML names is imported
+    with loading():  # what the YAML names is imported
         settings = check_settings(path, overrides, trusted)
     _warn_of_resolved(path, original, overrides)
     loaded = Loaded(original, settings.tree, trusted, names)
     _seed_if_set(settings.options)
-    with loading:
+    with loading():
         if settings.has_unknown:
             settings = resolve_all(settings, trusted, _calling(trusted, loaded.results))
             # Again, since the functions may have drawn: the resolved YAML, which calls none, gives the same objects.
@@ -167,10 +167,10 @@ def check(
     names = _names_to_trust(trust, overrides)
     if recipe_folder is None:
         caller = _caller_file()
-        with loading:
+        with loading():
             return check_settings(path, overrides, Trust(names, recipe_folders(caller)), _code_folder(caller))
     folder = os.path.realpath(recipe_folder)
-    with loading, _as_script_folder(folder):
+    with loading(), _as_script_folder(folder):
         return check_settings(path, overrides, Trust(names, [folder]), folder)
 
 
@@ -178,7 +178,7 @@ def _run_request(path: str | os.PathLike[str], overrides: Overrides, trust: Trus
     """Do what the command line asks for instead of a run; the exit status."""
 
     def check_with(given: Overrides) -> Settings:
-        with loading:
+        with loading():
             return check_settings(path, given, trust, code_folder)
 
     return from_commands("requests", "run_request")(overrides, os.fspath(path), check_with)

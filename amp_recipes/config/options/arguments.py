@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -81,7 +81,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
     with status 0 on `--help`; every other mistake is in one ConfigError. Of a script's own command line (`argv` is
     None) a ConfigError that nobody catches is shown without a traceback.
     """
-    if loading:
+    if _loads:
         raise ConfigError(
             "parse_arguments is called by what a YAML names, whose words, --trust among them, would then be its own. "
             "Call it from the script, below `if __name__ == '__main__':` if a YAML names something of that script."
@@ -188,26 +188,18 @@ def _axes_behind(words: deque[str]) -> list[str | None]:
     return axes or [None]
 
 
-class _Loading:
-    """Whether a YAML is being checked or built somewhere in this process: true inside its `with`."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._count += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._count -= 1
-
-    def __bool__(self) -> bool:
-        return self._count > 0
+_loads: list[object] = []  # one for each YAML that is being checked or built, in any thread
 
 
-loading = _Loading()
+@contextmanager
+def loading() -> Iterator[None]:
+    """While a YAML is checked or built: what it names may not read a command line in this process."""
+    load = object()
+    _loads.append(load)
+    try:
+        yield
+    finally:
+        _loads.remove(load)
 
 
 def _without_value(name: str) -> str:

@@ -21,6 +21,7 @@ from amp_recipes.config.yaml.nodes import (
     children,
     is_plain_scalar,
     scalar_text,
+    walk,
 )
 from amp_recipes.config.yaml.reading import plain_value
 from amp_recipes.config.yaml.tags import TUPLE
@@ -74,14 +75,9 @@ class _Writer:
     """One text in the making; it knows which nodes are shared, and which of these were already written."""
 
     def __init__(self, root: Mapping) -> None:
-        self._uses: Counter[Node] = Counter()
+        nodes = [root, *(node for _, node in walk(root))]
+        self._uses = Counter(child for node in nodes for _, child in children(node))
         self._anchors: dict[Node, str] = {}
-        pending: list[Node] = [root]
-        while pending:
-            node = pending.pop()
-            self._uses[node] += 1
-            if self._uses[node] == 1:
-                pending += [child for _, child in children(node)]
 
     def keys(self, mapping: Mapping, path: KeyPath, indent: str) -> Iterator[_Line]:
         """The lines of a mapping's keys."""
@@ -140,14 +136,9 @@ class _Writer:
 
     def _fits_on_a_line(self, sequence: Sequence) -> bool:
         """Whether all below is plain data that stands nowhere else: no call, no tuple, nothing shared."""
-        pending = list(sequence.items)
-        while pending:
-            node = pending.pop()
-            is_shared = self._uses[node] > 1 and not isinstance(node, Scalar)
-            if node.tag or is_shared or isinstance(node, Unknown):
-                return False
-            pending += [child for _, child in children(node)]
-        return True
+        below = [node for _, node in walk(sequence)]
+        is_shared = any(self._uses[node] > 1 and not isinstance(node, Scalar) for node in below)
+        return not is_shared and not any(node.tag or isinstance(node, Unknown) for node in below)
 
     def _marks(self, node: Node) -> list[str]:
         """The anchor of a shared node, which it gets here, and the tag."""

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from amp_recipes.commands.tables import columns
-from amp_recipes.config.changes import differences, one_line, read_settings
+from amp_recipes.config.changes import differences, read_settings
 from amp_recipes.config.experiment import ENVIRONMENT_FILE, OVERRIDES_FILE, RESOLVED_FILE
+from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.run_files import read_json, refuse_irregular, refuse_link
 from amp_recipes.files.strict_json import encode

@@ -20,8 +20,8 @@ from torch import Tensor
 from amp_recipes import __version__
 from amp_recipes.checkpoint import Checkpoint, best_checkpoint, model_weights
 from amp_recipes.checkpoint.folder import Damaged, best_by, numbered_folders, read_contents
-from amp_recipes.config.changes import one_line
 from amp_recipes.config.experiment import RESOLVED_FILE
+from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.errors import CheckpointError
 from amp_recipes.files.run_files import refuse_irregular, refuse_link
 

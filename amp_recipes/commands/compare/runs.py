@@ -15,7 +15,7 @@ from typing import Any
 from amp_recipes.commands.child_runs import OUTPUT_FILE, ChildRuns, EndedChild, killed_by
 from amp_recipes.commands.compare.outcome import as_number
 from amp_recipes.commands.compare.plan import Plan, PlannedRun, setting_differences
-from amp_recipes.config.changes import one_line
+from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.run_files import read_json, write_atomically
 from amp_recipes.interrupts import SIGNALS

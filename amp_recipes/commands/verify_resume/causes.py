@@ -9,7 +9,7 @@ from typing import Any
 from amp_recipes.commands.verify_resume.compare import TRAIN_SET, Difference
 
 _MAX_NAMES = 5
-_KINDS = {
+KINDS = {
     "place": "the place in the data",
     "data": "the batches' contents",
     "random": "the global random generators",
@@ -32,13 +32,13 @@ def describe(difference: Difference) -> list[str]:
     if difference.section == "loss":
         at = f"at update {difference.update}"
     names = listed(difference.names)
-    lines = [f"First difference: {_KINDS[difference.section]}, {at} ({difference.place})"]
+    lines = [f"First difference: {KINDS[difference.section]}, {at} ({difference.place})"]
     if difference.section not in ("place", "loss", "length"):
         lines.append(f"  {names}" + (f"; {difference.equal} more are equal" if difference.equal else ""))
     if difference.one or difference.other:
         lines.append(f"  {difference.one or '(something)'} | {difference.other or '(something)'}")
     if difference.also:
-        lines.append(f"  in the same moment also: {', '.join(_KINDS[name] for name in difference.also)}")
+        lines.append(f"  in the same moment also: {', '.join(KINDS[name] for name in difference.also)}")
     return lines
 
 
@@ -144,7 +144,7 @@ def why_not_resumed(
             "A buffer with persistent=False is in no state_dict, so no checkpoint holds it: make it persistent, if "
             "training changes it."
             if aside
-            else f"{_KINDS[section][0].upper()}{_KINDS[section][1:]} are not what was saved: the recipe's own "
+            else f"{KINDS[section][0].upper()}{KINDS[section][1:]} are not what was saved: the recipe's own "
             "checkpointer does not hold them, or the recipe changes them after the resume (in on_fit_start, say).",
         ]
     if suspects:

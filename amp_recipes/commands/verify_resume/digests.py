@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections import UserList, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -13,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+from amp_recipes.state.randomness import GENERATORS, generator_state
+
 SEQUENCES = (list, tuple, deque, UserList)
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray, np.generic)
@@ -80,15 +80,7 @@ def digest_of_plain(value: Any) -> str:
 
 def digest_of_generator(generator: Any) -> str:
     """The digest of a random generator's state."""
-    if isinstance(generator, torch.Generator):
-        state = generator.get_state()
-    elif isinstance(generator, np.random.Generator):
-        state = generator.bit_generator.state
-    elif isinstance(generator, np.random.RandomState):
-        state = generator.get_state(legacy=False)
-    else:
-        state = generator.getstate()
-    return digest_of_tree(state)
+    return digest_of_tree(generator_state(generator))
 
 
 def digest_of_tree(value: Any) -> str:

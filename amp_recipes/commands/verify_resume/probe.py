@@ -34,6 +34,7 @@ from amp_recipes.commands.verify_resume.remembered import remembered_values
 from amp_recipes.loop import tasks
 from amp_recipes.loop.tasks import Train
 from amp_recipes.stage import Stage
+from amp_recipes.state.randomness import random_state
 
 VALID_BATCHES = 3
 
@@ -164,18 +165,7 @@ def _add_optimizer(found: Digests, name: str, optimizer: Any, parameters: dict[i
 
 def generators(device: torch.device) -> dict[str, str]:
     """The digest of each global random generator's state."""
-    found = {
-        "python": digest_of_tree(random.getstate()),
-        "numpy": digest_of_tree(np.random.get_state(legacy=False)),
-        "torch": digest_of_tree(torch.get_rng_state()),
-    }
-    if device.type == "mps":
-        found["mps"] = digest_of_tree(torch.mps.get_rng_state())
-    elif device.type != "cpu":
-        devices = torch.get_device_module(device)
-        for index in range(devices.device_count()):
-            found[f"{device.type}:{index}"] = digest_of_tree(devices.get_rng_state(index))
-    return found
+    return {name: digest_of_tree(state) for name, state in random_state(device).items()}
 
 
 @contextmanager

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from amp_recipes.commands.report.bars import Bar, bars_with_values, label_rows
 from amp_recipes.commands.report.drawing import (
     GREY,
     MARKERS,
@@ -16,7 +18,7 @@ from amp_recipes.commands.report.drawing import (
     finite,
     finite_list,
     is_wide,
-    label_ends,
+    legend_beside,
     page,
     part,
     read_report,
@@ -41,28 +43,21 @@ def draw_comparison(folder: Path) -> Path | None:
         return None
     colours = {str(it.get("precision")): SERIES[index % len(SERIES)] for index, it in enumerate(entries)}
     headline = "\n".join(wrapped(str(entry.get("headline")), _VERDICT_CHARACTERS, 3) for entry in entries[1:])
-    inches = [0.3 + 0.155 * (headline.count("\n") + 1), 3.9, 3.2]
-    with page(12, sum(inches)) as figure:
-        rows = figure.add_gridspec(len(inches), 1, height_ratios=inches)
-        top = figure.add_subplot(rows[0])
-        top.set_axis_off()
-        top.set_title(f"Compared with {words(found.get('reference'), 20)}, over seeds", fontsize=12)
-        top.text(0, 1, headline, va="top", transform=top.transAxes)
+    title = f"Compared with {words(found.get('reference'), 20)}, over seeds"
+    with page(title, headline, width=12, rows=[3.9, 3.2]) as (figure, (upper, lower)):
         metric, curves = part(found, "metric"), part(found, "curves")
         by_epoch = part(curves, "metric")
-        above = rows[1].subgridspec(1, 2 if by_epoch else 1)
+        above = upper.subgridspec(1, 2 if by_epoch else 1)
         _losses(figure.add_subplot(above[0]), part(curves, "loss"), colours)
         if by_epoch:
             _by_epoch(figure.add_subplot(above[1]), by_epoch, metric, colours)
-        below = rows[2].subgridspec(1, 3, width_ratios=[1.5, 1, 1])
-        _results(figure.add_subplot(below[0]), entries, metric, colours)
-        axes = figure.add_subplot(below[1])
-        axes.set_title("Time per update")
-        _bars(axes, entries, ("step_seconds", "step_ratio"), (1e3, "ms"), colours)
-        axes = figure.add_subplot(below[2])
+        results, time, memory = figure.add_subfigure(lower).subplots(1, 3, width_ratios=[1.5, 1, 1])
+        _results(results, entries, metric, colours)
+        time.set_title("Time per update")
+        _bars(time, entries, ("step_seconds", "step_ratio"), (1e3, "ms"), colours)
         counted = next((words(entry.get("memory_of"), 20) for entry in entries if entry.get("memory_of")), "")
-        axes.set_title(f"Peak memory of the {counted}" if counted else "Peak memory")
-        _bars(axes, entries, ("memory_bytes", "memory_ratio"), (2**-20, "MiB"), colours)
+        memory.set_title(f"Peak memory of the {counted}" if counted else "Peak memory")
+        _bars(memory, entries, ("memory_bytes", "memory_ratio"), (2**-20, "MiB"), colours)
         return save(figure, folder / PICTURE_FILE)
 
 
@@ -88,16 +83,14 @@ def _bands(axes: Any, x: Sequence[float], by_precision: dict[str, Any], colours:
     axes.margins(x=0.01)
     if is_wide([value for points in shown.values() for _, values in points for value in values]):
         axes.set_yscale("log")
-    labels = []
     for index, (name, points) in enumerate(shown.items()):
-        colour, style = colours.get(name, GREY), ("-", "--", "-.", ":")[index % 4]
         at, values = zip(*points, strict=True)
         means = [sum(there) / len(there) for there in values]
+        colour, style = colours.get(name, GREY), ("-", "--", "-.", ":")[index % 4]
         marker = MARKERS[index % len(MARKERS)] if len(at) == 1 else ""
-        axes.plot(at, means, color=colour, linestyle=style, marker=marker, linewidth=1.6)
+        axes.plot(at, means, color=colour, linestyle=style, marker=marker, linewidth=1.6, label=words(name))
         axes.fill_between(at, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, linewidth=0)
-        labels.append((words(name), colour, means[-1]))
-    label_ends(axes, labels)
+    legend_beside(axes)
 
 
 def _points_of(runs: Any, x: Sequence[float]) -> list[tuple[float, list[float]]]:
@@ -159,20 +152,17 @@ def _bars(
 
     keys: of the value and of the ratio in an entry; unit: what the value is multiplied by, and then measured in.
     """
-    amounts, ratios = ([finite(entry.get(key)) for entry in entries] for key in keys)
     factor, name = unit
-    highest = max((amount for amount in amounts if amount is not None), default=0.0) * factor
-    for place, (entry, amount, ratio) in enumerate(zip(entries, amounts, ratios, strict=True)):
-        length = 0.0 if amount is None else amount * factor
-        axes.barh(place, length, color=colours[str(entry.get("precision"))], height=0.55, alpha=0.85)
-        text = "not known" if amount is None else f"{_amount(length)} {name}"
-        text += f"  (x{ratio:.2f})" if ratio is not None and place else ""
-        axes.annotate(text, (length, place), xytext=(4, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(entries)), [words(entry.get("precision"), 12) for entry in entries])
-    axes.invert_yaxis()
-    axes.set_xlim(0, highest * 1.75 or 1.0)
+    bars = []
+    for place, entry in enumerate(entries):
+        amount, ratio = (finite(entry.get(key)) for key in keys)
+        times = f"  (x{ratio:.2f})" if ratio is not None and place else ""
+        value = entry.get(keys[0]) if amount is None else amount * factor
+        bars.append(Bar(value, colours[str(entry.get("precision"))], partial(_amount, f" {name}{times}")))
+    bars_with_values(axes, bars, room=0.75)
+    label_rows(axes, [words(entry.get("precision"), 12) for entry in entries])
     axes.set_xlabel(name)
 
 
-def _amount(number: float) -> str:
-    return f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.3g}"
+def _amount(behind: str, number: float) -> str:
+    return (f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.3g}") + behind

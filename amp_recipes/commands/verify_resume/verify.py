@@ -229,7 +229,7 @@ def _what_was_compared(one: Trace, resumed_at: int, stages: int) -> Iterator[str
     rows = [["", "values", "tensors", "MB"]]
     for name, (entries, tensors, size) in totals(windows).items():
         if entries:
-            rows.append([f"  {KINDS[name].removeprefix('the ')}", str(entries), str(tensors), f"{size / 1e6:.2f}"])
+            rows.append([f"  {KINDS[name]}", str(entries), str(tensors), f"{size / 1e6:.2f}"])
     rows.append(["  losses", str(sum(len(window.losses) for window in one.windows)), "", ""])
     rows.append(["  stages with metrics", str(stages), "", ""])
     yield columns(rows)

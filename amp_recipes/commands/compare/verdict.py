@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import statistics
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean, median
 from typing import Any
 
 from amp_recipes.commands.compare.curves import loss_curves, metric_curves
 from amp_recipes.commands.compare.outcome import PLACES, Outcome
 from amp_recipes.commands.compare.plan import Metric, Plan
-from amp_recipes.commands.compare.significance import ALPHA, POWER, Tested, holm, mean, spread, worse_than
+from amp_recipes.commands.compare.significance import ALPHA, POWER, Tested, holm, spread, worse_than
 from amp_recipes.errors import ConfigError
 
 SCHEMA_VERSION = 1
@@ -37,7 +37,7 @@ def compared(plan: Plan, outcomes: Sequence[Outcome], command: str) -> dict[str,
 
     outcomes: of all runs of the plan. Raises ConfigError where the metric is not among what the runs logged.
     """
-    place, name = find_place(plan.metric, outcomes), metric_name(plan.metric)
+    place, name = find_place(plan.metric, outcomes), plan.metric.key
     outcomes = [_judgeable(outcome, place, name) for outcome in outcomes]
     of: dict[str, list[Outcome]] = {precision: [] for precision in plan.precisions}
     for outcome in outcomes:
@@ -77,7 +77,7 @@ def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
     Raises ConfigError where there is none.
     """
     finished = [outcome for outcome in outcomes if outcome.finished]
-    name = metric_name(metric)
+    name = metric.key
     for place in _places(metric):
         if all(name in outcome.final(place) for outcome in finished):
             return place
@@ -89,17 +89,10 @@ def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
 
 def _places(metric: Metric) -> Sequence[str]:
     """Where the metric is looked for, the best place first."""
-    stage, _, _ = metric.name.partition(".")
-    if metric_name(metric) != metric.name:
-        return (stage,)
+    if metric.stage:
+        return (metric.stage,)
     # Without a metric to watch, the loss is that of validation: what a test has is not what was trained for.
     return PLACES if metric.chosen else ("valid", "train")
-
-
-def metric_name(metric: Metric) -> str:
-    """The metric without the stage before it: `accuracy` of `valid.accuracy`."""
-    stage, _, name = metric.name.partition(".")
-    return name if name and stage in ("test", "valid", "train") else metric.name
 
 
 def judge(
@@ -117,7 +110,7 @@ def judge(
             found[name] = Judged(NONE, _too_few(plan, name, len(reference), len(values[name])))
         else:
             held[name] = tested
-    unit, noise = _named(place, metric_name(plan.metric)), spread([*reference.values()])
+    unit, noise = f"{place} {plan.metric.key}", spread([*reference.values()])
     for (name, tested), p in zip(held.items(), holm([tested.p for tested in held.values()]), strict=True):
         reason = _reason(plan, tested, p, len(held), unit, noise)
         verdict = WORSE if p <= ALPHA else EQUAL
@@ -154,7 +147,7 @@ def _judgeable(outcome: Outcome, place: str, name: str) -> Outcome:
     value = outcome.final(place).get(name, math.nan)
     if not outcome.finished or math.isfinite(value):
         return outcome
-    return replace(outcome, message=f"its {_named(place, name)} is {value}")
+    return replace(outcome, message=f"its {place} {name} is {value}")
 
 
 def _reason(plan: Plan, tested: Tested, p: float, tests: int, unit: str, noise: float | None) -> str:
@@ -196,19 +189,15 @@ def _too_few(plan: Plan, name: str, reference: int, tested: int) -> str:
 def _of_precision(
     made: Sequence[Outcome], values: Mapping[int, float], judged: Judged, reference: Sequence[Outcome]
 ) -> dict[str, Any]:
-    step, memory = (
-        _median(made, lambda outcome: outcome.step_seconds),
-        _median(made, lambda outcome: outcome.memory_bytes),
-    )
-    of_step = _median(reference, lambda outcome: outcome.step_seconds)
-    of_memory = _median(reference, lambda outcome: outcome.memory_bytes)
+    step, of_step = (_median(outcome.step_seconds for outcome in runs) for runs in (made, reference))
+    memory, of_memory = (_median(outcome.memory_bytes for outcome in runs) for runs in (made, reference))
     tested = judged.tested
     return {
         "precision": made[0].precision,
         "verdict": judged.verdict,
         "headline": _headline(made[0].precision, judged, reference[0].precision),
         "reason": judged.reason,
-        "mean": mean([*values.values()]) if values else None,
+        "mean": fmean(values.values()) if values else None,
         "spread": spread([*values.values()]),
         "test": None
         if tested is None
@@ -243,9 +232,9 @@ def _of_run(outcome: Outcome, values: Mapping[int, float]) -> dict[str, Any]:
     }
 
 
-def _median(made: Sequence[Outcome], what: Callable[[Outcome], float | None]) -> float | None:
-    told = [value for outcome in made if (value := what(outcome)) is not None]
-    return statistics.median(told) if told else None
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 # ---------------------------------------------------------------------- notes
@@ -274,7 +263,3 @@ def _entry(tree: Any, *keys: str) -> Any:
     for key in keys:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
-
-
-def _named(place: str, name: str) -> str:
-    return f"{place} {name}"

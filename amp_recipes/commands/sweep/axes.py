@@ -196,10 +196,9 @@ def _distinct(texts: Sequence[str]) -> tuple[Choice, ...]:
     choices: dict[str, Choice] = {}
     for text in texts:
         choice = Choice(text, parse_value(text))
-        if repr(choice.value) in choices:
-            earlier = choices[repr(choice.value)].text
-            raise ValueError(f"{earlier} and {text} are the same value, and a run is made once for each.")
-        choices[repr(choice.value)] = choice
+        same = choices.setdefault(repr(choice.value), choice)
+        if same is not choice:
+            raise ValueError(f"{same.text} and {text} are the same value, and a run is made once for each.")
     return tuple(choices.values())
 
 
@@ -220,8 +219,9 @@ def _read_range(key: str, text: str) -> Range | None:
         raise ValueError(f"a range goes from the smaller number to the larger: {above}..{below}.")
     if scale == "log" and low <= 0:
         raise ValueError(f"a range on a log scale has ends greater than 0, not {below}.")
-    is_whole = isinstance(low, int) and isinstance(high, int)
-    return Range(key, low, high, scale == "log") if is_whole else Range(key, float(low), float(high), scale == "log")
+    if not (isinstance(low, int) and isinstance(high, int)):
+        low, high = float(low), float(high)
+    return Range(key, low, high, scale == "log")
 
 
 def _number(text: str) -> float | int | None:

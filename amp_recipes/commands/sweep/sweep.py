@@ -6,20 +6,20 @@ folder, so that the same command goes on where it was ended.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from amp_recipes.commands.child_runs import OUTPUT_FILE, ChildRuns, killed_by
+from amp_recipes.commands.run_files import as_number, read_object, write_object
 from amp_recipes.commands.sweep.axes import (
     Axis,
-    Choice,
     Combination,
     covering,
     describe,
@@ -33,7 +33,7 @@ from amp_recipes.commands.tables import markdown_table
 from amp_recipes.config.yaml.mistakes import join_mistakes
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.folder_lock import lock_folder, unlock_folder
-from amp_recipes.files.run_files import read_json, write_atomically
+from amp_recipes.files.run_files import write_atomically
 
 SCHEMA_VERSION = 1
 """Version of the layout of `sweep.json` and `sweep_run.json`."""
@@ -82,14 +82,20 @@ class Result:
     best: dict[str, Any] | None = None
     interrupted: bool = False
 
-    def score(self, metric: str) -> float | None:
+    def value(self, metric: str) -> Any:
         """The metric in the best epoch if it was watched, else after the last; None if the run has none."""
-        if self.exit_status != 0:
-            return None
-        for values in (self.best or {}, self.last.get("valid", {}), self.last.get("train", {})):
-            if metric in values:
-                return _as_float(values[metric])
-        return None
+        places = (self.best or {}, self.last.get("valid", {}), self.last.get("train", {}))
+        return next((values[metric] for values in places if metric in values), None)
+
+    def score(self, metric: str) -> float | None:
+        """The metric as a number; None if the run failed, or its metric is not a finite number."""
+        score = as_number(self.value(metric))
+        return score if self.exit_status == 0 and math.isfinite(score) else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as the files of the sweep have it."""
+        values = {key: choice.value for key, choice in self.values.items()}
+        return {**vars(self), "folder": str(self.folder), "values": values, "seconds": round(self.seconds, 3)}
 
     @property
     def status(self) -> str:
@@ -206,8 +212,7 @@ class _Runs:
 
     def score(self, values: Combination, number: int, total: int) -> float | None:
         """How well the run with these values did; None if it failed, or its metric is not a finite number."""
-        score = self.run(values, number, total).score(self.settings.metric)
-        return score if score is not None and math.isfinite(score) else None
+        return self.run(values, number, total).score(self.settings.metric)
 
     def _make(self, folder: Path, values: Combination, number: int, earlier_seconds: float) -> Result:
         folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +225,7 @@ class _Runs:
         if ended.status == 0:
             summary = _read_summary(folder)
             result.last, result.best = summary.get("last") or {}, summary.get("best")
-        self._write_record(result)
+        write_object(folder / RECORD_FILE, {"schema_version": SCHEMA_VERSION, **self.under, **result.as_dict()})
         print(self._outcome(result), flush=True)
         if ended.status != 0 and not interrupted:
             lines = ended.last_lines[-_TAIL_LINES:] or ["(nothing)"]
@@ -232,9 +237,9 @@ class _Runs:
         if result.status:
             return f"{result.status} after {took}"
         metric = self.settings.metric
-        score = result.score(metric)
-        if score is not None:
-            return f"{metric} {score:.4g}, {took}"
+        value = result.value(metric)
+        if value is not None:
+            return f"{metric} {as_number(value):.4g}, {took}"
         known = sorted(set().union(*result.last.values()))
         return f"no {metric} in its summary (which has {', '.join(known) or 'no metrics'}), {took}"
 
@@ -242,12 +247,6 @@ class _Runs:
         """What was noted when a run in the folder ended; empty if it has not, or ran under other settings."""
         record = _read_json(folder / RECORD_FILE)
         return record if all(record.get(name) == value for name, value in self.under.items()) else {}
-
-    def _write_record(self, result: Result) -> None:
-        _write(
-            result.folder / RECORD_FILE,
-            _to_json({"schema_version": SCHEMA_VERSION, **self.under, **_as_dict(result)}),
-        )
 
 
 def _run_grid(axes: Sequence[Axis], runs: _Runs) -> None:
@@ -262,38 +261,34 @@ def _report(runs: _Runs, words: list[str], sweep: SweepRequest) -> None:
     """Print the table, best run first, and write it into the sweep's folder."""
     metric, mode = runs.settings.metric, runs.settings.mode
     results = sorted(runs.results.values(), key=lambda result: _rank(result, metric, mode))
-    best = results[0] if results and _has_score(results[0], metric) else None
+    best = results[0] if results and results[0].score(metric) is not None else None
     table = markdown_table(_rows(results, best, metric))
     better = "higher" if mode == "max" else "lower"
     stage = "validation" if any("valid" in result.last for result in results) else "training"
     ranking = f"By {metric} on the {stage} set, {better} is better; in the best epoch if the run watched it."
     trials = [] if sweep.trials is None else ["--sweep-trials", str(sweep.trials)]
     command = shlex.join(["python", *words, "--sweep", *sweep.axes, *trials])
-    _write(runs.folder / "sweep.md", f"# Sweep\n\n    {command}\n\n{ranking}\n\n{table}\n")
+    page = f"# Sweep\n\n    {command}\n\n{ranking}\n\n{table}\n"
+    write_atomically(runs.folder / "sweep.md", page.encode())
     listed = {
         "schema_version": SCHEMA_VERSION,
         "command": command,
         "metric": metric,
         "mode": mode,
         "best": None if best is None else best.number,
-        "runs": [_as_dict(result) for result in results],
+        "runs": [result.as_dict() for result in results],
     }
-    _write(runs.folder / "sweep.json", _to_json(listed))
+    write_object(runs.folder / "sweep.json", listed)
     print(f"\n{table}\n\n{ranking}\nWritten to {runs.folder / 'sweep.md'} and sweep.json.", flush=True)
     if best is not None:
         print(f"The best is run {best.number}: {best.folder}", flush=True)
 
 
-def _has_score(result: Result, metric: str) -> bool:
-    score = result.score(metric)
-    return score is not None and math.isfinite(score)
-
-
 def _rank(result: Result, metric: str, mode: str) -> tuple[bool, float, int]:
     """What results are sorted by, the best first; those without a score come last, in the order of their numbers."""
-    if not _has_score(result, metric):
+    score = result.score(metric)
+    if score is None:
         return True, 0.0, result.number
-    score = float(result.score(metric) or 0.0)
     return False, -score if mode == "max" else score, result.number
 
 
@@ -323,37 +318,7 @@ def _stage_metrics(results: Sequence[Result]) -> list[tuple[str, str]]:
 
 
 def _cell(number: Any) -> str:
-    return "" if number is None else f"{_as_float(number):.4g}"
-
-
-def _as_dict(result: Result) -> dict[str, Any]:
-    return {
-        "number": result.number,
-        "folder": str(result.folder),
-        "values": {key: _plain(choice) for key, choice in result.values.items()},
-        "exit_status": result.exit_status,
-        "interrupted": result.interrupted,
-        "seconds": round(result.seconds, 3),
-        "last": result.last,
-        "best": result.best,
-    }
-
-
-def _plain(choice: Choice) -> Any:
-    """The value, or its text where strict JSON has no such value (`.inf`)."""
-    try:
-        json.dumps(choice.value, allow_nan=False)
-    except ValueError:
-        return choice.text
-    return choice.value
-
-
-def _as_float(value: Any) -> float:
-    """A number of a summary, in which a NaN is the text "nan"."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan
+    return "" if number is None else f"{as_number(number):.4g}"
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
@@ -363,16 +328,6 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = read_json(file)
-    except (OSError, ConfigError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _to_json(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=2, allow_nan=False) + "\n"
-
-
-def _write(file: Path, text: str) -> None:
-    write_atomically(file, text.encode())
+    with suppress(ConfigError):  # a file that is damaged is none
+        return read_object(file)
+    return {}

@@ -33,7 +33,7 @@ def as_number(value: Any) -> float:
         return math.nan
 
 
-def cut(text: str, characters: int) -> str:
+def cut(text: str, characters: int = 100) -> str:
     """Text in one line, without what lies behind so many characters."""
     shown = one_line(text[: characters + 1])
     return shown if len(shown) <= characters else f"{shown[:characters]}..."

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from amp_recipes.commands.child_runs import ChildRuns
+from amp_recipes.commands.child_runs import ChildRuns, runs_in
 from amp_recipes.commands.compare.outcome import Outcome, read_outcome
 from amp_recipes.commands.compare.plan import Plan, make_plan
 from amp_recipes.commands.compare.runs import CannotCompare, Ended, Runs
@@ -22,7 +22,6 @@ from amp_recipes.commands.compare.verdict import compared, find_place
 from amp_recipes.commands.report.compare_page import draw_comparison
 from amp_recipes.config.yaml.mistakes import printable
 from amp_recipes.errors import AmpRecipesError, ConfigError, PrecisionError
-from amp_recipes.files.folder_lock import lock_folder, unlock_folder
 from amp_recipes.files.run_files import write_atomically
 from amp_recipes.files.strict_json import encode
 from amp_recipes.precision import resolve_precision
@@ -62,17 +61,13 @@ def _run(arguments: argparse.Namespace, say: Any) -> int:
         arguments.metric,
         arguments.mode,
     )
-    lock_folder(plan.folder)
-    try:
-        with ChildRuns() as children:
-            outcomes = _train(plan, children, say)
+    with runs_in(plan.folder) as children:
+        outcomes = _train(plan, children, say)
         if children.requested is not None:
             say(f"{children.requested.name}: ends here; the same command goes on with the comparison.")
             return 128 + children.requested
         found = compared(plan, outcomes, _command(arguments))
         _write(plan.folder, found, say, arguments.json)
-    finally:
-        unlock_folder(plan.folder)
     return ONE_WORSE if found["worse"] else FAILED if found["undecided"] else NONE_WORSE
 
 

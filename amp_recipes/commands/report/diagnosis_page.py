@@ -41,7 +41,6 @@ _WIDTH_INCHES = 13.0
 _ROW_INCHES = 0.235
 _PINS_LISTED = 12
 _LARGEST_FP16 = 65504.0
-_FLUSHED_MORE = 1e-3  # the share of extra zeros from which a scale is too low
 
 
 # How to draw a picture into a figure, and its height in inches.
@@ -156,27 +155,27 @@ def _underflow(underflow: dict[str, Any], figure: Any) -> None:
         points = [point for point in zip(octaves, shares, strict=False) if all(map(math.isfinite, point))]
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=".", linewidth=1.6, label=name)
-    _scales(axes, underflow, octaves, _overflow(octaves, underflow))
+    _mark_scales(axes, underflow)
     legend_beside(axes)
 
 
-def _scales(axes: Any, underflow: dict[str, Any], octaves: Sequence[float], overflow: float | None) -> None:
+def _mark_scales(axes: Any, underflow: dict[str, Any]) -> None:
     """Mark the scale from which there is overflow, the window below it, and the scale to begin with."""
     least, most = axes.get_xlim()
-    if overflow is not None and overflow < most:
+    largest, width = finite(underflow.get("largest")), finite(underflow.get("window_octaves"))
+    overflow = math.log2(_LARGEST_FP16 / largest) if largest is not None and largest > 0 else math.inf
+    if overflow < most:
         axes.axvspan(overflow, most, facecolor="none", edgecolor=VERMILION, hatch="//", linewidth=0, alpha=0.5)
         axes.text(most, 0.012, "overflow", color=VERMILION, fontweight="bold", ha="right", backgroundcolor="white")
-    width = finite(underflow.get("window_octaves"))
-    if width is not None and width > 0:
-        high = overflow if overflow is not None else _opens(octaves, underflow, most) + width
-        axes.axvspan(high - width, high, color=GREEN, alpha=0.15, linewidth=0)
-        middle = (max(least, high - width) + min(most, high)) / 2
+    if width is not None and width > 0 and overflow < math.inf:
+        axes.axvspan(overflow - width, overflow, color=GREEN, alpha=0.15, linewidth=0)
+        middle = (max(least, overflow - width) + min(most, overflow)) / 2
         axes.text(middle, 4, f"window: {width:.1f} octaves", ha="center", va="top", color=GREEN)
-    _init_scale(axes, finite(underflow.get("init_scale")), middle=(least + most) / 2)
+    _mark_init_scale(axes, finite(underflow.get("init_scale")), middle=(least + most) / 2)
     axes.set_xlim(least, most)
 
 
-def _init_scale(axes: Any, scale: float | None, middle: float) -> None:
+def _mark_init_scale(axes: Any, scale: float | None, middle: float) -> None:
     """Mark the scale to begin with, its name on the side of the picture's middle."""
     if scale is None or scale <= 0:
         return
@@ -188,26 +187,6 @@ def _init_scale(axes: Any, scale: float | None, middle: float) -> None:
         text, (at, 0.1), xytext=(-5 if left else 5, 0), textcoords="offset points", fontweight="bold",
         ha="right" if left else "left",
     )  # fmt: skip
-
-
-def _overflow(octaves: Sequence[float], underflow: dict[str, Any]) -> float | None:
-    """The scale, as a power of two, from which gradients overflow; None if none does, or it is not known."""
-    largest = finite(underflow.get("largest"))
-    if largest is not None and largest > 0:
-        return math.log2(_LARGEST_FP16 / largest)
-    told = underflow.get("overflows", underflow.get("overflow"))
-    told = told if isinstance(told, list) else []
-    return next(
-        (at for at, share in zip(octaves, told, strict=False) if share is True or (finite(share) or 0) > 0), None
-    )
-
-
-def _opens(octaves: Sequence[float], underflow: dict[str, Any], otherwise: float) -> float:
-    """The scale, as a power of two, from which hardly more is flushed than at the highest."""
-    flushed = finite_list(underflow.get("flushed"))
-    least = min((share for share in flushed if math.isfinite(share)), default=math.nan)
-    pairs = zip(octaves, flushed, strict=False)
-    return next((at for at, share in pairs if share - least < _FLUSHED_MORE), otherwise)
 
 
 # ---------------------------------------------------------------------- casts
@@ -286,15 +265,13 @@ def _training(curves: dict[str, Any], low: str, figure: Any) -> None:
         (GREY, "-", 1.0, "fp32 seeds", reference),
         (VERMILION, "--", 1.8, low, pinned),
     ):
-        for curve, label in zip(group, [f"{name}{_broken(group)}", *["_"] * len(group)], strict=False):
+        is_finite = all(math.isfinite(loss) for curve in group for loss in curve)
+        name += "" if is_finite else "\n(nonfinite)"
+        for curve in group:
             updates, marker = range(1, len(curve) + 1), "." * (len(curve) < 20)
-            axes.plot(updates, curve, color=colour, linestyle=style, linewidth=width, marker=marker, label=label)
+            axes.plot(updates, curve, color=colour, linestyle=style, linewidth=width, marker=marker, label=name)
+            name = "_"  # a curve without a name of its own is left out of the legend
     legend_beside(axes)
-
-
-def _broken(curves: Sequence[Sequence[float]]) -> str:
-    """What to add to the name of curves of which one has a value that is not finite."""
-    return "" if all(math.isfinite(loss) for curve in curves for loss in curve) else "\n(nonfinite)"
 
 
 def _curves(value: Any) -> list[list[float]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from amp_recipes.commands.child_runs import OUTPUT_FILE, ChildRuns, killed_by
+from amp_recipes.commands.child_runs import OUTPUT_FILE, ChildRuns, killed_by, runs_in
 from amp_recipes.commands.run_files import as_number, read_object, write_object
 from amp_recipes.commands.sweep.axes import (
     Axis,
@@ -32,7 +32,6 @@ from amp_recipes.commands.sweep.trials import import_optuna, open_study, run_tri
 from amp_recipes.commands.tables import markdown_table
 from amp_recipes.config.yaml.mistakes import join_mistakes
 from amp_recipes.errors import ConfigError
-from amp_recipes.files.folder_lock import lock_folder, unlock_folder
 from amp_recipes.files.run_files import write_atomically
 
 SCHEMA_VERSION = 1
@@ -130,19 +129,15 @@ def run_sweep(
             "a sweep needs a folder for its runs: give --output_folder=PATH, or output_folder in the YAML."
         )
     folder = Path(settings.output_folder) / "sweep"
-    lock_folder(folder)
-    try:
-        with ChildRuns() as children:
-            runs = _Runs([sys.executable, script, hparams_file, *options], options, folder, settings, children)
-            if optuna is None:
-                _run_grid(axes, runs)
-            else:
-                assert sweep.trials is not None
-                study = open_study(optuna, folder, settings.mode, of=[repr(axes), settings.metric, runs.under])
-                run_trials(optuna, study, axes, sweep.trials, settings.seed, runs.score, lambda: runs.interrupted)
-            _report(runs, [script, hparams_file, *options], sweep)
-    finally:
-        unlock_folder(folder)
+    with runs_in(folder) as children:
+        runs = _Runs([sys.executable, script, hparams_file, *options], options, folder, settings, children)
+        if optuna is None:
+            _run_grid(axes, runs)
+        else:
+            assert sweep.trials is not None
+            study = open_study(optuna, folder, settings.mode, of=[repr(axes), settings.metric, runs.under])
+            run_trials(optuna, study, axes, sweep.trials, settings.seed, runs.score, lambda: runs.interrupted)
+        _report(runs, [script, hparams_file, *options], sweep)
     if children.requested is not None:
         print(f"{children.requested.name}: the sweep ends here; the same command goes on with it.", flush=True)
         return 128 + children.requested

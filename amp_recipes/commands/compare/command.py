@@ -34,7 +34,7 @@ JSON_FILE, TABLE_FILE = "compare.json", "compare.md"
 def run(arguments: argparse.Namespace) -> int:
     """Compare as the command line says; the exit status.
 
-    arguments: what `add_arguments` made, with the recipe's own words as `recipe_options`.
+    arguments: what the command line says, with the recipe's own words as `recipe_options`.
     0: no precision is worse; 1: one is; 2: it could not be told of all of them (one seed, a reference that did not
     finish, a mistake); 128 + n: signal n ended it, and the same command goes on.
     """
@@ -77,13 +77,10 @@ def _train(plan: Plan, children: ChildRuns, say: Any) -> list[Outcome]:
     for line in _warnings(plan):
         say(f"  {line}")
     outcomes: list[Outcome] = []
-
-    def look(ended: Ended) -> None:
+    for ended in Runs(plan, children, say).make_all():
         outcomes.append(_outcome(plan, ended))
         if outcomes[-1].finished:
             find_place(plan.metric, outcomes)  # a metric that is not there is told after the first run, not the last
-
-    Runs(plan, children, say).make_all(look)
     return outcomes
 
 

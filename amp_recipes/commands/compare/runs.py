@@ -7,7 +7,7 @@ import itertools
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,10 +78,10 @@ class Runs:
         self._seconds: dict[str, list[float]] = {}  # of runs that finished, by precision
         self._shown = max(len(str(run)) for run in plan.runs)
 
-    def make_all(self, look: Callable[[Ended], None]) -> None:
+    def make_all(self) -> Iterator[Ended]:
         """Make each run in the plan's order; those that ended before are not run again.
 
-        look: called with each that ended, before the next begins. Ends early if a signal asks for it.
+        Gives each that ended, before the next begins. Ends early if a signal asks for it.
         Raises ConfigError where a run of other settings stands in a folder, CannotCompare if the very first run fails.
         """
         before = {run: self._earlier(run) for run in self.plan.runs}
@@ -102,7 +102,7 @@ class Runs:
                 self._seconds.setdefault(run.precision, []).append(ended.seconds)
             told = f"{_outcome(ended)}{', as before' if is_there else ''}{self._left(count, before)}"
             self._say(f"{f'{count}/{len(self.plan.runs)}':>7}  {run!s:<{self._shown}}  {told}")
-            look(ended)
+            yield ended
 
     def _make(self, run: PlannedRun, before: _Earlier) -> Ended | None:
         """Run it to its end; None if this process was asked to end meanwhile. Raises CannotCompare."""

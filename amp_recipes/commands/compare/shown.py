@@ -40,10 +40,13 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
         yield "Training loss: mean (lowest to highest seed)"
         yield ""
         yield markdown_table(losses)
-    failures = list(_failures(found))
-    if failures:
+    failed = [
+        (entry["precision"], run) for entry in found["precisions"] for run in entry["runs"] if not run["finished"]
+    ]
+    if failed:
         yield ""
-        yield from failures
+    for precision, run in failed:
+        yield f"- {precision} seed {run['seed']} did not finish: {run['message']}"
     for note in found["notes"]:
         yield ""
         yield f"Note: {note}"
@@ -89,13 +92,6 @@ def _range(losses: list[float | None]) -> str:
         return "-"
     ends = f" ({format_value(min(there))} to {format_value(max(there))})" if len(there) > 1 else ""
     return f"{format_value(sum(there) / len(there))}{ends}"
-
-
-def _failures(found: Mapping[str, Any]) -> Iterator[str]:
-    for entry in found["precisions"]:
-        for run in entry["runs"]:
-            if not run["finished"]:
-                yield f"- {entry['precision']} seed {run['seed']} did not finish: {run['message']}"
 
 
 def _mean_and_spread(entry: Mapping[str, Any]) -> str:

@@ -46,11 +46,16 @@ def draw_comparison(folder: Path) -> Path | None:
     title = f"Compared with {words(found.get('reference'), 20)}, over seeds"
     with page(title, headline, width=12, rows=[3.9, 3.2]) as (figure, (upper, lower)):
         metric, curves = part(found, "metric"), part(found, "curves")
-        by_epoch = part(curves, "metric")
-        above = upper.subgridspec(1, 2 if by_epoch else 1)
-        _losses(figure.add_subplot(above[0]), part(curves, "loss"), colours)
+        loss, by_epoch = part(curves, "loss"), part(curves, "metric")
+        above = figure.add_subfigure(upper).subplots(1, 2 if by_epoch else 1, squeeze=False)[0]
+        above[0].set_title("Training loss: mean and range over seeds")
+        above[0].set_xlabel("updates")
+        _bands(above[0], finite_list(loss.get("updates")), part(loss, "by_precision"), colours)
         if by_epoch:
-            _by_epoch(figure.add_subplot(above[1]), by_epoch, metric, colours)
+            above[1].set_title(f"{words(by_epoch.get('stage'))} {words(metric.get('name'))} after each epoch")
+            above[1].set_xlabel("epoch")
+            above[1].xaxis.get_major_locator().set_params(integer=True)
+            _bands(above[1], finite_list(by_epoch.get("epochs")), part(by_epoch, "by_precision"), colours)
         results, time, memory = figure.add_subfigure(lower).subplots(1, 3, width_ratios=[1.5, 1, 1])
         _results(results, entries, metric, colours)
         time.set_title("Time per update")
@@ -59,19 +64,6 @@ def draw_comparison(folder: Path) -> Path | None:
         memory.set_title(f"Peak memory of the {counted}" if counted else "Peak memory")
         _bars(memory, entries, ("memory_bytes", "memory_ratio"), (2**-20, "MiB"), colours)
         return save(figure, folder / PICTURE_FILE)
-
-
-def _losses(axes: Any, curves: dict[str, Any], colours: dict[str, str]) -> None:
-    axes.set_title("Training loss: mean and range over seeds")
-    axes.set_xlabel("updates")
-    _bands(axes, finite_list(curves.get("updates")), part(curves, "by_precision"), colours)
-
-
-def _by_epoch(axes: Any, curves: dict[str, Any], metric: dict[str, Any], colours: dict[str, str]) -> None:
-    axes.set_title(f"{words(curves.get('stage'))} {words(metric.get('name'))} after each epoch")
-    axes.set_xlabel("epoch")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    _bands(axes, finite_list(curves.get("epochs")), part(curves, "by_precision"), colours)
 
 
 def _bands(axes: Any, x: Sequence[float], by_precision: dict[str, Any], colours: dict[str, str]) -> None:

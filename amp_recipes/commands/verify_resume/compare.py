@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def read_trace(path: Path) -> Trace:
             break
         kind = record.pop("kind")
         if kind == "loss":
-            windows[-1] = Window(**{**vars(windows[-1]), "losses": tuple(record["losses"])})
+            windows[-1] = replace(windows[-1], losses=tuple(record["losses"]))
         elif kind == "window":
             windows.append(Window(**record))
         else:

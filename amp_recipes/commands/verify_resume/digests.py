@@ -49,9 +49,9 @@ class Digests(dict[str, str]):
             self.bytes += data.nbytes
             self[path] = _digest(str(value.dtype), str(tuple(value.shape)), data)
         elif is_flat(value):
-            self[path] = digest_of_plain(value)
+            self[path] = _digest(_text(value))
         elif isinstance(value, GENERATORS):
-            self[path] = digest_of_generator(value)
+            self[path] = digest_of_tree(generator_state(value))
         elif depth < _MAX_DEPTH and (children := _children(value)) is not None:
             for name, child in children:
                 self._add(child, f"{path}.{name}" if path else str(name), depth + 1)
@@ -71,16 +71,6 @@ def is_flat(value: Any) -> bool:
 def is_scalar(value: Any) -> bool:
     """Whether `value` is one number, string, or nothing."""
     return isinstance(value, _SCALARS)
-
-
-def digest_of_plain(value: Any) -> str:
-    """The digest of a flat value; numbers of another type, and -0.0 and 0.0, are others."""
-    return _digest(_text(value))
-
-
-def digest_of_generator(generator: Any) -> str:
-    """The digest of a random generator's state."""
-    return digest_of_tree(generator_state(generator))
 
 
 def digest_of_tree(value: Any) -> str:

@@ -24,8 +24,6 @@ from amp_recipes.brain import Brain
 from amp_recipes.commands.verify_resume.compare import GENERATOR, TRAIN_SET
 from amp_recipes.commands.verify_resume.digests import (
     SEQUENCES,
-    digest_of_generator,
-    digest_of_plain,
     digest_of_tree,
     is_flat,
     is_scalar,
@@ -158,7 +156,7 @@ def _text(value: Any) -> str | None:
         return repr(value)
     if isinstance(value, GENERATORS):
         # The module-level generator of Python is compared as such.
-        return None if value is getattr(random, "_inst", None) else f"{GENERATOR} {digest_of_generator(value)}"
+        return None if value is getattr(random, "_inst", None) else f"{GENERATOR} {digest_of_tree(value)}"
     if isinstance(value, (Tensor, np.ndarray)):
         small = math.prod(value.shape) * value.itemsize <= _MAX_BYTES
         return f"{type(value).__name__} {digest_of_tree(value)}" if small else None
@@ -172,4 +170,4 @@ def _text(value: Any) -> str | None:
 
 def _plain_text(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _MAX_TEXT else f"{type(value).__name__} {digest_of_plain(value)}"
+    return text if len(text) <= _MAX_TEXT else f"{type(value).__name__} {digest_of_tree(value)}"

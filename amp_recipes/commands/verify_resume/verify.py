@@ -12,28 +12,8 @@ from pathlib import Path
 
 from amp_recipes.commands.child_runs import ChildRuns, EndedChild
 from amp_recipes.commands.tables import columns
-from amp_recipes.commands.verify_resume.causes import (
-    KINDS,
-    SAVED,
-    describe,
-    suspect_lines,
-    what_determinism_says,
-    why_metrics_differ,
-    why_not_reproducible,
-    why_not_resumed,
-)
-from amp_recipes.commands.verify_resume.compare import (
-    Difference,
-    Trace,
-    differing_metrics,
-    first_difference,
-    not_restored,
-    read_stages,
-    read_trace,
-    spliced,
-    totals,
-    unequal_generators,
-)
+from amp_recipes.commands.verify_resume import causes, compare
+from amp_recipes.commands.verify_resume.compare import Difference, Trace, first_difference, read_trace
 from amp_recipes.config import parse_arguments
 from amp_recipes.config.trust.checking import read_settings
 from amp_recipes.errors import ConfigError
@@ -179,7 +159,7 @@ def _verify(check: ResumeCheck) -> int:
     if difference := first_difference(one, killed.trace, both_ended=False):
         return _not_reproducible(check, difference, one, killed.trace)
     resumed = check.whole("that one, resumed", "resumed")
-    whole, resumed_at = spliced(killed.trace, resumed.trace)
+    whole, resumed_at = compare.spliced(killed.trace, resumed.trace)
     check.say("")
     if resumed_at == 0:
         check.say(
@@ -194,20 +174,20 @@ def _verify(check: ResumeCheck) -> int:
 def _judge(check: ResumeCheck, one: Trace, again: Trace, whole: Trace, resumed_at: int, log: str) -> int:
     """Compare the uninterrupted run with the one that was killed and resumed."""
     difference = first_difference(one, whole)
-    stages = {name: read_stages(check.folder / name / "metrics.jsonl") for name in ("whole", "again", "killed")}
-    by_chance = differing_metrics(stages["whole"], stages["again"])
-    metrics = differing_metrics(stages["whole"], stages["killed"])
+    stages = {name: compare.read_stages(check.folder / name / "metrics.jsonl") for name in ("whole", "again", "killed")}
+    by_chance = compare.differing_metrics(stages["whole"], stages["again"])
+    metrics = compare.differing_metrics(stages["whole"], stages["killed"])
     metrics = {name: values for name, values in metrics.items() if name not in by_chance}
     until = len(one.windows) if difference is None else difference.index
-    suspects = not_restored(one, again, whole, resumed_at, until)
+    suspects = compare.not_restored(one, again, whole, resumed_at, until)
     check.say_all(_what_was_compared(one, resumed_at, len(stages["whole"])))
     check.say_all(_what_was_not_compared(one, by_chance))
     check.say("")
     if difference is not None:
-        check.say_all(describe(difference))
-        check.say_all(why_not_resumed(difference, difference.index == resumed_at, suspects, log))
+        check.say_all(causes.describe(difference))
+        check.say_all(causes.why_not_resumed(difference, difference.index == resumed_at, suspects, log))
     elif metrics:
-        check.say_all(why_metrics_differ(metrics, suspects))
+        check.say_all(causes.why_metrics_differ(metrics, suspects))
     else:
         check.say_all(_equal(check, resumed_at, suspects))
         return EQUAL
@@ -218,7 +198,7 @@ def _judge(check: ResumeCheck, one: Trace, again: Trace, whole: Trace, resumed_a
 def _equal(check: ResumeCheck, resumed_at: int, suspects: Mapping[str, tuple[str, str]]) -> Iterator[str]:
     if suspects:
         yield "Not restored by the resume, but without effect in these updates (without interruption | resumed):"
-        yield from suspect_lines(suspects)
+        yield from causes.suspect_lines(suspects)
     yield f"EQUAL bit for bit: the run that was killed after update {check.kill_at} went on from update {resumed_at}."
 
 
@@ -227,9 +207,9 @@ def _what_was_compared(one: Trace, resumed_at: int, stages: int) -> Iterator[str
     yield f"compared: {len(one.windows)} updates of {batches} batches, {len(one.windows) - resumed_at} after the resume"
     windows = [*one.windows, *([one.end] if one.end is not None else [])]
     rows = [["", "values", "tensors", "MB"]]
-    for name, (entries, tensors, size) in totals(windows).items():
+    for name, (entries, tensors, size) in compare.totals(windows).items():
         if entries:
-            rows.append([f"  {KINDS[name]}", str(entries), str(tensors), f"{size / 1e6:.2f}"])
+            rows.append([f"  {causes.KINDS[name]}", str(entries), str(tensors), f"{size / 1e6:.2f}"])
     rows.append(["  losses", str(sum(len(window.losses) for window in one.windows)), "", ""])
     rows.append(["  stages with metrics", str(stages), "", ""])
     yield columns(rows)
@@ -244,12 +224,12 @@ def _what_was_not_compared(one: Trace, by_chance: Iterable[str]) -> Iterator[str
 
 
 def _not_reproducible(check: ResumeCheck, difference: Difference, one: Trace, other: Trace) -> int:
-    held = [f"the generator {name}" for name in unequal_generators(one, other, difference.index)]
+    held = [f"the generator {name}" for name in compare.unequal_generators(one, other, difference.index)]
     suspects = sorted({*one.unseeded, *other.unseeded, *held})
     check.say("")
-    check.say_all(describe(difference))
-    check.say_all(why_not_reproducible(difference, suspects))
-    if difference.section == "loss" or (difference.section in SAVED and difference.index > 0):  # it was computed
+    check.say_all(causes.describe(difference))
+    check.say_all(causes.why_not_reproducible(difference, suspects))
+    if difference.section == "loss" or (difference.section in causes.SAVED and difference.index > 0):  # it was computed
         check.say_all(_ask_determinism(check))
     check.say("NOT REPRODUCIBLE: two runs without interruption differ already, so a resume cannot be judged.")
     return DIFFERENT
@@ -260,10 +240,10 @@ def _ask_determinism(check: ResumeCheck) -> list[str]:
     more, env = ["--deterministic=true"], {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     one = check.run("deterministic", "deterministic", more=more, env=env)
     if one.ended.status:
-        return what_determinism_says(one.ended.status, one.ended.said, None)
+        return causes.what_determinism_says(one.ended.status, one.ended.said, None)
     again = check.run("deterministic_again", "deterministic_again", more=more, env=env)
     equal = again.ended.status == 0 and first_difference(one.trace, again.trace) is None
-    return what_determinism_says(0, "", equal)
+    return causes.what_determinism_says(0, "", equal)
 
 
 def _seed_if_none(hparams_file: Path, options: Sequence[str], say: Callable[[str], None]) -> list[str]:

@@ -42,7 +42,10 @@ def compared(plan: Plan, outcomes: Sequence[Outcome], command: str) -> dict[str,
     of: dict[str, list[Outcome]] = {precision: [] for precision in plan.precisions}
     for outcome in outcomes:
         of[outcome.precision].append(outcome)
-    values = {precision: _final_values(made, place, name) for precision, made in of.items()}
+    values = {
+        precision: {outcome.seed: outcome.final(place)[name] for outcome in made if outcome.finished}
+        for precision, made in of.items()
+    }
     judged = judge(plan, of, values, place)
     reference = of[plan.reference]
     listed = [_of_precision(of[precision], values[precision], judged[precision], reference) for precision in of]
@@ -64,11 +67,6 @@ def compared(plan: Plan, outcomes: Sequence[Outcome], command: str) -> dict[str,
         "undecided": [precision for precision in of if judged[precision].verdict == NONE],
         "notes": list(_notes(plan, outcomes)),
     }
-
-
-def _final_values(made: Sequence[Outcome], place: str, name: str) -> dict[int, float]:
-    """The final metric of the runs that finished, by seed."""
-    return {outcome.seed: outcome.final(place)[name] for outcome in made if outcome.finished}
 
 
 def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
@@ -125,7 +123,7 @@ def _without_test(plan: Plan, of: Mapping[str, Sequence[Outcome]], name: str, te
     # A recipe that does not finish at the reference either is no worse for that.
     if len(failed) > failed_at_reference:
         count = f"{len(failed)} of {len(of[name])} runs did not finish"
-        return Judged(WORSE, f"{count} ({_first_sentence(failed[0].message)})", tested)
+        return Judged(WORSE, f"{count} ({failed[0].message.partition('. ')[0]})", tested)
     same = [precision for precision in (plan.reference, name) if seeds_change_nothing(of[precision])]
     if same:
         return Judged(NONE, f"all seeds give the same losses in {', '.join(same)}, so they say nothing of seed noise")
@@ -136,10 +134,6 @@ def seeds_change_nothing(made: Sequence[Outcome]) -> bool:
     """Whether all seeds gave the same losses, bit for bit: then they are one run, and say nothing of noise."""
     curves = [outcome.losses for outcome in made if outcome.finished and any(map(math.isfinite, outcome.losses))]
     return len(curves) > 1 and len({array("d", curve).tobytes() for curve in curves}) == 1
-
-
-def _first_sentence(message: str) -> str:
-    return message.partition(". ")[0]
 
 
 def _judgeable(outcome: Outcome, place: str, name: str) -> Outcome:

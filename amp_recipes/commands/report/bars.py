@@ -50,20 +50,22 @@ def bars_with_values(axes: Any, bars: Sequence[Bar], room: float = 0.28, beside:
     else:
         axes.set_xlim(0, high * (1 + room))
     axes.tick_params(axis="y", length=0)
-    end = axes.get_xlim()[1]
-    for row, (bar, number) in enumerate(zip(bars, numbers, strict=True)):
-        place, text, style = low, "not known", {}
-        if number is not None:
-            place, text = max(low, number), bar.shown(number)
-            axes.barh(row, place - low, left=low, color=bar.colour, height=0.62, alpha=0.9)
-        elif bar.value is not None:
-            text, style = words(bar.value, 12), {"color": VERMILION, "fontweight": "bold", "backgroundcolor": "white"}
-            axes.barh(row, end - low, left=low, color="white", edgecolor=VERMILION, hatch="////", height=0.62)
-        _write_behind(axes, text, place, row, **style)
+    rows = range(len(bars))
+    widths = [0.0 if number is None else max(low, number) - low for number in numbers]
+    drawn = axes.barh(rows, widths, left=low, color=[bar.colour for bar in bars], height=0.62, alpha=0.9)
+    axes.bar_label(drawn, list(map(_text_behind, bars)), padding=4, fontsize=8)
+    for row in (row for row in rows if numbers[row] is None and bars[row].value is not None):
+        width = axes.get_xlim()[1] - low
+        hatched = axes.barh(row, width, left=low, color="white", edgecolor=VERMILION, hatch="////", height=0.62)
+        style = {"color": VERMILION, "fontsize": 8, "fontweight": "bold", "backgroundcolor": "white"}
+        axes.bar_label(hatched, [words(bars[row].value, 12)], label_type="center", **style)
 
 
-def _write_behind(axes: Any, text: str, place: float, row: int, **style: Any) -> None:
-    axes.annotate(text, (place, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8, **style)
+def _text_behind(bar: Bar) -> str:
+    if bar.value is None:
+        return "not known"
+    number = finite(bar.value)
+    return "" if number is None else bar.shown(number)
 
 
 def share_cells(axes: Any, titles: Sequence[str], shares: Sequence[Sequence[Any]]) -> None:
@@ -80,37 +82,26 @@ def share_cells(axes: Any, titles: Sequence[str], shares: Sequence[Sequence[Any]
 
 def stacked_bars(axes: Any, rows: Sequence[Counter[str]]) -> None:
     """A bar of several parts in each row, its sum behind it; bytes. Parts have a colour and a hatching each."""
-    from matplotlib.patches import Patch
-
-    totals: Counter[str] = Counter()
-    for sizes in rows:
-        totals.update(sizes)
+    totals = sum(rows, Counter())
     askers = [name for name, _ in totals.most_common(len(_ASKERS))]
     largest = max((sizes.total() for sizes in rows), default=1.0)
     factor, unit = next(((size, name) for size, name in _UNITS if largest >= size), _UNITS[-1])
-    for row, sizes in enumerate(rows):
-        left = 0.0
-        for size, colour, hatch in _parts(sizes, askers):
-            axes.barh(
-                row, size / factor, left=left, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5, height=0.66
-            )
-            left += size / factor
-        _write_behind(axes, f"{left:,.3g}", left, row)
-    named = [*zip(askers, _ASKERS, strict=False), *([("others", (GREY, ""))] if len(totals) > len(askers) else [])]
-    handles = [
-        Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=words(name, 30))
-        for name, (colour, hatch) in named
-    ]
-    axes.legend(handles=handles, loc="lower right", handlelength=1.4)
+    parts = [([sizes[name] for sizes in rows], name, *look) for name, look in zip(askers, _ASKERS, strict=False)]
+    if len(totals) > len(askers):
+        others = [sum(size for name, size in sizes.items() if name not in askers) for sizes in rows]
+        parts.append((others, "others", GREY, ""))
+    left = np.zeros(len(rows))
+    for sizes, name, colour, hatch in parts:
+        widths, style = np.array(sizes) / factor, {"hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
+        drawn = axes.barh(
+            range(len(rows)), widths, left=left, color=colour, height=0.66, label=words(name, 30), **style
+        )
+        left += widths
+    if parts:
+        axes.bar_label(drawn, [f"{size:,.3g}" for size in left], padding=4, fontsize=8)
+        axes.legend(loc="lower right", handlelength=1.4)
     axes.set_xlim(0, largest / factor * 1.5)  # room for the legend
     axes.set_xlabel(unit)
-
-
-def _parts(sizes: Counter[str], askers: Sequence[str]) -> list[tuple[float, str, str]]:
-    """Size, colour and hatching of each part that is not empty: those of the askers, then of all others together."""
-    others = sum(size for name, size in sizes.items() if name not in askers)
-    parts = [(sizes[name], *_ASKERS[index]) for index, name in enumerate(askers)]
-    return [part for part in [*parts, (others, GREY, "")] if part[0]]
 
 
 def label_rows(axes: Any, names: Sequence[str], above: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Provides what all pages share: colours, labels that do not overlap, numbers from files, and saving.
+"""Provides what all pages share: colours, the head of a page, numbers from files, and saving.
 
 The colours are those of M. Okabe and K. Ito (Color Universal Design, 2008), which people who see fewer colours can
 tell apart; and no page leaves a meaning to colour alone.

@@ -22,34 +22,26 @@ def as_markdown(found: Mapping[str, Any]) -> str:
 
 def report(found: Mapping[str, Any]) -> Iterator[str]:
     """The lines for a terminal; Markdown as well."""
-    for entry in found["precisions"][1:]:
-        yield f"- {entry['headline']}"
-    yield ""
-    yield markdown_table(list(_table(found)))
-    yield ""
-    yield (
+    yield from (f"- {entry['headline']}" for entry in found["precisions"][1:])
+    yield from ["", markdown_table(list(_table(found))), "", _explanation(found)]
+    if losses := list(_losses(found)):
+        yield from ["", "Training loss: mean (lowest to highest seed)", "", markdown_table(losses)]
+    if failures := list(_failures(found)):
+        yield from ["", *failures]
+    for note in found["notes"]:
+        yield from ["", f"Note: {note}"]
+
+
+def _explanation(found: Mapping[str, Any]) -> str:
+    """How the table is to be read."""
+    text = (
         f"{_metric(found)}: mean ± standard deviation over seeds, {_better(found)} is better; validation and test ran "
         f"in {found['eval_precision']}. Time: median per update after the first tenth; the runs were made one after "
         "another, seed by seed."
     )
     if any(entry["memory_of"] == "process" for entry in found["precisions"]):
-        yield "Memory is the peak of the whole process, Python and its libraries included."
-    losses = list(_losses(found))
-    if losses:
-        yield ""
-        yield "Training loss: mean (lowest to highest seed)"
-        yield ""
-        yield markdown_table(losses)
-    failed = [
-        (entry["precision"], run) for entry in found["precisions"] for run in entry["runs"] if not run["finished"]
-    ]
-    if failed:
-        yield ""
-    for precision, run in failed:
-        yield f"- {precision} seed {run['seed']} did not finish: {run['message']}"
-    for note in found["notes"]:
-        yield ""
-        yield f"Note: {note}"
+        text += "\nMemory is the peak of the whole process, Python and its libraries included."
+    return text
 
 
 def _table(found: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -92,6 +84,13 @@ def _range(losses: list[float | None]) -> str:
         return "-"
     ends = f" ({format_value(min(there))} to {format_value(max(there))})" if len(there) > 1 else ""
     return f"{format_value(sum(there) / len(there))}{ends}"
+
+
+def _failures(found: Mapping[str, Any]) -> Iterator[str]:
+    for entry in found["precisions"]:
+        for run in entry["runs"]:
+            if not run["finished"]:
+                yield f"- {entry['precision']} seed {run['seed']} did not finish: {run['message']}"
 
 
 def _mean_and_spread(entry: Mapping[str, Any]) -> str:

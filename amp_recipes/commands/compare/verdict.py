@@ -39,9 +39,9 @@ def compared(plan: Plan, outcomes: Sequence[Outcome], command: str) -> dict[str,
     """
     place, name = find_place(plan.metric, outcomes), plan.metric.key
     outcomes = [_judgeable(outcome, place, name) for outcome in outcomes]
-    of: dict[str, list[Outcome]] = {precision: [] for precision in plan.precisions}
-    for outcome in outcomes:
-        of[outcome.precision].append(outcome)
+    of = {
+        precision: [outcome for outcome in outcomes if outcome.precision == precision] for precision in plan.precisions
+    }
     values = {
         precision: {outcome.seed: outcome.final(place)[name] for outcome in made if outcome.finished}
         for precision, made in of.items()
@@ -63,10 +63,14 @@ def compared(plan: Plan, outcomes: Sequence[Outcome], command: str) -> dict[str,
         "power": POWER,
         "precisions": listed,
         "curves": {"loss": loss_curves(of), "metric": metric_curves(of, place, name)},
-        "worse": [precision for precision in of if judged[precision].verdict == WORSE],
-        "undecided": [precision for precision in of if judged[precision].verdict == NONE],
+        "worse": _with_verdict(WORSE, judged),
+        "undecided": _with_verdict(NONE, judged),
         "notes": list(_notes(plan, outcomes)),
     }
+
+
+def _with_verdict(verdict: str, judged: Mapping[str, Judged]) -> list[str]:
+    return [precision for precision, found in judged.items() if found.verdict == verdict]
 
 
 def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
@@ -185,7 +189,6 @@ def _of_precision(
 ) -> dict[str, Any]:
     step, of_step = (_median(outcome.step_seconds for outcome in runs) for runs in (made, reference))
     memory, of_memory = (_median(outcome.memory_bytes for outcome in runs) for runs in (made, reference))
-    tested = judged.tested
     return {
         "precision": made[0].precision,
         "verdict": judged.verdict,
@@ -193,23 +196,31 @@ def _of_precision(
         "reason": judged.reason,
         "mean": fmean(values.values()) if values else None,
         "spread": spread([*values.values()]),
-        "test": None
-        if tested is None
-        else {
-            "name": tested.name,
-            "worse_by": tested.worse_by,
-            "degrees_of_freedom": tested.freedom,
-            "p": tested.p,
-            "p_holm": judged.p,
-            "detectable": judged.detectable,
-        },
+        "test": _test(judged),
         "step_seconds": step,
-        "step_ratio": step / of_step if step and of_step else None,
+        "step_ratio": _ratio(step, of_step),
         "memory_bytes": memory,
-        "memory_ratio": memory / of_memory if memory and of_memory else None,
+        "memory_ratio": _ratio(memory, of_memory),
         "memory_of": next((outcome.memory_of for outcome in made if outcome.memory_of), None),
         "runs": [_of_run(outcome, values) for outcome in made],
     }
+
+
+def _test(judged: Judged) -> dict[str, Any] | None:
+    if judged.tested is None:
+        return None
+    return {
+        "name": judged.tested.name,
+        "worse_by": judged.tested.worse_by,
+        "degrees_of_freedom": judged.tested.freedom,
+        "p": judged.tested.p,
+        "p_holm": judged.p,
+        "detectable": judged.detectable,
+    }
+
+
+def _ratio(value: float | None, reference: float | None) -> float | None:
+    return value / reference if value and reference else None
 
 
 def _of_run(outcome: Outcome, values: Mapping[int, float]) -> dict[str, Any]:

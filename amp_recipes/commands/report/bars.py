@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from amp_recipes.commands.report.drawing import (
     words,
 )
 
-_ASKERS = ((BLUE, ""), (ORANGE, "//"), (PURPLE, "xx"), (SKY, ".."))
+_LOOKS = ((BLUE, ""), (ORANGE, "//"), (PURPLE, "xx"), (SKY, ".."), (GREY, ""))
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
@@ -41,24 +41,29 @@ def bars_with_values(axes: Any, bars: Sequence[Bar], room: float = 0.28, beside:
     written behind the longest bar, as a share of it; beside: another number that the axis is to hold.
     """
     numbers = [finite(bar.value) for bar in bars]
-    positive = [number for number in [*numbers, beside] if number is not None and number > 0]
-    low, high = 0.0, max(positive, default=1.0)
-    if is_wide(positive):
-        axes.set_xscale("log")
-        low = min(positive) / 2
-        axes.set_xlim(low, high * (high / low) ** room)
-    else:
-        axes.set_xlim(0, high * (1 + room))
+    low, high = _limits([*numbers, beside])
+    axes.set_xscale("log" if low else "linear")
+    axes.set_xlim(low, high * (high / low) ** room if low else high * (1 + room))
     axes.tick_params(axis="y", length=0)
-    rows = range(len(bars))
     widths = [0.0 if number is None else max(low, number) - low for number in numbers]
-    drawn = axes.barh(rows, widths, left=low, color=[bar.colour for bar in bars], height=0.62, alpha=0.9)
+    drawn = axes.barh(range(len(bars)), widths, left=low, color=[bar.colour for bar in bars], height=0.62, alpha=0.9)
     axes.bar_label(drawn, list(map(_text_behind, bars)), padding=4, fontsize=8)
-    for row in (row for row in rows if numbers[row] is None and bars[row].value is not None):
-        width = axes.get_xlim()[1] - low
-        hatched = axes.barh(row, width, left=low, color="white", edgecolor=VERMILION, hatch="////", height=0.62)
-        style = {"color": VERMILION, "fontsize": 8, "fontweight": "bold", "backgroundcolor": "white"}
-        axes.bar_label(hatched, [words(bars[row].value, 12)], label_type="center", **style)
+    for row, number in enumerate(numbers):
+        if number is None and bars[row].value is not None:
+            _hatched_bar(axes, row, words(bars[row].value, 12))
+
+
+def _limits(numbers: Iterable[float | None]) -> tuple[float, float]:
+    """Where an axis begins, 0 if it need not be logarithmic, and the largest number that it holds."""
+    positive = [number for number in numbers if number is not None and number > 0]
+    return min(positive) / 2 if is_wide(positive) else 0.0, max(positive, default=1.0)
+
+
+def _hatched_bar(axes: Any, row: int, text: str) -> None:
+    low, high = axes.get_xlim()
+    bar = axes.barh(row, high - low, left=low, color="white", edgecolor=VERMILION, hatch="////", height=0.62)
+    style = {"color": VERMILION, "fontsize": 8, "fontweight": "bold", "backgroundcolor": "white"}
+    axes.bar_label(bar, [text], label_type="center", **style)
 
 
 def _text_behind(bar: Bar) -> str:
@@ -82,26 +87,28 @@ def share_cells(axes: Any, titles: Sequence[str], shares: Sequence[Sequence[Any]
 
 def stacked_bars(axes: Any, rows: Sequence[Counter[str]]) -> None:
     """A bar of several parts in each row, its sum behind it; bytes. Parts have a colour and a hatching each."""
-    totals = sum(rows, Counter())
-    askers = [name for name, _ in totals.most_common(len(_ASKERS))]
     largest = max((sizes.total() for sizes in rows), default=1.0)
     factor, unit = next(((size, name) for size, name in _UNITS if largest >= size), _UNITS[-1])
-    parts = [([sizes[name] for sizes in rows], name, *look) for name, look in zip(askers, _ASKERS, strict=False)]
-    if len(totals) > len(askers):
-        others = [sum(size for name, size in sizes.items() if name not in askers) for sizes in rows]
-        parts.append((others, "others", GREY, ""))
     left = np.zeros(len(rows))
-    for sizes, name, colour, hatch in parts:
-        widths, style = np.array(sizes) / factor, {"hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
-        drawn = axes.barh(
-            range(len(rows)), widths, left=left, color=colour, height=0.66, label=words(name, 30), **style
-        )
-        left += widths
-    if parts:
+    for (name, sizes), (colour, hatch) in zip(_series(rows).items(), _LOOKS, strict=False):
+        style = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5, "label": words(name, 30)}
+        drawn = axes.barh(range(len(rows)), np.array(sizes) / factor, left=left, height=0.66, **style)
+        left += np.array(sizes) / factor
+    if rows:
         axes.bar_label(drawn, [f"{size:,.3g}" for size in left], padding=4, fontsize=8)
         axes.legend(loc="lower right", handlelength=1.4)
     axes.set_xlim(0, largest / factor * 1.5)  # room for the legend
     axes.set_xlabel(unit)
+
+
+def _series(rows: Sequence[Counter[str]]) -> dict[str, list[float]]:
+    """The sizes in each row of the names with most in all, then of all others together."""
+    totals = sum(rows, Counter[str]())
+    named = [name for name, _ in totals.most_common(len(_LOOKS) - 1)]
+    series = {name: [sizes[name] for sizes in rows] for name in named}
+    if len(totals) > len(named):
+        series["others"] = [sizes.total() - sum(sizes[name] for name in named) for sizes in rows]
+    return series
 
 
 def label_rows(axes: Any, names: Sequence[str], above: str = "") -> None:

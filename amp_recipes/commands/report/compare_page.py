@@ -37,33 +37,42 @@ def draw_comparison(folder: Path) -> Path | None:
 
     Raises ConfigError for a file that cannot be read or written, and where matplotlib is not installed.
     """
-    found = read_report(folder / JSON_FILE)
-    entries = dicts(found.get("precisions")) if found else []
-    if found is None or not entries:
+    found = read_report(folder / JSON_FILE) or {}
+    entries = dicts(found.get("precisions"))
+    if not entries:
         return None
     colours = {str(it.get("precision")): SERIES[index % len(SERIES)] for index, it in enumerate(entries)}
     headline = "\n".join(wrapped(str(entry.get("headline")), _VERDICT_CHARACTERS, 3) for entry in entries[1:])
     title = f"Compared with {words(found.get('reference'), 20)}, over seeds"
     with page(title, headline, width=12, rows=[3.9, 3.2]) as (figure, (upper, lower)):
-        metric, curves = part(found, "metric"), part(found, "curves")
-        loss, by_epoch = part(curves, "loss"), part(curves, "metric")
-        above = figure.add_subfigure(upper).subplots(1, 2 if by_epoch else 1, squeeze=False)[0]
-        above[0].set_title("Training loss: mean and range over seeds")
-        above[0].set_xlabel("updates")
-        _bands(above[0], finite_list(loss.get("updates")), part(loss, "by_precision"), colours)
-        if by_epoch:
-            above[1].set_title(f"{words(by_epoch.get('stage'))} {words(metric.get('name'))} after each epoch")
-            above[1].set_xlabel("epoch")
-            above[1].xaxis.get_major_locator().set_params(integer=True)
-            _bands(above[1], finite_list(by_epoch.get("epochs")), part(by_epoch, "by_precision"), colours)
-        results, time, memory = figure.add_subfigure(lower).subplots(1, 3, width_ratios=[1.5, 1, 1])
-        _results(results, entries, metric, colours)
-        time.set_title("Time per update")
-        _bars(time, entries, ("step_seconds", "step_ratio"), (1e3, "ms"), colours)
-        counted = next((words(entry.get("memory_of"), 20) for entry in entries if entry.get("memory_of")), "")
-        memory.set_title(f"Peak memory of the {counted}" if counted else "Peak memory")
-        _bars(memory, entries, ("memory_bytes", "memory_ratio"), (2**-20, "MiB"), colours)
+        _curves(figure.add_subfigure(upper), found, colours)
+        _endings(figure.add_subfigure(lower), entries, part(found, "metric"), colours)
         return save(figure, folder / PICTURE_FILE)
+
+
+def _curves(figure: Any, found: dict[str, Any], colours: dict[str, str]) -> None:
+    """The loss on the way, and the metric after each epoch if there are such."""
+    curves = part(found, "curves")
+    loss, by_epoch = part(curves, "loss"), part(curves, "metric")
+    left, *others = figure.subplots(1, 2 if by_epoch else 1, squeeze=False)[0]
+    left.set_title("Training loss: mean and range over seeds")
+    left.set_xlabel("updates")
+    _bands(left, finite_list(loss.get("updates")), part(loss, "by_precision"), colours)
+    for right in others:
+        right.set_title(f"{words(by_epoch.get('stage'))} {words(part(found, 'metric').get('name'))} after each epoch")
+        right.set_xlabel("epoch")
+        right.xaxis.get_major_locator().set_params(integer=True)
+        _bands(right, finite_list(by_epoch.get("epochs")), part(by_epoch, "by_precision"), colours)
+
+
+def _endings(figure: Any, entries: Sequence[dict[str, Any]], metric: dict[str, Any], colours: dict[str, str]) -> None:
+    results, time, memory = figure.subplots(1, 3, width_ratios=[1.5, 1, 1])
+    _results(results, entries, metric, colours)
+    time.set_title("Time per update")
+    _bars(time, entries, ("step_seconds", "step_ratio"), (1e3, "ms"), colours)
+    counted = next((words(entry.get("memory_of"), 20) for entry in entries if entry.get("memory_of")), "")
+    memory.set_title(f"Peak memory of the {counted}" if counted else "Peak memory")
+    _bars(memory, entries, ("memory_bytes", "memory_ratio"), (2**-20, "MiB"), colours)
 
 
 def _bands(axes: Any, x: Sequence[float], by_precision: dict[str, Any], colours: dict[str, str]) -> None:

@@ -219,7 +219,7 @@ def _read_range(key: str, text: str) -> Range | None:
         raise ValueError(f"a range goes from the smaller number to the larger: {above}..{below}.")
     if scale == "log" and low <= 0:
         raise ValueError(f"a range on a log scale has ends greater than 0, not {below}.")
-    if not (isinstance(low, int) and isinstance(high, int)):
+    if isinstance(low, float) or isinstance(high, float):
         low, high = float(low), float(high)
     return Range(key, low, high, scale == "log")
 

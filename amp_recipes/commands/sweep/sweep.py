@@ -289,31 +289,24 @@ def _rank(result: Result, metric: str, mode: str) -> tuple[bool, float, int]:
 
 def _rows(results: Sequence[Result], best: Result | None, metric: str) -> list[list[str]]:
     """The rows of the table: values, the watched metric, the metrics of validation (or training) and test."""
-    keys = list(dict.fromkeys(key for result in results for key in result.values))
-    metrics = _stage_metrics(results)
-    watched = [f"best {metric}"] if any(metric in (result.best or {}) for result in results) else []
-    rows = [["run", *keys, *watched, *(f"{stage} {name}" for stage, name in metrics), "minutes", ""]]
-    for result in results:
-        values = [describe_value(result.values[key]) for key in keys]
-        numbers = [result.last.get(stage, {}).get(name) for stage, name in metrics]
-        if watched:
-            numbers.insert(0, (result.best or {}).get(metric))
+    was_validated = any("valid" in result.last for result in results)
+    stages = ("valid", "test") if was_validated else ("train", "test")
+    cells = [_cells(result, metric, stages) for result in results]
+    titles = list(dict.fromkeys(title for row in cells for title in row))
+    rows = [["run", *titles, "minutes", ""]]
+    for result, row in zip(results, cells, strict=True):
         note = "best" if result is best else result.status
-        rows.append([str(result.number), *values, *map(_cell, numbers), f"{result.seconds / 60:.1f}", note])
+        shown = (row.get(title, "") for title in titles)
+        rows.append([str(result.number), *shown, f"{result.seconds / 60:.1f}", note])
     return rows
 
 
-def _stage_metrics(results: Sequence[Result]) -> list[tuple[str, str]]:
-    """The stages and metrics that have a column: those of training only where nothing was validated."""
-    stages = [stage for stage in ("valid", "test") if any(stage in result.last for result in results)]
-    if "valid" not in stages:
-        stages.insert(0, "train")
-    found = [(stage, name) for stage in stages for result in results for name in result.last.get(stage, {})]
-    return list(dict.fromkeys(found))
-
-
-def _cell(number: Any) -> str:
-    return "" if number is None else f"{as_number(number):.4g}"
+def _cells(result: Result, metric: str, stages: Sequence[str]) -> dict[str, str]:
+    """What a run has in the columns that not every sweep has, by their titles."""
+    values = {key: describe_value(choice) for key, choice in result.values.items()}
+    watched = {f"best {metric}": value for name, value in (result.best or {}).items() if name == metric}
+    last = {f"{stage} {name}": value for stage in stages for name, value in result.last.get(stage, {}).items()}
+    return values | {title: f"{as_number(value):.4g}" for title, value in (watched | last).items()}
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:

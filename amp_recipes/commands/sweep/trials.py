@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -41,23 +42,14 @@ def open_study(optuna: ModuleType, folder: Path, mode: str, of: Sequence[Any]) -
         lines = file.read_bytes()
         if not lines.endswith(b"\n"):  # a crash of the machine can leave half a line, which Optuna does not get over
             os.truncate(file, lines.rfind(b"\n") + 1)
-    backend = optuna.storages.journal.JournalFileBackend(str(file), lock_obj=_NoLock())
+    # The sweep holds the lock of its folder. Optuna's own outlives a process that is killed.
+    backend = optuna.storages.journal.JournalFileBackend(str(file), lock_obj=threading.Lock())
     return optuna.create_study(
         storage=optuna.storages.JournalStorage(backend),
         study_name=hashlib.sha256(json.dumps([mode, *of]).encode()).hexdigest()[:16],
         direction="maximize" if mode == "max" else "minimize",
         load_if_exists=True,
     )
-
-
-class _NoLock:
-    """The sweep holds the lock of its folder. Optuna's own outlives a process that is killed."""
-
-    def acquire(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        return None
 
 
 def run_trials(

@@ -202,7 +202,7 @@ def _equal(check: ResumeCheck, resumed_at: int, suspects: Mapping[str, tuple[str
     yield f"EQUAL bit for bit: the run that was killed after update {check.kill_at} went on from update {resumed_at}."
 
 
-def _what_was_compared(one: Trace, resumed_at: int, stages: int) -> Iterator[str]:
+def _what_was_compared(one: Trace, resumed_at: int, metrics: int) -> Iterator[str]:
     batches = sum(window.batches for window in one.windows)
     yield f"compared: {len(one.windows)} updates of {batches} batches, {len(one.windows) - resumed_at} after the resume"
     windows = [*one.windows, *([one.end] if one.end is not None else [])]
@@ -211,7 +211,7 @@ def _what_was_compared(one: Trace, resumed_at: int, stages: int) -> Iterator[str
         if entries:
             rows.append([f"  {causes.KINDS[name]}", str(entries), str(tensors), f"{size / 1e6:.2f}"])
     rows.append(["  losses", str(sum(len(window.losses) for window in one.windows)), "", ""])
-    rows.append(["  stages with metrics", str(stages), "", ""])
+    rows.append(["  metrics of stages", str(metrics), "", ""])
     yield columns(rows)
 
 

@@ -86,12 +86,13 @@ def _train(plan: Plan, children: ChildRuns, say: Any) -> list[Outcome]:
 
 def _outcome(plan: Plan, ended: Ended) -> Outcome:
     run = ended.run
-    outcome = read_outcome(run.precision, run.seed, run.folder, run.folder / plan.records, ended.message)
+    records = run.folder / ("debug" if plan.settings.get("debug") else "")
+    outcome = read_outcome(run.precision, run.seed, run.folder, records, ended.message)
     outcome.script = ended.script
     if outcome.finished and not outcome.epochs:
         raise CannotCompare(
-            f"{run} finished, but left no records in {run.folder / plan.records}: does the script give its Brain the "
-            "run options (or hparams) that it was started with, output_folder among them?"
+            f"{run} finished, but left no records in {records}: does the script give its Brain the run options (or "
+            "hparams) that it was started with, output_folder among them?"
         )
     return outcome
 
@@ -101,7 +102,7 @@ def _warnings(plan: Plan) -> list[str]:
 
     A GPU is not asked: this process would then hold memory there, beside the runs.
     """
-    device = plan.device or ("gpu" if torch.accelerator.is_available() else "cpu")
+    device = plan.settings.get("device") or ("gpu" if torch.accelerator.is_available() else "cpu")
     if device != "cpu":
         return []
     found = []

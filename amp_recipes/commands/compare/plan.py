@@ -25,18 +25,8 @@ from amp_recipes.precision import AMPConfig
 _MOST_RUNS = 1000
 _MANY_SEEDS = 100  # a seed typed as a count: `--seeds 1234`
 # Options that change neither what a run computes nor where its records are.
-_HARMLESS = frozenset(
-    {
-        "accept_changes",
-        "ckpt_background",
-        "ckpt_interval_minutes",
-        "ckpt_interval_steps",
-        "log_interval_steps",
-        "noprogressbar",
-        "output_folder",
-        "resume",
-    }
-)
+_OF_SAVING = frozenset({"accept_changes", "ckpt_background", "ckpt_interval_minutes", "ckpt_interval_steps", "resume"})
+_HARMLESS = _OF_SAVING | {"log_interval_steps", "noprogressbar", "output_folder"}
 # What compare gives to each run itself, and where it takes it from.
 _OWN = {"precision": "--precisions", "seed": "--seeds", "output_folder": "--to"}
 
@@ -76,7 +66,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """A comparison before anything is run. runs: seed by seed, the reference first; records: folder below a run's."""
+    """A comparison before anything is run. settings: the run options; runs: seed by seed, the reference first."""
 
     script: Path
     hparams_file: Path
@@ -85,9 +75,7 @@ class Plan:
     seeds: tuple[int, ...]
     folder: Path
     metric: Metric
-    device: str | None
-    eval_precision: str
-    records: str
+    settings: Mapping[str, Any]
     runs: tuple[PlannedRun, ...]
 
     @property
@@ -140,9 +128,7 @@ def make_plan(
         numbers,
         folder,
         choose_metric(metric, mode, options_found),
-        options_found.get("device"),
-        options_found.get("eval_precision", "fp32"),
-        "debug" if options_found.get("debug") else "",
+        options_found,
         tuple(runs),
     )
 

@@ -119,16 +119,17 @@ def _results(axes: Any, entries: Sequence[dict[str, Any]], metric: dict[str, Any
         axes.scatter([place] * len(values), values, color=colour, marker=MARKERS[place % len(MARKERS)], zorder=3, s=34)
         if values:
             axes.hlines(sum(values) / len(values), place - 0.22, place + 0.22, color=colour, linewidth=2, zorder=2)
-        lost = sum(not run.get("finished") for run in dicts(entry.get("runs")))
-        if lost:
-            text = f"{lost} did not finish"
-            axes.annotate(
-                text, (place, 0), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points",
-                ha="center", va="bottom", color=VERMILION, fontsize=8.5, fontweight="bold",
-            )  # fmt: skip
+        _tell_lost(axes, place, sum(not run.get("finished") for run in dicts(entry.get("runs"))))
     axes.set_xticks(range(len(entries)), [words(entry.get("precision"), 12) for entry in entries])
     axes.set_xlim(-0.6, len(entries) - 0.4)
     axes.margins(y=0.18)
+
+
+def _tell_lost(axes: Any, place: int, count: int) -> None:
+    if count:
+        at = {"xycoords": ("data", "axes fraction"), "xytext": (0, 4), "textcoords": "offset points"}
+        style = {"ha": "center", "va": "bottom", "color": VERMILION, "fontsize": 8.5, "fontweight": "bold"}
+        axes.annotate(f"{count} did not finish", (place, 0), **at, **style)
 
 
 def _values_by_seed(entries: Sequence[dict[str, Any]]) -> dict[Any, list[tuple[int, float]]]:

@@ -74,18 +74,17 @@ def run_trials(
             return
         if slot < len(earlier):
             trial = earlier[slot]
-            state = trial.state
         else:
             # A seed for each: a sweep that goes on chooses as one that was never ended.
-            study.sampler = optuna.samplers.TPESampler(seed=_seed_of(seed, slot))
+            sampler_seed = None if seed is None else int(np.random.SeedSequence([seed, slot]).generate_state(1)[0])
+            study.sampler = optuna.samplers.TPESampler(seed=sampler_seed)
             trial = study.ask(distributions)
-            state = states.RUNNING
         value = score(_values(axes, trial.params), slot + 1, trials)
         if value is None and interrupted():
             return
-        if state == states.RUNNING:
+        if slot >= len(earlier) or trial.state == states.RUNNING:
             study.tell(trial.number, value, states.FAIL if value is None else states.COMPLETE)
-        elif state == states.FAIL and value is not None and trial.number not in mended:
+        elif trial.state == states.FAIL and value is not None and trial.number not in mended:
             mend = {"value": value, "user_attrs": {"again": trial.number}}
             study.add_trial(optuna.trial.create_trial(params=trial.params, distributions=distributions, **mend))
 
@@ -120,7 +119,3 @@ def _values(axes: Sequence[Axis], params: Mapping[str, Any]) -> Combination:
         else:
             values[axis.key] = Choice(repr(chosen), chosen)
     return values
-
-
-def _seed_of(seed: int | None, slot: int) -> int | None:
-    return None if seed is None else int(np.random.SeedSequence([seed, slot]).generate_state(1)[0])

@@ -160,14 +160,11 @@ def _text(value: Any) -> str | None:
     if isinstance(value, (Tensor, np.ndarray)):
         small = math.prod(value.shape) * value.itemsize <= _MAX_BYTES
         return f"{type(value).__name__} {digest_of_tree(value)}" if small else None
-    if is_scalar(value):
-        return _plain_text(value)
-    if not is_flat(value) or isinstance(value, type):
-        return None
-    long = hasattr(value, "__len__") and len(value) > _MAX_ITEMS
-    return f"{type(value).__name__} of {len(value)}" if long else _plain_text(value)
+    return _plain_text(value) if is_flat(value) and not isinstance(value, type) else None
 
 
 def _plain_text(value: Any) -> str:
+    if not is_scalar(value) and hasattr(value, "__len__") and len(value) > _MAX_ITEMS:
+        return f"{type(value).__name__} of {len(value)}"
     text = repr(value)
     return text if len(text) <= _MAX_TEXT else f"{type(value).__name__} {digest_of_tree(value)}"

@@ -18,6 +18,14 @@ from amp_recipes.errors import ConfigError
 SCHEMA_VERSION = 1
 """Version of the layout of `compare.json`."""
 
+# What is to be the same for all runs, and where environment.json has it.
+_COMPARED = {
+    "torch": ("packages", "torch"),
+    "amp_recipes": ("packages", "amp_recipes"),
+    "git commits": ("git", "commit"),
+    "CPUs": ("cpu",),
+    "GPUs": ("gpus",),
+}
 REFERENCE, EQUAL, WORSE, NONE = "reference", "no different", "worse", "no verdict"
 
 
@@ -252,13 +260,7 @@ def _notes(plan: Plan, outcomes: Sequence[Outcome]) -> Iterable[str]:
             yield f"{outcome.precision} seed {outcome.seed}, of the reference, did not finish: {outcome.message}"
     if len({outcome.script for outcome in outcomes}) > 1:
         yield f"{plan.script.name} changed between the runs: remove those made before, and compare again."
-    for what, keys in {
-        "torch": ("packages", "torch"),
-        "amp_recipes": ("packages", "amp_recipes"),
-        "git commits": ("git", "commit"),
-        "CPUs": ("cpu",),
-        "GPUs": ("gpus",),
-    }.items():
+    for what, keys in _COMPARED.items():
         found = {repr(_entry(outcome.environment, *keys)) for outcome in outcomes if outcome.environment}
         if len(found) > 1:
             yield f"Not all runs had the same {what}: {', '.join(sorted(found))}."

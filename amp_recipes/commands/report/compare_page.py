@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from amp_recipes.commands.report.bars import Bar, bars_with_values, label_rows
 from amp_recipes.commands.report.drawing import (
@@ -77,32 +78,27 @@ def _endings(figure: Any, entries: Sequence[dict[str, Any]], metric: dict[str, A
 
 def _bands(axes: Any, x: Sequence[float], by_precision: dict[str, Any], colours: dict[str, str]) -> None:
     """A line for each precision's mean over seeds, and a band from its lowest to its highest seed."""
-    shown = {name: points for name, runs in by_precision.items() if (points := _points_of(runs, x))}
+    shown = {name: _by_point(runs)[: len(x)] for name, runs in by_precision.items()}
+    shown = {name: values for name, values in shown.items() if values.count()}
     if not shown:
         axes.text(0.5, 0.5, "no values", ha="center", color=GREY, transform=axes.transAxes)
         return
     axes.margins(x=0.01)
-    if is_wide([value for points in shown.values() for _, values in points for value in values]):
+    if is_wide(np.concatenate([values.compressed() for values in shown.values()])):
         axes.set_yscale("log")
-    for index, (name, points) in enumerate(shown.items()):
-        at, values = zip(*points, strict=True)
-        means = [sum(there) / len(there) for there in values]
+    for index, (name, values) in enumerate(shown.items()):
+        at, means = x[: len(values)], values.mean(axis=1)
         colour, style = colours.get(name, GREY), ("-", "--", "-.", ":")[index % 4]
-        marker = MARKERS[index % len(MARKERS)] if len(at) == 1 else ""
+        marker = MARKERS[index % len(MARKERS)] if means.count() == 1 else ""
         axes.plot(at, means, color=colour, linestyle=style, marker=marker, linewidth=1.6, label=words(name))
-        axes.fill_between(at, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, linewidth=0)
+        axes.fill_between(at, values.min(axis=1), values.max(axis=1), color=colour, alpha=0.15, linewidth=0)
     legend_beside(axes)
 
 
-def _points_of(runs: Any, x: Sequence[float]) -> list[tuple[float, list[float]]]:
-    """The places of a curve at which some seed has a value, with those values."""
+def _by_point(runs: Any) -> np.ma.MaskedArray:
+    """The curves of several seeds as a table of points and seeds, with a mask where there is no value."""
     curves = [finite_list(run) for run in runs] if isinstance(runs, list) else []
-    points = []
-    for at, column in zip(x, zip(*curves, strict=False), strict=False):
-        values = [value for value in column if math.isfinite(value)]
-        if values:
-            points.append((at, values))
-    return points
+    return np.ma.masked_invalid(np.array(list(zip(*curves, strict=False)), ndmin=2))
 
 
 def _results(axes: Any, entries: Sequence[dict[str, Any]], metric: dict[str, Any], colours: dict[str, str]) -> None:

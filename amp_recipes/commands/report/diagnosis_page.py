@@ -152,9 +152,8 @@ def _underflow(underflow: dict[str, Any], figure: Any) -> None:
         ("flushed to 0", BLUE, "-", flushed),
         ("subnormal", PURPLE, "--", finite_list(underflow.get("subnormal"))),
     ):
-        points = [point for point in zip(octaves, shares, strict=False) if all(map(math.isfinite, point))]
-        if points:
-            axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=".", linewidth=1.6, label=name)
+        count = min(len(octaves), len(shares))
+        axes.plot(octaves[:count], shares[:count], color=colour, linestyle=style, marker=".", linewidth=1.6, label=name)
     _mark_scales(axes, underflow)
     legend_beside(axes)
 

@@ -146,26 +146,30 @@ def run_sweep(
 
 def _check_all(axes: Sequence[Axis], trials: int | None, check: Callable[[dict[str, Any]], RunSettings]) -> RunSettings:
     """The YAML's own settings, once the YAML has been checked with what will run. Raises ConfigError."""
-    settings, own_mistake = None, None
-    try:
-        settings = check({})
-    except ConfigError as error:  # it may lack just what the sweep gives, as a !PLACEHOLDER does
-        own_mistake = error
+    own = _checked(check, {})  # it may lack just what the sweep gives, as a !PLACEHOLDER does
+    settings = own
     mistakes: dict[str, str] = {}
     for combination in grid(axes) if trials is None else covering(axes):
-        try:
-            checked = check({key: choice.value for key, choice in combination.items()})
-            settings = settings or checked
-        except ConfigError as error:
-            mistakes.setdefault(str(error), f"--sweep with {describe(combination)}: {error}")
+        checked = _checked(check, combination)
+        if isinstance(checked, ConfigError):
+            mistakes.setdefault(str(checked), f"--sweep with {describe(combination)}: {checked}")
+        elif isinstance(settings, ConfigError):
+            settings = checked
         if len(mistakes) == _MISTAKES_SHOWN:
             break
-    if own_mistake is not None and str(own_mistake) in mistakes:
-        raise own_mistake
+    if isinstance(own, ConfigError) and str(own) in mistakes:
+        raise own
     if mistakes:
         raise ConfigError(join_mistakes(list(mistakes.values()), "the sweep"))
-    assert settings is not None
+    assert isinstance(settings, RunSettings)
     return settings
+
+
+def _checked(check: Callable[[dict[str, Any]], RunSettings], values: Combination) -> RunSettings | ConfigError:
+    try:
+        return check({key: choice.value for key, choice in values.items()})
+    except ConfigError as error:
+        return error
 
 
 class _Runs:

@@ -72,21 +72,23 @@ def run_trials(
     for slot in range(trials):
         if interrupted():
             return
-        if slot < len(earlier):
-            trial = earlier[slot]
-        else:
-            # A seed for each: a sweep that goes on chooses as one that was never ended.
-            sampler_seed = None if seed is None else int(np.random.SeedSequence([seed, slot]).generate_state(1)[0])
-            study.sampler = optuna.samplers.TPESampler(seed=sampler_seed)
-            trial = study.ask(distributions)
+        is_new = slot >= len(earlier)
+        trial = _new_trial(optuna, study, distributions, seed, slot) if is_new else earlier[slot]
         value = score(_values(axes, trial.params), slot + 1, trials)
         if value is None and interrupted():
             return
-        if slot >= len(earlier) or trial.state == states.RUNNING:
+        if is_new or trial.state == states.RUNNING:
             study.tell(trial.number, value, states.FAIL if value is None else states.COMPLETE)
         elif trial.state == states.FAIL and value is not None and trial.number not in mended:
             mend = {"value": value, "user_attrs": {"again": trial.number}}
             study.add_trial(optuna.trial.create_trial(params=trial.params, distributions=distributions, **mend))
+
+
+def _new_trial(optuna: ModuleType, study: Any, distributions: dict[str, Any], seed: int | None, slot: int) -> Any:
+    """A trial with a seed of its own: a sweep that goes on chooses as one that was never ended."""
+    own_seed = None if seed is None else int(np.random.SeedSequence([seed, slot]).generate_state(1)[0])
+    study.sampler = optuna.samplers.TPESampler(seed=own_seed)
+    return study.ask(distributions)
 
 
 def _earlier_trials(optuna: ModuleType, study: Any, keys: set[str]) -> tuple[list[Any], set[int]]:

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from amp_recipes.data.dynamic_items import forget_skipping, is_plain_loader
 from amp_recipes.data.sample_draws import draws_nothing, held_generators
-from amp_recipes.data.streams import StreamLoader, is_stateful
+from amp_recipes.data.streams import StreamLoader
+from amp_recipes.state.preserved import has_state
 from amp_recipes.state.randomness import GENERATORS, generator_state, set_generator_state
 
 # Of loaders with generators of their own: the states with which the present epoch began.
@@ -21,7 +22,7 @@ _BEGAN: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 def loader_state(loader: Any) -> dict[str, Any] | None:
     """The place of `loader` in its data, for `batches_from`; None where it cannot tell."""
-    if is_stateful(loader):
+    if has_state(loader):
         return loader.state_dict()
     if not isinstance(loader, DataLoader):
         return None
@@ -39,7 +40,7 @@ def batches_from(loader: Iterable[Any], step: int, state: Mapping[str, Any] | No
     All that this draws from global generators, and all replaying, is done when the call returns. Where an epoch begins,
     `batches_from(loader, 0, None)` is `iter(loader)` that also notes where the loader's own generators are.
     """
-    if is_stateful(loader):
+    if has_state(loader):
         if state is not None and step:
             loader.load_state_dict(state)
             return iter(loader)
@@ -69,14 +70,14 @@ def set_generator_states(loader: Any, states: Mapping[str, Any]) -> None:
 
 def can_begin_again(loader: Any) -> bool:
     """Whether the batches can be had once more; an iterator without a state of its own gives them once."""
-    return is_stateful(loader) or not isinstance(loader, Iterator)
+    return has_state(loader) or not isinstance(loader, Iterator)
 
 
 def beginning(loader: Any) -> Any:
     """What `begin_again` needs of a loader that has not been asked for a batch yet."""
     if isinstance(loader, DataLoader):  # torch draws in `state_dict` of torchdata's, which begins by itself anyway
         return copy.deepcopy(loader.dataset.state_dict()) if _tells_by_dataset(loader) else None
-    return copy.deepcopy(loader.state_dict()) if is_stateful(loader) else None
+    return copy.deepcopy(loader.state_dict()) if has_state(loader) else None
 
 
 def begin_again(loader: Any, state: Any) -> None:
@@ -102,7 +103,7 @@ def _cannot_tell(loader: Any) -> str | None:
     kind = type(loader).__name__
     if isinstance(loader, StreamLoader):
         return _stream_cannot_tell(loader)
-    if is_stateful(loader) or isinstance(loader, Sequence):
+    if has_state(loader) or isinstance(loader, Sequence):
         return None
     if not isinstance(loader, DataLoader):
         return (
@@ -125,7 +126,7 @@ def _cannot_tell(loader: Any) -> str | None:
 def _stream_cannot_tell(loader: StreamLoader) -> str | None:
     if loader.knows_its_place:
         return None
-    if is_stateful(loader.dataset):
+    if has_state(loader.dataset):
         return "an IterableDataset read by workers tells its place only through torchdata: pip install torchdata"
     kind = type(loader.dataset).__name__
     return f"{kind} is an IterableDataset that cannot tell its place: give it state_dict and load_state_dict"
@@ -197,7 +198,7 @@ def _can_skip(loader: DataLoader) -> bool:
 
 def _tells_by_dataset(loader: DataLoader) -> bool:
     # A worker has a copy of the data set, and only that copy knows.
-    return loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset) and is_stateful(loader.dataset)
+    return loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset) and has_state(loader.dataset)
 
 
 def _held(loader: Any) -> dict[str, Any]:

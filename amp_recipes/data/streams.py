@@ -19,6 +19,7 @@ from amp_recipes.data.samplers import epoch_seed
 from amp_recipes.data.waiting import poll_seconds
 from amp_recipes.data.workers import TIMEOUT_SECONDS, Workers, start_worker
 from amp_recipes.errors import DataError
+from amp_recipes.state.preserved import has_state
 
 
 class StreamLoader(DataLoader):
@@ -46,7 +47,7 @@ class StreamLoader(DataLoader):
     @property
     def knows_its_place(self) -> bool:
         """Whether a resume goes on in the middle of the stream without reading its beginning again."""
-        return is_stateful(self.dataset) and (self.num_workers == 0 or has_torchdata())
+        return has_state(self.dataset) and (self.num_workers == 0 or has_torchdata())
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is of that epoch, from its beginning unless it is the one of `load_state_dict`."""
@@ -161,11 +162,6 @@ def _batches_to_read_again(state: Mapping[str, Any]) -> int:
     return 0 if "stream" in state or "dataset" in state else state["batches"]
 
 
-def is_stateful(x: Any) -> bool:
-    """Whether `x` can tell its place and take it back."""
-    return callable(getattr(x, "state_dict", None)) and callable(getattr(x, "load_state_dict", None))
-
-
 def has_torchdata() -> bool:
     """Whether torchdata's StatefulDataLoader is installed."""
     return find_spec("torchdata") is not None and find_spec("torchdata.stateful_dataloader") is not None
@@ -180,7 +176,7 @@ class _Stream(IterableDataset):
         self._told: int | None = None
         self._samples: _Samples | _StatefulSamples | None = None
         self._goes_on: Mapping[str, Any] | None = None
-        if is_stateful(dataset):  # torchdata asks the data set and its iterator each for their own, if they have one
+        if has_state(dataset):  # torchdata asks the data set and its iterator each for their own, if they have one
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
@@ -196,7 +192,7 @@ class _Stream(IterableDataset):
         seeds.set_for(f"worker {worker}")
         iterator = iter(self.dataset)
         self._samples = _Samples(iterator, seeds, worker, self.workers if info is not None else None)
-        if is_stateful(self.dataset) or is_stateful(iterator):
+        if has_state(self.dataset) or has_state(iterator):
             self._samples = _StatefulSamples(self._samples, self.dataset)
         if self._goes_on is not None:
             self._samples.load_state_dict(self._goes_on)
@@ -254,7 +250,7 @@ class _StatefulSamples:
 
     def state_dict(self) -> dict[str, Any]:
         iterator = self._samples.iterator
-        own = iterator is not self._dataset and is_stateful(iterator)
+        own = iterator is not self._dataset and has_state(iterator)
         return {"count": self._samples.count, "iterator": iterator.state_dict() if own else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

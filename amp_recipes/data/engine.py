@@ -18,10 +18,23 @@ from amp_recipes.modules.torch_private import set_timeout_of_batches
 
 
 class Engine(NamedTuple):
-    """torch's loader, and its worker processes where it has some."""
+    """torch's loader, and its worker processes."""
 
     loader: DataLoader
-    workers: Workers | None
+    workers: Workers
+
+
+def options_of_workers(loader: DataLoader) -> dict[str, Any]:
+    """The options of a loader of ours that torch's loader takes over: how many workers, and how they run."""
+    names = (
+        "num_workers",
+        "prefetch_factor",
+        "persistent_workers",
+        "in_order",
+        "multiprocessing_context",
+        "pin_memory",
+    )
+    return {name: getattr(loader, name) for name in names}
 
 
 class Engines:
@@ -76,11 +89,11 @@ class EnginePass:
     ) -> None:
         self._loader, self._iteration, self._drop_workers = loader, iteration, drop_workers
         self._protect = protect
-        self._ends_workers = engine.workers is not None and not loader.persistent_workers
+        self._ends_workers = not loader.persistent_workers
         self._fault: DataError | None = None
         self._batches: Iterator[Any] | None = None
         try:
-            with self._quietly(), engine.workers.starting() if engine.workers is not None else nullcontext():
+            with self._quietly(), engine.workers.starting():
                 self._batches = iter(engine.loader)
         except Exception as error:
             self._raise_if_told(error)
@@ -107,7 +120,7 @@ class EnginePass:
 
     def close(self) -> None:
         """The pass is over: its workers end, and there are no more batches."""
-        if self._iteration.workers is not None:
+        if self._iteration.workers.count:
             self._iteration.workers.close()
             self._batches = iter(())
 

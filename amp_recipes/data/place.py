@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from amp_recipes.data.dynamic_items import forget_skipping, is_plain_loader
 from amp_recipes.data.sample_draws import draws_nothing, held_generators
+from amp_recipes.data.samplers import samplers_of
 from amp_recipes.data.streams import StreamLoader
 from amp_recipes.state.preserved import has_state
-from amp_recipes.state.randomness import GENERATORS, generator_state, set_generator_state
+from amp_recipes.state.randomness import GENERATORS, set_generator_state, states_of
 
 # Of loaders with generators of their own: the states with which the present epoch began.
 _BEGAN: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -58,14 +59,17 @@ def generator_states(loader: Any) -> dict[str, Any]:
     Without workers also those that the data set holds as attributes, through Subset, ConcatDataset and the like; with
     workers each has a copy of them, which draws on its own.
     """
-    return {name: generator_state(generator) for name, generator in _held(loader).items()}
+    return states_of(_held(loader))
 
 
 def set_generator_states(loader: Any, states: Mapping[str, Any]) -> None:
     """Put the generators of a loader made like the one of `generator_states` there."""
-    held = _held(loader)
-    for name in held.keys() & states.keys():
-        set_generator_state(held[name], states[name])
+    _set_states(_held(loader), states)
+
+
+def _set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    for name in generators.keys() & states.keys():
+        set_generator_state(generators[name], states[name])
 
 
 def can_begin_again(loader: Any) -> bool:
@@ -134,12 +138,10 @@ def _stream_cannot_tell(loader: StreamLoader) -> str | None:
 
 def _from_dataloader(loader: DataLoader, step: int, state: Mapping[str, Any]) -> Iterator[Any]:
     forget_skipping(loader)
-    generators = held_generators(*_parts(loader))
-    for name, saved in state.get("generators", {}).items():
-        if name in generators:
-            set_generator_state(generators[name], saved)
+    generators = held_generators(loader, *samplers_of(loader))
+    _set_states(generators, state.get("generators", {}))
     if generators:
-        _BEGAN[loader] = {name: generator_state(generator) for name, generator in generators.items()}
+        _BEGAN[loader] = states_of(generators)
     if step and "dataset" in state and _tells_by_dataset(loader):
         loader.dataset.load_state_dict(state["dataset"])
         return iter(loader)
@@ -205,7 +207,7 @@ def _held(loader: Any) -> dict[str, Any]:
     """The generators that a loader, its samplers and, as long as it is read in this process, its data set hold."""
     if not isinstance(loader, DataLoader):
         return {}
-    found = held_generators(*_parts(loader))
+    found = held_generators(loader, *samplers_of(loader))
     if loader.num_workers == 0:
         _add_held(loader.dataset, "dataset", found, set())
     return found
@@ -234,8 +236,3 @@ def _made_of(attributes: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(parts)
     if "dataset" in attributes:
         yield "dataset", attributes["dataset"]
-
-
-def _parts(loader: DataLoader) -> list[Any]:
-    inner = getattr(loader.batch_sampler, "sampler", None)
-    return [loader, *{id(it): it for it in (loader.sampler, loader.batch_sampler, inner) if it is not None}.values()]

@@ -32,9 +32,7 @@ class Failure:
 class Reader(Dataset):
     """A torch Dataset of whole batches: `reader[task]` is (its number, the collated batch or a Failure)."""
 
-    def __init__(
-        self, dataset: Any, batched: bool, collate: Callable[[Any], Any], seed: int, workers: Workers | None
-    ) -> None:
+    def __init__(self, dataset: Any, batched: bool, collate: Callable[[Any], Any], seed: int, workers: Workers) -> None:
         self.dataset = dataset
         self._batched, self._collate, self._seed, self._workers = batched, collate, seed, workers
         self._seed_samples = not draws_nothing(dataset)
@@ -52,15 +50,13 @@ class Reader(Dataset):
         if task.epoch != self._epoch:
             self._begin_epoch(task.epoch)
         number, indices = task.number, task.indices
-        if self._workers is not None:
-            self._workers.begin(number)
+        self._workers.begin(number)
         try:
             samples, failure = self._read(indices)
             if failure is None:
                 samples, failure = self._put_together(samples, indices)
         finally:
-            if self._workers is not None:
-                self._workers.end()
+            self._workers.end()
         return number, samples if failure is None else failure
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -77,8 +73,7 @@ class Reader(Dataset):
         samples = []
         dataset, seeds, workers = self.dataset, self._seeds if self._seed_samples else None, self._workers
         for place, index in enumerate(indices):
-            if workers is not None:
-                workers.at(place)
+            workers.at(place)
             if seeds is not None:
                 seeds.set_for(index)
             try:
@@ -108,7 +103,8 @@ class Reader(Dataset):
 
     def _unfit(self, samples: Sequence[Any], indices: Sequence[Any]) -> str:
         """Which sample of a batch that cannot be collated is unfit, and in what way; empty where that is open."""
-        named = [(describe_sample(self.dataset, index), it) for index, it in zip(indices, samples, strict=False)]
+        names = [describe_sample(self.dataset, index) for index in indices]
+        named = list(zip(names, samples, strict=False))
         missing = [name for name, sample in named if sample is None]
         if missing:
             return f"; {missing[0]} is None"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
-from amp_recipes.data.engine import Engine, EnginePass, Engines
+from amp_recipes.data.engine import Engine, EnginePass, Engines, options_of_workers
 from amp_recipes.data.loader_faults import Iteration, read_fault
 from amp_recipes.data.reading import Failure, failure_of
 from amp_recipes.data.sample_draws import SampleSeeds
@@ -89,19 +89,18 @@ class StreamLoader(DataLoader):
         # Where workers are to go on, they start anew with the state.
         engine = self._engines.take(self._engine, anew=resumed is not None)
         self._set_epoch_of(engine)
-        if resumed is not None:
-            _restore_place(engine.loader, resumed)
+        to_read_again = 0 if resumed is None else _restore_place(engine.loader, resumed)
         self._running = engine.loader
         iteration = Iteration(self.name, self.dataset, engine.workers)
         # The global generators stay where they are; workers have their own.
-        passed = EnginePass(self, engine, iteration, self._engines.drop, protect=engine.workers is None)
-        if engine.workers is not None:  # not before: torchdata waits as long for the workers' start, too
+        passed = EnginePass(self, engine, iteration, self._engines.drop, protect=not self.num_workers)
+        if self.num_workers:  # not before: torchdata waits as long for the workers' start, too
             passed.wait_at_most(poll_seconds(self.timeout, self.stop, self.persistent_workers))
         batches = _StreamIterator(self, passed, engine.loader)
         self._engines.note(batches, iteration)
+        for _ in range(to_read_again):
+            next(batches, None)
         if resumed is not None:
-            for _ in range(_batches_to_read_again(resumed)):
-                next(batches, None)
             self.batches_done = resumed["batches"]
         return batches
 
@@ -114,14 +113,13 @@ class StreamLoader(DataLoader):
     def _set_epoch_of(self, engine: Engine) -> None:
         if self.generator is None:
             engine.loader.generator.manual_seed(epoch_seed(self.seed, self.epoch, "workers"))
-        if engine.workers is not None:
-            engine.workers.epoch = self.epoch
+        engine.workers.epoch = self.epoch
         if isinstance(engine.loader.dataset, _Stream):
             engine.loader.dataset.epoch = self.epoch
 
     def _engine(self) -> Engine:
-        workers = Workers(self.num_workers) if self.num_workers else None
-        start = partial(start_worker, workers, self.worker_init_fn) if workers else None
+        workers = Workers(self.num_workers)
+        start = partial(start_worker, workers, self.worker_init_fn)
         dataset, collate = self.dataset, self.collate_fn
         if isinstance(dataset, IterDataPipe):  # torch shuffles and shards these itself, if it sees them
             start = self.worker_init_fn
@@ -134,32 +132,26 @@ class StreamLoader(DataLoader):
         options = dict(
             batch_size=self.batch_size,
             drop_last=self.drop_last,
-            num_workers=self.num_workers,
             collate_fn=collate,
-            pin_memory=self.pin_memory,
             timeout=self.timeout,
             worker_init_fn=start,
-            multiprocessing_context=self.multiprocessing_context,
             generator=self.generator if self.generator is not None else torch.Generator(),
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers,
-            in_order=self.in_order,
+            **options_of_workers(self),
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*set_vital")  # torchdata 0.11 calls it, torch 2.13 warns
             return Engine(kind(dataset, **options), workers)
 
 
-def _restore_place(engine: DataLoader, state: Mapping[str, Any]) -> None:
-    """Let the stream go on at the saved place, as far as it can tell one."""
+def _restore_place(engine: DataLoader, state: Mapping[str, Any]) -> int:
+    """Let the stream go on at the saved place; returns how many batches are to be read again, where it has none."""
     if "stream" in state:
         engine.load_state_dict(state["stream"])
     elif "dataset" in state:
         engine.dataset.go_to(state["dataset"])
-
-
-def _batches_to_read_again(state: Mapping[str, Any]) -> int:
-    return 0 if "stream" in state or "dataset" in state else state["batches"]
+    else:
+        return state["batches"]
+    return 0
 
 
 def has_torchdata() -> bool:
@@ -170,7 +162,7 @@ def has_torchdata() -> bool:
 class _Stream(IterableDataset):
     """The user's data set, seeded before each sample."""
 
-    def __init__(self, dataset: Any, seed: int, workers: Workers | None) -> None:
+    def __init__(self, dataset: Any, seed: int, workers: Workers) -> None:
         self.dataset, self.seed, self.workers = dataset, seed, workers
         self.epoch = 0
         self._told: int | None = None
@@ -181,7 +173,7 @@ class _Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        if info is not None and self.workers is not None:
+        if info is not None:
             self.epoch = self.workers.epoch
             # A persistent worker has a copy of the data set, which the main process cannot tell.
             if self._told not in (None, self.epoch) and hasattr(self.dataset, "set_epoch"):
@@ -191,7 +183,7 @@ class _Stream(IterableDataset):
         worker = 0 if info is None else info.id
         seeds.set_for(f"worker {worker}")
         iterator = iter(self.dataset)
-        self._samples = _Samples(iterator, seeds, worker, self.workers if info is not None else None)
+        self._samples = _Samples(iterator, seeds, worker, self.workers)
         if has_state(self.dataset) or has_state(iterator):
             self._samples = _StatefulSamples(self._samples, self.dataset)
         if self._goes_on is not None:
@@ -211,7 +203,7 @@ class _Stream(IterableDataset):
 class _Samples:
     """The samples of one worker's stream; a Failure, and then the end, where one cannot be read."""
 
-    def __init__(self, iterator: Iterator[Any], seeds: SampleSeeds, worker: int, workers: Workers | None) -> None:
+    def __init__(self, iterator: Iterator[Any], seeds: SampleSeeds, worker: int, workers: Workers) -> None:
         self.iterator, self._seeds, self._worker, self._workers = iterator, seeds, worker, workers
         self.count = 0
 
@@ -219,8 +211,7 @@ class _Samples:
         return self
 
     def __next__(self) -> Any:
-        if self._workers is not None:
-            self._workers.begin(self.count)
+        self._workers.begin(self.count)
         self._seeds.set_for(f"{self._worker}/{self.count}")
         try:
             sample = next(self.iterator)
@@ -230,8 +221,7 @@ class _Samples:
             self.iterator = iter(())
             return failure_of(f"sample {self.count} of the stream cannot be read", error)
         finally:
-            if self._workers is not None:
-                self._workers.end()
+            self._workers.end()
         self.count += 1
         return sample
 
@@ -260,11 +250,9 @@ class _StatefulSamples:
 
 
 def _collate(collate: Callable[[Any], Any], samples: Any) -> Any:
-    failures = [it for it in samples if isinstance(it, Failure)] if isinstance(samples, list) else []
-    if isinstance(samples, Failure):
-        return samples
-    if failures:
-        return failures[0]
+    for sample in samples if isinstance(samples, list) else [samples]:
+        if isinstance(sample, Failure):
+            return sample
     try:
         return collate(samples)
     except Exception as error:

@@ -38,13 +38,13 @@ class Reading(NamedTuple):
 class Workers:
     """A board in shared memory on which each worker writes its pid and what it reads; the main process reads it.
 
-    So the main process can tell which sample a worker was reading when it died or hung.
+    So the main process can tell which sample a worker was reading when it died or hung. count: 0 where it reads itself.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         # Two entries for all, whether the main process closes the workers and the epoch, then three for each worker.
-        self._board = RawArray("q", _SHARED + count * _WIDTH)
+        self._board = RawArray("q", _SHARED + count * _WIDTH) if count else [0] * _SHARED
         for worker in range(count):
             self._board[self._row(worker) + _TASK] = -1
         self._mine: int | None = None
@@ -99,6 +99,9 @@ class Workers:
     @contextmanager
     def starting(self) -> Iterator[None]:
         """The processes that are started in the block are these workers."""
+        if not self.count:
+            yield
+            return
         before = multiprocessing.active_children()
         # A signal to all processes of the run waits until a worker has said, in `start_worker`, what it does with it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -107,13 +110,13 @@ class Workers:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             # What torch's iterator calls `_workers`, without reaching into it.
-            started = [it for it in multiprocessing.active_children() if it not in before and it.daemon]
-            self._processes = self._processes + started
+            children = multiprocessing.active_children()
+            self._processes = [*self._processes, *(child for child in children if child not in before and child.daemon)]
 
     @property
     def running(self) -> bool:
         """Whether any of them is there."""
-        return os.getpid() == self._owner and any(it.exitcode is None for it in self._processes)
+        return os.getpid() == self._owner and any(process.exitcode is None for process in self._processes)
 
     def worker_of(self, pid: int) -> int | None:
         """The number of the worker with that pid."""
@@ -122,19 +125,19 @@ class Workers:
 
     def exit_code(self, pid: int) -> int | None:
         """How that worker ended, as `multiprocessing` tells it: minus a signal's number, or what it returned."""
-        return next((it.exitcode for it in self._processes if it.pid == pid), None)
+        return next((process.exitcode for process in self._processes if process.pid == pid), None)
 
     def reading(self) -> list[Reading]:
         """What each worker reads that reads anything."""
         rows = [(worker, self._row(worker)) for worker in range(self.count)]
         now = [Reading(worker, *self._board[row : row + _WIDTH]) for worker, row in rows]
-        return [it for it in now if it.task >= 0]
+        return [reading for reading in now if reading.task >= 0]
 
     def dead(self, wait_seconds: float = 0.0) -> list[int]:
         """The pids of the workers that have ended; waits so long for the first."""
         deadline = time.monotonic() + wait_seconds
         while True:
-            dead = [it.pid for it in self._processes if it.exitcode is not None]
+            dead = [process.pid for process in self._processes if process.exitcode is not None]
             if dead or not self._processes or time.monotonic() > deadline:
                 return dead
             time.sleep(0.01)
@@ -143,7 +146,7 @@ class Workers:
         """End those workers, or all, with SIGKILL: a hung one heeds nothing less, and would hold up the exit."""
         if os.getpid() != self._owner:
             return
-        doomed = [it for it in self._processes if pids is None or it.pid in pids]
+        doomed = [process for process in self._processes if pids is None or process.pid in pids]
         for process in doomed:
             process.kill()
         for process in doomed:

@@ -24,6 +24,7 @@ import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,36 @@ class PackedState:
 
     @property
     def tensor_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def file_bytes(self) -> int:
+        return len(self.header) + self.tensor_bytes
+
+    @cached_property
+    def header(self) -> bytes:
+        """All of the file that comes before the tensors' bytes. Raises CheckpointError if it would be over 100 MB."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", _METADATA_KEY: json.dumps(self.document)}}
+        if self.sharded:
+            header["__metadata__"][_SHARDS_KEY] = json.dumps(self.sharded, separators=(",", ":"))
+        offset = 0
+        for name, tensor in self.in_file_order():
+            known = DTYPE_NAMES.get(tensor.dtype)
+            shape, end = list(tensor.shape) if known else [tensor.nbytes], offset + tensor.nbytes
+            header[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header, ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        if len(text) > _MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"A state has {len(text) / 1e6:.0f} MB that are not tensors; a file holds up to "
+                f"{_MAX_HEADER_BYTES / 1e6:.0f} MB. Keep long lists of numbers as tensors."
+            )
+        return len(text).to_bytes(8, "little") + text
+
+    def in_file_order(self) -> list[tuple[str, Tensor]]:
+        """The tensors, those with long elements first: so each begins at a multiple of its element's size."""
+        return sorted(self.tensors.items(), key=lambda item: -item[1].element_size())
 
     def add_pieces(self, file: str, pieces: Mapping[str, tuple[list[int], list[int]]]) -> None:
         """Note that a file holds parts of sharded tensors; pieces: name -> where it begins, and its size."""
@@ -118,39 +148,12 @@ def plain_problem(value: Any) -> str | None:
 # ---------------------------------------------------------------------- to the disk
 
 
-def file_header(packed: PackedState) -> bytes:
-    """All of the file that comes before the tensors' bytes. Raises CheckpointError if it would be over 100 MB."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", _METADATA_KEY: json.dumps(packed.document)}}
-    if packed.sharded:
-        header["__metadata__"][_SHARDS_KEY] = json.dumps(packed.sharded, separators=(",", ":"))
-    offset = 0
-    for name, tensor in _in_file_order(packed):
-        size = tensor.numel() * tensor.element_size()
-        known = DTYPE_NAMES.get(tensor.dtype)
-        shape = list(tensor.shape) if known else [size]
-        header[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header, ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"A state has {len(text) / 1e6:.0f} MB that are not tensors; a file holds up to "
-            f"{_MAX_HEADER_BYTES / 1e6:.0f} MB. Keep long lists of numbers as tensors."
-        )
-    return len(text).to_bytes(8, "little") + text
-
-
-def _in_file_order(packed: PackedState) -> list[tuple[str, Tensor]]:
-    """Those with long elements first, so that each begins at a multiple of its element's size."""
-    return sorted(packed.tensors.items(), key=lambda item: -item[1].element_size())
-
-
-def write_state(path: Path, packed: PackedState, header: bytes | None = None) -> str:
+def write_state(path: Path, packed: PackedState) -> str:
     """Write a new file and have it on the disk; returns its sha256, taken while it was written."""
     file = HashedFile(path)
     try:
-        file.write(memoryview(header or file_header(packed)))
-        for _, tensor in _in_file_order(packed):
+        file.write(memoryview(packed.header))
+        for _, tensor in packed.in_file_order():
             if tensor.numel():
                 # A single element may claim any stride and yet be contiguous: as bytes it must be 1.
                 row_by_row = tensor.cpu().contiguous().as_strided((tensor.numel(),), (1,))

@@ -26,15 +26,8 @@ class Engine(NamedTuple):
 
 def options_of_workers(loader: DataLoader) -> dict[str, Any]:
     """The options of a loader of ours that torch's loader takes over: how many workers, and how they run."""
-    names = (
-        "num_workers",
-        "prefetch_factor",
-        "persistent_workers",
-        "in_order",
-        "multiprocessing_context",
-        "pin_memory",
-    )
-    return {name: getattr(loader, name) for name in names}
+    names = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
+    return {name: getattr(loader, name) for name in (*names, "in_order", "pin_memory")}
 
 
 class Engines:

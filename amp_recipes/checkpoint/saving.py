@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def held_by(files: Mapping[str, PackedState], trainable: Mapping[str, frozenset[
     of_files = {stem: trainable[stem.partition(RANK_MARK)[0]] for stem in files}
     return Held(
         {
-            stem: {key: (state.document["offsets"][key], list(it.shape)) for key, it in state.tensors.items()}
+            stem: {key: (state.document["offsets"][key], list(tensor.shape)) for key, tensor in state.tensors.items()}
             for stem, state in parts.items()
         },
         sum(state.tensor_bytes for state in parts.values()),
@@ -159,9 +160,11 @@ class OtherProcesses:
 
 
 def commit_as_main(
-    group: CheckpointGroup, held: Held, commit: Callable[[list[Held], OtherProcesses], Checkpoint],
+    group: CheckpointGroup,
+    held: Held,
+    commit: Callable[[list[Held], OtherProcesses], Checkpoint],
     then: Callable[[Checkpoint], object] | None,
-) -> Checkpoint:  # fmt: skip
+) -> Checkpoint:
     """Save as the main process; commit: writes this process's files, given the others. Its error is raised on all."""
     of_ranks = group.to_main(held)
     others = OtherProcesses(group, of_ranks)
@@ -298,9 +301,6 @@ def _withdraw(temporary: Path, target: Path | None) -> None:
 
 
 def _write_text(path: Path, text: str) -> str:
-    file = HashedFile(path)
-    try:
+    with closing(HashedFile(path)) as file:
         file.write(memoryview(text.encode()))
         return file.finish()
-    finally:
-        file.close()

@@ -68,6 +68,12 @@ class SpeechBrainCheckpointer:
         meta = {**(meta or {}), **({_THEIR_FLAG: True} if inside else {})}
         return self.original.save_checkpoint(meta=meta, end_of_epoch=not inside)
 
+    def save_then(self, then: Callable[[Any], object] | None, meta: Mapping[str, Any] | None = None) -> None:
+        """As `save_checkpoint`; then: called with the finished checkpoint."""
+        saved = self.save_checkpoint(meta)
+        if then is not None:
+            then(saved)
+
     def list_checkpoints(self) -> list[Any]:
         """All checkpoints, newest first."""
         return self.original.find_checkpoints()
@@ -82,7 +88,7 @@ class SpeechBrainCheckpointer:
 
     def delete_checkpoint(self, checkpoint: Any) -> None:
         """Delete one."""
-        self.original.delete_checkpoints(num_to_keep=0, ckpt_predicate=lambda it: it.path == checkpoint.path)
+        self.original.delete_checkpoints(num_to_keep=0, ckpt_predicate=lambda other: other.path == checkpoint.path)
 
     def only(self, names: Iterable[str]) -> SpeechBrainCheckpointer:
         """The same folder for some of the recoverables."""

@@ -23,6 +23,7 @@ import json
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -44,11 +45,7 @@ from amp_recipes.checkpoint.packing import (
     Refused,
     title,
 )
-from amp_recipes.checkpoint.shards import (
-    Piece,
-    Stored,
-    fills,
-)
+from amp_recipes.checkpoint.shards import Piece, Stored, fills
 from amp_recipes.errors import CheckpointError
 from amp_recipes.modules.torch_private import set_versions_of_state
 
@@ -110,7 +107,7 @@ class PackedState:
 
     def incomplete(self) -> list[str]:
         """The sharded tensors of which not every element has a place in a file, or some have two."""
-        return [name for name, it in self.sharded.items() if not fills(it["shape"], _pieces(name, it))]
+        return [name for name, entry in self.sharded.items() if not fills(entry["shape"], _pieces(name, entry))]
 
 
 def pack_state(state: Any, name: str) -> PackedState:
@@ -150,8 +147,7 @@ def plain_problem(value: Any) -> str | None:
 
 def write_state(path: Path, packed: PackedState) -> str:
     """Write a new file and have it on the disk; returns its sha256, taken while it was written."""
-    file = HashedFile(path)
-    try:
+    with closing(HashedFile(path)) as file:
         file.write(memoryview(packed.header))
         for _, tensor in packed.in_file_order():
             if tensor.numel():
@@ -159,8 +155,6 @@ def write_state(path: Path, packed: PackedState) -> str:
                 row_by_row = tensor.cpu().contiguous().as_strided((tensor.numel(),), (1,))
                 file.write(memoryview(row_by_row.view(torch.uint8).numpy()))
         return file.finish()
-    finally:
-        file.close()
 
 
 # ---------------------------------------------------------------------- and back
@@ -224,8 +218,8 @@ class _Reader:
             raise ValueError(f"{name} lies in other files")
         key = json.dumps(node)
         if key not in self._made:
-            it = self._sharded[name]
-            self._made[key] = Stored(torch.Size(it["shape"]), _DTYPES[it["dtype"]], _pieces(name, it))
+            entry = self._sharded[name]
+            self._made[key] = Stored(torch.Size(entry["shape"]), _DTYPES[entry["dtype"]], _pieces(name, entry))
         return self._made[key]
 
     def _read(self, name: str) -> Tensor:

@@ -110,27 +110,20 @@ class Stored:
         return [piece for piece in self.pieces if not self.shape or piece.overlap(offsets, sizes)]
 
 
-class OpenFiles:
+class OpenFiles(ExitStack):
     """The safetensors files of one checkpoint, each opened once, when something is read from it."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._folder = folder
         self._open: dict[str, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> OpenFiles:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._open.clear()
-        self._stack.close()
 
     def part(self, piece: Piece, shared: Sequence[tuple[int, int]]) -> Tensor:
         """What `shared`, in the whole tensor's indices, names of a piece."""
         file = self._open.get(piece.file)
         if file is None:
             opened = safe_open(str(self._folder / piece.file), framework="pt", device="cpu")
-            file = self._open[piece.file] = self._stack.enter_context(opened)
+            file = self._open[piece.file] = self.enter_context(opened)
         sizes = [end - begin for begin, end in shared]
         if sizes == list(piece.sizes):
             found = file.get_tensor(piece.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from multiprocessing.sharedctypes import RawArray
+from multiprocessing.sharedctypes import RawArray, RawValue
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -21,8 +22,6 @@ from amp_recipes.interrupts import SIGNALS, is_default
 TIMEOUT_SECONDS = 300.0  # for a batch, where the user sets no limit: a hung file system must not hang the run
 _END_CHECK_SECONDS = 0.5  # how often a worker looks whether it is to end
 _KILL_SECONDS = 5.0  # even SIGKILL waits for a process that waits for a disk
-_CLOSING, _EPOCH, _SHARED = 0, 1, 2
-_PID, _TASK, _PLACE, _WIDTH = 0, 1, 2, 3
 _ALL: WeakSet[Workers] = WeakSet()
 
 
@@ -35,6 +34,18 @@ class Reading(NamedTuple):
     place: int
 
 
+class _Row(ctypes.Structure):
+    """What one worker says of itself; task: -1 between two of them."""
+
+    _fields_ = (("pid", ctypes.c_int64), ("task", ctypes.c_int64), ("place", ctypes.c_int64))
+
+
+class _Orders(ctypes.Structure):
+    """What the main process tells all workers."""
+
+    _fields_ = (("closing", ctypes.c_bool), ("epoch", ctypes.c_int64))
+
+
 class Workers:
     """A board in shared memory on which each worker writes its pid and what it reads; the main process reads it.
 
@@ -43,11 +54,9 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        # Two entries for all, whether the main process closes the workers and the epoch, then three for each worker.
-        self._board = RawArray("q", _SHARED + count * _WIDTH) if count else [0] * _SHARED
-        for worker in range(count):
-            self._board[self._row(worker) + _TASK] = -1
-        self._mine: int | None = None
+        self._orders = RawValue(_Orders) if count else _Orders()
+        self._rows = RawArray(_Row, [(0, -1, 0)] * count) if count else ()
+        self._mine = _Row()  # of the main process, where nobody looks
         self._owner = os.getpid()
         self._processes: list[multiprocessing.Process] = []
         _ALL.add(self)
@@ -56,45 +65,42 @@ class Workers:
 
     def join(self, worker: int) -> None:
         """This process is worker `worker` from now on."""
-        self._mine = self._row(worker)
-        self._board[self._mine + _PID] = os.getpid()
+        self._mine = self._rows[worker]
+        self._mine.pid = os.getpid()
 
     def begin(self, task: int) -> None:
         """This worker takes a task up."""
-        if self._mine is not None:
-            self._board[self._mine + _PLACE] = 0
-            self._board[self._mine + _TASK] = task
+        self._mine.place = 0
+        self._mine.task = task
 
     def at(self, place: int) -> None:
         """This worker reads the sample at that place of its task."""
-        if self._mine is not None:
-            self._board[self._mine + _PLACE] = place
+        self._mine.place = place
 
     def end(self) -> None:
         """This worker has read its task."""
-        if self._mine is not None:
-            self._board[self._mine + _TASK] = -1
+        self._mine.task = -1
 
     @property
     def closing(self) -> bool:
         """Whether the main process wants its workers to end."""
-        return bool(self._board[_CLOSING])
+        return self._orders.closing
 
     @property
     def epoch(self) -> int:
         """The epoch that is read, for workers that are told no tasks."""
-        return self._board[_EPOCH]
+        return self._orders.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._board[_EPOCH] = epoch
+        self._orders.epoch = epoch
 
     # ------------------------------------------------------------------ in the main process
 
     def close(self) -> None:
         """The workers may go: SIGTERM ends them from now on."""
         if os.getpid() == self._owner:  # not a forked process that drops its copy of the loader
-            self._board[_CLOSING] = 1
+            self._orders.closing = True
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -120,8 +126,7 @@ class Workers:
 
     def worker_of(self, pid: int) -> int | None:
         """The number of the worker with that pid."""
-        pids = [self._board[self._row(worker) + _PID] for worker in range(self.count)]
-        return pids.index(pid) if pid in pids else None
+        return next((worker for worker, row in enumerate(self._rows) if row.pid == pid), None)
 
     def exit_code(self, pid: int) -> int | None:
         """How that worker ended, as `multiprocessing` tells it: minus a signal's number, or what it returned."""
@@ -129,8 +134,7 @@ class Workers:
 
     def reading(self) -> list[Reading]:
         """What each worker reads that reads anything."""
-        rows = [(worker, self._row(worker)) for worker in range(self.count)]
-        now = [Reading(worker, *self._board[row : row + _WIDTH]) for worker, row in rows]
+        now = [Reading(worker, row.pid, row.task, row.place) for worker, row in enumerate(self._rows)]
         return [reading for reading in now if reading.task >= 0]
 
     def dead(self, wait_seconds: float = 0.0) -> list[int]:
@@ -151,9 +155,6 @@ class Workers:
             process.kill()
         for process in doomed:
             process.join(_KILL_SECONDS)
-
-    def _row(self, worker: int) -> int:
-        return _SHARED + worker * _WIDTH
 
 
 def start_worker(workers: Workers, worker_init_fn: Callable[[int], None] | None, worker: int) -> None:

@@ -153,20 +153,16 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ saving
 
-    def save_checkpoint(self, meta: Mapping[str, Any] | None = None) -> Checkpoint:
+    def save_checkpoint(
+        self, meta: Mapping[str, Any] | None = None, then: Callable[[Checkpoint], object] | None = None
+    ) -> Checkpoint:
         """Write the state of every recoverable; when this returns it survives a crash or a power loss.
 
         meta: numbers and other JSON values, such as the metrics by which `find_checkpoint` chooses; messages name
-            its `optimizer_step`.
+            its `optimizer_step`. then: called, on the main process, with the finished checkpoint before any returns.
         Raises CheckpointError if it could not be written, or if a parameter that training changes is NaN or
         infinite; the checkpoints before it are then as they were.
         """
-        return self.save_then(None, meta)
-
-    def save_then(
-        self, then: Callable[[Checkpoint], object] | None, meta: Mapping[str, Any] | None = None
-    ) -> Checkpoint:
-        """As `save_checkpoint`; then: called, on the main process, with the finished checkpoint before any returns."""
         self._go_on_after_failure()
         group = self._group()
         return self._finish(group, self._collect(group, meta), then)
@@ -285,7 +281,7 @@ class Checkpointer:
     ) -> Checkpoint:
         """Save, then delete all but the newest and, for each key, the `num_to_keep` best; see `prune`."""
         check_num_to_keep(num_to_keep)
-        return self.save_then(lambda saved: self.prune(saved, min_keys, max_keys, num_to_keep), meta)
+        return self.save_checkpoint(meta, lambda saved: self.prune(saved, min_keys, max_keys, num_to_keep))
 
     def prune(
         self,

@@ -101,12 +101,10 @@ class CheckpointPolicy:
         self._save(meta, partial(self.checkpointer.prune, newest=_NEWEST, **best), at_end=True)
 
     def _save(self, meta: Mapping[str, Any], then: Callable[[Checkpoint], object], at_end: bool) -> None:
-        save_now = partial(self.checkpointer.save_then, then if self.deletes else None, meta)
-        self._save_again = save_now if at_end else None
-        if self._background:
-            self.checkpointer.start_saving(meta, then if self.deletes else None)
-        else:
-            save_now()
+        delete = then if self.deletes else None
+        self._save_again = partial(self.checkpointer.save_checkpoint, meta, delete) if at_end else None
+        save = self.checkpointer.start_saving if self._background else self.checkpointer.save_checkpoint
+        save(meta, delete)
         self._note_save()
 
     def due(self, interval_steps: int, asked: bool) -> bool:

@@ -52,12 +52,10 @@ class Reader(Dataset):
         number, indices = task.number, task.indices
         self._workers.begin(number)
         try:
-            samples, failure = self._read(indices)
-            if failure is None:
-                samples, failure = self._put_together(samples, indices)
+            batch = self._read(indices)
+            return number, batch if isinstance(batch, Failure) else self._put_together(batch, indices)
         finally:
             self._workers.end()
-        return number, samples if failure is None else failure
 
     def _begin_epoch(self, epoch: int) -> None:
         # A persistent worker has a copy of the data set, which the main process cannot tell.
@@ -65,7 +63,8 @@ class Reader(Dataset):
             self.dataset.set_epoch(epoch)
         self._epoch, self._seeds = epoch, SampleSeeds(self._seed, epoch)
 
-    def _read(self, indices: Any) -> tuple[Any, Failure | None]:
+    def _read(self, indices: Any) -> Any:
+        """The samples, or a Failure."""
         if self._at_once:
             return self._read_one(indices, self.dataset.__getitems__)
         if not self._batched:
@@ -79,27 +78,27 @@ class Reader(Dataset):
             try:
                 samples.append(dataset[index])
             except Exception as error:
-                return None, failure_of(self._describe(index), error)
-        return samples, None
+                return failure_of(self._describe(index), error)
+        return samples
 
-    def _read_one(self, index: Any, read: Callable[[Any], Any]) -> tuple[Any, Failure | None]:
+    def _read_one(self, index: Any, read: Callable[[Any], Any]) -> Any:
         if self._seed_samples:
             self._seeds.set_for(index)
         try:
-            return read(index), None
+            return read(index)
         except Exception as error:
-            return None, failure_of(self._describe(index), error)
+            return failure_of(self._describe(index), error)
 
-    def _put_together(self, samples: Any, indices: Any) -> tuple[Any, Failure | None]:
+    def _put_together(self, samples: Any, indices: Any) -> Any:
         if self._seed_collate:
             self._seeds.set_for(["collate", indices])
         try:
-            return self._collate(samples), None
+            return self._collate(samples)
         except Exception as error:
             if not self._batched:
-                return None, failure_of(samples_of(indices), error)
+                return failure_of(samples_of(indices), error)
             failure = failure_of(f"{samples_of(indices)} cannot be put into a batch", error)
-            return None, replace(failure, summary=failure.summary + self._unfit(samples, indices))
+            return replace(failure, summary=failure.summary + self._unfit(samples, indices))
 
     def _unfit(self, samples: Sequence[Any], indices: Sequence[Any]) -> str:
         """Which sample of a batch that cannot be collated is unfit, and in what way; empty where that is open."""

@@ -11,13 +11,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from amp_recipes.data.buckets import EpochBatches
-from amp_recipes.data.engine import Engine, EnginePass, Engines, options_of_workers
+from amp_recipes.data.engine import Engine, EnginePass, Engines, options_of_workers, poll_seconds
 from amp_recipes.data.loader_faults import Iteration, read_fault
 from amp_recipes.data.order import EpochOrder, Task
 from amp_recipes.data.reading import Failure, Reader, collate_as_it_is
 from amp_recipes.data.sample_draws import held_generators
 from amp_recipes.data.samplers import EpochShuffle, epoch_seed, samplers_of, shares_itself
-from amp_recipes.data.waiting import poll_seconds
 from amp_recipes.data.workers import TIMEOUT_SECONDS, Workers, start_worker
 from amp_recipes.errors import DataError
 from amp_recipes.state.randomness import set_generator_state, states_of

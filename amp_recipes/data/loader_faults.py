@@ -13,12 +13,12 @@ from weakref import WeakSet
 
 from amp_recipes.data.order import Task
 from amp_recipes.data.reading import Failure, describe_sample, samples_of
-from amp_recipes.data.waiting import TIMED_OUT
 from amp_recipes.data.workers import Reading, Workers, deaths_unreported
 from amp_recipes.errors import DataError
 
 _ALL: WeakSet[Iteration] = WeakSet()
 # The texts of torch/csrc/DataLoader.cpp and of torch/utils/data/dataloader.py: torch has no class for these errors.
+TIMED_OUT = re.compile(r"DataLoader timed out after (?P<seconds>[\d.]+) seconds")
 _DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\)")
 _BY_SIGNAL = re.compile(r"killed by signal: (?P<signal>[^.]+)\.")
 _BY_CODE = re.compile(r"exited unexpectedly with exit code (?P<code>\d+)")

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
-from amp_recipes.data.engine import Engine, EnginePass, Engines, options_of_workers
+from amp_recipes.data.engine import Engine, EnginePass, Engines, options_of_workers, poll_seconds
 from amp_recipes.data.loader_faults import Iteration, read_fault
 from amp_recipes.data.reading import Failure, failure_of
 from amp_recipes.data.sample_draws import SampleSeeds
 from amp_recipes.data.samplers import epoch_seed
-from amp_recipes.data.waiting import poll_seconds
 from amp_recipes.data.workers import TIMEOUT_SECONDS, Workers, start_worker
 from amp_recipes.errors import DataError
 from amp_recipes.state.preserved import has_state

@@ -229,7 +229,8 @@ def write_folder(
     Raises OSError if the disk fails (DiskFull if it has no room for it); nothing of it is left then.
     """
     others = others or OtherProcesses(ALONE, [])
-    needed = len(meta_text) + sum(state.file_bytes for state in states.values()) + others.needed_bytes
+    needed = len(meta_text) + sum(len(state.header) + state.tensor_bytes for state in states.values())
+    needed += others.needed_bytes
     free = shutil.disk_usage(target.parent).free
     if needed > free:
         raise _disk_full(needed, free)

@@ -71,10 +71,6 @@ class PackedState:
     def tensor_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    @property
-    def file_bytes(self) -> int:
-        return len(self.header) + self.tensor_bytes
-
     @cached_property
     def header(self) -> bytes:
         """All of the file that comes before the tensors' bytes. Raises CheckpointError if it would be over 100 MB."""

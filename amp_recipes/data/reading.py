@@ -113,10 +113,8 @@ class Reader(Dataset):
         if alone:
             return f"; {alone[0]} cannot be put into one alone"
         other = next((name for name, sample in named[1:] if not self._fit([samples[0], sample])), None)
-        return "" if other is None else f"; {other} does not fit with {named[0][0]}{self._advice()}"
-
-    def _advice(self) -> str:
-        return " (give a collate_fn that pads them)" if self._collate is default_collate else ""
+        advice = " (give a collate_fn that pads them)" if self._collate is default_collate else ""
+        return "" if other is None else f"; {other} does not fit with {named[0][0]}{advice}"
 
     def _fit(self, samples: list[Any]) -> bool:
         try:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from amp_recipes.state.preserved import has_state, put_items
@@ -27,6 +26,9 @@ _LARGE_BYTES = 2**26
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _CHUNK = 2**20
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 divided by the golden ratio, as a signed number: spreads neighbours far apart
+
+
+_NEITHER = (type, nn.Module, DataLoader)  # no plain values, and what they hold is not kept as one state
 
 
 class RecipeState:
@@ -168,9 +170,7 @@ class RecipeState:
         """The attributes that a checkpoint can hold; left_out: takes those that it cannot, with the reason."""
         found = {}
         for name, value in self._attributes().items():
-            if isinstance(value, (type, nn.Module, Optimizer, DataLoader, *GENERATORS)) or has_state(value):
-                continue
-            if self._hooked(value) is not None:
+            if isinstance(value, _NEITHER) or self._holder_of(value) is not None:
                 continue
             problem = self._problem(value)
             if problem is None:
@@ -198,13 +198,16 @@ class RecipeState:
         """Generators and objects that have a state, each once."""
         seen = {id(each) for each in self._saved_elsewhere()}
         for name, value in self._attributes().items():
-            leave = isinstance(value, (type, nn.Module, DataLoader))
-            if id(value) in seen or leave:
-                continue
-            holder = value if isinstance(value, GENERATORS) or has_state(value) else self._hooked(value)
+            holder = None if id(value) in seen else self._holder_of(value)
             if holder is not None:
                 seen.add(id(value))
                 yield name, holder
+
+    def _holder_of(self, value: Any) -> Any:
+        """What has the state of `value`: itself, or another object for it; None if nothing has."""
+        if isinstance(value, _NEITHER):
+            return None
+        return value if isinstance(value, GENERATORS) or has_state(value) else self._hooked(value)
 
     def _module_parts(self) -> Iterator[tuple[str, str, Tensor]]:
         """Parameters and buffers, each once, of the recipe's modules that are not in `modules`."""

@@ -67,7 +67,7 @@ class Engines:
 
     def __init__(self) -> None:
         self._kept: Engine | None = None
-        self._passes: WeakSet[Any] = WeakSet()
+        self._passes: WeakSet[EnginePass] = WeakSet()
         # Held: an error that a signal's handler raises takes the pass away before anybody asks what it was reading.
         self._last_iteration: Iteration | None = None
 
@@ -80,10 +80,12 @@ class Engines:
             self._kept = engine
         return engine
 
-    def note(self, batches: Any, iteration: Iteration) -> None:
-        """A pass has begun; `close` will end it with its own `close`, unless nobody holds it any more."""
-        self._passes.add(batches)
+    def begin(self, loader: Any, engine: Engine, iteration: Iteration, protect: bool) -> EnginePass:
+        """A pass of `engine`, with the arguments of `EnginePass`; `close` ends it, unless nobody holds it any more."""
+        begun = EnginePass(loader, engine, iteration, self.drop, protect)
+        self._passes.add(begun)
         self._last_iteration = iteration
+        return begun
 
     def drop(self) -> None:
         """The next pass starts new workers."""
@@ -94,8 +96,8 @@ class Engines:
         if self._kept is not None:
             self._kept.workers.close()
         self._kept = None
-        for batches in list(self._passes):
-            batches.close()
+        for begun in list(self._passes):
+            begun.close()
 
     def __del__(self) -> None:
         if self._kept is not None:

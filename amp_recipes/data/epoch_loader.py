@@ -118,10 +118,8 @@ class EpochLoader(DataLoader):
         done: dict[int, int] = {}
         engine.loader.sampler.iterator = self._order().tasks(start.samples, iteration.in_flight, done)
         protect = not self.num_workers and engine.loader.dataset.draws
-        passed = EnginePass(self, engine, iteration, self._engines.drop, protect)
-        batches = _EpochIterator(self, passed, self._position, iteration, done)
-        self._engines.note(batches, iteration)
-        return batches
+        batches = self._engines.begin(self, engine, iteration, protect)
+        return _EpochIterator(self, batches, self._position, iteration, done)
 
     def close(self) -> None:
         """End all workers now, and the passes that use them; the next iteration starts new ones."""
@@ -228,10 +226,6 @@ class _EpochIterator:
             raise fault
         self._hand_out(number)
         return batch
-
-    def close(self) -> None:
-        """The pass is over: its workers end, and there are no more batches."""
-        self._batches.close()
 
     def _hand_out(self, number: int) -> None:
         del self._iteration.in_flight[number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -38,10 +39,15 @@ class StreamLoader(DataLoader):
             kwargs.setdefault("timeout", TIMEOUT_SECONDS)
         super().__init__(dataset, **kwargs)
         self.seed, self.name, self.epoch = seed, name, 0
-        self.batches_done = 0
+        self._progress = _Progress()
         self._resumed: Mapping[str, Any] | None = None
         self._running: DataLoader | None = None  # torch's loader of the latest iteration
         self._engines = Engines()
+
+    @property
+    def batches_done(self) -> int:
+        """How many batches of the epoch have been handed out."""
+        return self._progress.batches
 
     @property
     def knows_its_place(self) -> bool:
@@ -51,7 +57,7 @@ class StreamLoader(DataLoader):
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is of that epoch, from its beginning unless it is the one of `load_state_dict`."""
         if epoch != self.epoch:
-            self._resumed, self._running, self.batches_done = None, None, 0
+            self._resumed, self._running, self._progress = None, None, _Progress()
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,11 +86,11 @@ class StreamLoader(DataLoader):
                 f"{self.name}: this position needs torchdata, with which it was saved: pip install torchdata"
             )
         self.set_epoch(state["epoch"])
-        self._resumed, self.batches_done = state, state["batches"]
+        self._resumed, self._progress = state, _Progress(state["batches"])
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
-        self.batches_done = 0
+        self._progress = _Progress()
         # Where workers are to go on, they start anew with the state.
         engine = self._engines.take(self._engine, anew=resumed is not None)
         self._set_epoch_of(engine)
@@ -92,15 +98,14 @@ class StreamLoader(DataLoader):
         self._running = engine.loader
         iteration = Iteration(self.name, self.dataset, engine.workers)
         # The global generators stay where they are; workers have their own.
-        passed = EnginePass(self, engine, iteration, self._engines.drop, protect=not self.num_workers)
+        begun = self._engines.begin(self, engine, iteration, protect=not self.num_workers)
         if self.num_workers:  # not before: torchdata waits as long for the workers' start, too
-            passed.wait_at_most(poll_seconds(self.timeout, self.stop, self.persistent_workers))
-        batches = _StreamIterator(self, passed, engine.loader)
-        self._engines.note(batches, iteration)
+            begun.wait_at_most(poll_seconds(self.timeout, self.stop, self.persistent_workers))
+        batches = _StreamIterator(self.name, begun, self._progress)
         for _ in range(to_read_again):
             next(batches, None)
         if resumed is not None:
-            self.batches_done = resumed["batches"]
+            self._progress.batches = resumed["batches"]
         return batches
 
     def close(self) -> None:
@@ -156,6 +161,13 @@ def _restore_place(engine: DataLoader, state: Mapping[str, Any]) -> int:
 def has_torchdata() -> bool:
     """Whether torchdata's StatefulDataLoader is installed."""
     return find_spec("torchdata") is not None and find_spec("torchdata.stateful_dataloader") is not None
+
+
+@dataclass
+class _Progress:
+    """How far a pass has come; the next pass has another one."""
+
+    batches: int = 0
 
 
 class _Stream(IterableDataset):
@@ -261,9 +273,8 @@ def _collate(collate: Callable[[Any], Any], samples: Any) -> Any:
 class _StreamIterator:
     """The batches of one pass, as `StreamLoader` hands them out."""
 
-    def __init__(self, loader: StreamLoader, batches: EnginePass, engine: DataLoader) -> None:
-        self._loader, self._batches = loader, batches
-        self._engine: DataLoader | None = engine
+    def __init__(self, name: str, batches: EnginePass, progress: _Progress) -> None:
+        self._name, self._batches, self._progress = name, batches, progress
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -271,15 +282,8 @@ class _StreamIterator:
     def __next__(self) -> Any:
         batch = next(self._batches)
         if isinstance(batch, Failure):
-            fault = read_fault(batch, self._loader.name)
+            fault = read_fault(batch, self._name)
             del self  # as in EpochLoader: an error that is kept must not keep the workers
             raise fault
-        if self._loader._running is self._engine:
-            self._loader.batches_done += 1
+        self._progress.batches += 1
         return batch
-
-    def close(self) -> None:
-        """The pass is over: its workers end, and there are no more batches."""
-        self._batches.close()
-        if self._loader.num_workers:
-            self._engine = None

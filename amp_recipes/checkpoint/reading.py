@@ -43,7 +43,7 @@ def read_documents(folder: Path, names: Iterable[str], group: CheckpointGroup) -
 
 
 def fill(folder: Path, states: dict[str, Any], layouts: Mapping[str, Any], group: CheckpointGroup) -> dict[str, Any]:
-    """`states` with what their files hold in place of each `Stored`. Raises Damaged, on all processes.
+    """`states`, in which now stands what their files hold for each `Stored`. Raises Damaged, on all processes.
 
     layouts: recoverable -> the like of its state, with a DTensor wherever one is wanted (of a tensor of another shape:
     one that all processes hold whole). What has no like there is read whole.
@@ -55,8 +55,7 @@ def fill(folder: Path, states: dict[str, Any], layouts: Mapping[str, Any], group
             wanted[_key(tensor, live)] = (tensor, live)
         return tensor
 
-    for name, state in states.items():
-        _walk(state, layouts.get(name), note)
+    _walk(states, layouts, note)
     boxes = {key: _box(tensor, live) for key, (tensor, live) in wanted.items()}
     files = {file for key, (tensor, _) in wanted.items() for file in tensor.files(*boxes[key])}
     seen = {f"{name}{STATE_SUFFIX}" for name in states}
@@ -82,7 +81,7 @@ def fill(folder: Path, states: dict[str, Any], layouts: Mapping[str, Any], group
             box = tuple(slice(at, at + size) for at, size in zip(*_box(tensor, live), strict=True))
             return _wrapped(tensor[box].clone(), tensor.shape, live)
 
-        return {name: _walk(state, layouts.get(name), put) for name, state in states.items()}
+        return _walk(states, layouts, put)
 
     return group.all_do(read)
 

@@ -210,10 +210,6 @@ def _written(files: Mapping[str, PackedState], folder: Path) -> tuple[dict[str, 
 # ---------------------------------------------------------------------- the folder
 
 
-class DiskFull(OSError):
-    """The checkpoint has no room."""
-
-
 def write_folder(
     target: Path,
     states: Mapping[str, PackedState],
@@ -226,7 +222,7 @@ def write_folder(
     (The latter not where the file system has no fsync of folders.)
     states: what to write, by the file's name without its suffix; ready: name -> file that lies in another checkpoint,
     and its sha256: a second name of it, or a copy, does.
-    Raises OSError if the disk fails (DiskFull if it has no room for it); nothing of it is left then.
+    Raises OSError if the disk fails or has no room for it; nothing of it is left then.
     """
     others = others or OtherProcesses(ALONE, [])
     needed = len(meta_text) + sum(len(state.header) + state.tensor_bytes for state in states.values())
@@ -247,7 +243,7 @@ def write_folder(
         no_inodes = out_of_inodes(error, target.parent) if isinstance(error, OSError) else ""
         _withdraw(temporary, target if renamed else None)
         if no_inodes:
-            raise DiskFull(errno.ENOSPC, no_inodes) from error
+            raise OSError(errno.ENOSPC, no_inodes) from error
         if isinstance(error, OSError) and error.errno in FULL:
             # After the half-written files are gone, so that it tells what there is to gain.
             raise _disk_full(needed, shutil.disk_usage(target.parent).free) from error
@@ -288,8 +284,8 @@ def _put_copy(file: Path, copy: Path) -> None:
             os.fsync(stream.fileno())
 
 
-def _disk_full(needed: int, free: int) -> DiskFull:
-    return DiskFull(errno.ENOSPC, f"disk full (needs {size_text(needed)}, free {size_text(free)})")
+def _disk_full(needed: int, free: int) -> OSError:
+    return OSError(errno.ENOSPC, f"disk full (needs {size_text(needed)}, free {size_text(free)})")
 
 
 def _withdraw(temporary: Path, target: Path | None) -> None:

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 # A closed terminal, Ctrl-\, what schedulers warn with, a limit of processor time: by default each kills the process.
 SAVE_SIGNALS = ("SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 """What the option `save_signals` takes."""
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", *SAVE_SIGNALS) if hasattr(signal, name))
-"""What asks a run to save; a system may lack some of them."""
+SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGINT", *SAVE_SIGNALS))
+"""What asks a run to save."""
 # Terminals and launchers may deliver one Ctrl-C twice (to the group, and passed on): that is no second wish.
 _SECOND_AFTER_SECONDS = 1.0
 _LOG_WITHIN_SECONDS = 1.0
@@ -136,15 +136,16 @@ class Interrupts:
         first = self.requested is None
         if first:
             self.requested = signum
+        told = f"{signal.Signals(signum).name}: finishing the step, saving, then exiting"
         if signum == signal.SIGINT:
             now = time.monotonic()
             if self._first_sigint is None:
                 self._first_sigint = now
-                _log(f"{_name(signum)}: finishing the step, saving, then exiting; once more to exit at once")
+                _log(f"{told}; once more to exit at once")
             elif now - self._first_sigint >= _SECOND_AFTER_SECONDS and not self._saves:
                 raise KeyboardInterrupt("a second SIGINT")
         elif first:
-            _log(f"{_name(signum)}: finishing the step, saving, then exiting")
+            _log(told)
 
 
 _installed: list[Interrupts] = []
@@ -159,10 +160,6 @@ def is_default(signum: int) -> bool:
 
 
 _getsig = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
-
-
-def _name(signum: int) -> str:
-    return signal.Signals(signum).name
 
 
 def _log(text: str) -> None:
@@ -199,5 +196,4 @@ def _default_in_child() -> None:
     _unsaid.clear()  # the threads are the parent's
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_default_in_child)
+os.register_at_fork(after_in_child=_default_in_child)

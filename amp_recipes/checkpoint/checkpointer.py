@@ -5,13 +5,12 @@ How one gets to the disk whole is in folder.py, what its files hold in state_for
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,11 @@ from amp_recipes.checkpoint.folder import (
     folder_name,
     meta_as_json,
     numbered_folders,
+    plain_meta,
     read_contents,
     remove_leftovers,
     verify_all,
     warn_of_damage,
-    write_folder,
 )
 from amp_recipes.checkpoint.group import ALONE, CheckpointGroup, checkpoint_group
 from amp_recipes.checkpoint.loading import (
@@ -56,6 +55,7 @@ from amp_recipes.checkpoint.saving import (
     note_pieces,
     own_files,
     without,
+    write_folder,
 )
 from amp_recipes.checkpoint.snapshot import Snapshot
 from amp_recipes.checkpoint.state_format import PackedState
@@ -68,6 +68,15 @@ FORMAT_VERSION = 2
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """Version n -> what makes states of version n+1 (recoverable -> state) of those of version n."""
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """What is to be saved: the meta, what this process is to write, the parameters of each state that train."""
+
+    meta: dict[str, Any]
+    files: dict[str, PackedState]
+    trainable: dict[str, frozenset[str]]  # by the recoverable's name
 
 
 class Checkpointer:
@@ -144,23 +153,19 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ saving
 
-    def save_checkpoint(self, meta: Mapping[str, Any] | None = None) -> Checkpoint:
+    def save_checkpoint(
+        self, meta: Mapping[str, Any] | None = None, then: Callable[[Checkpoint], object] | None = None
+    ) -> Checkpoint:
         """Write the state of every recoverable; when this returns it survives a crash or a power loss.
 
         meta: numbers and other JSON values, such as the metrics by which `find_checkpoint` chooses; messages name
-            its `optimizer_step`.
+            its `optimizer_step`. then: called, on the main process, with the finished checkpoint before any returns.
         Raises CheckpointError if it could not be written, or if a parameter that training changes is NaN or
         infinite; the checkpoints before it are then as they were.
         """
-        return self.save_then(None, meta)
-
-    def save_then(
-        self, then: Callable[[Checkpoint], object] | None, meta: Mapping[str, Any] | None = None
-    ) -> Checkpoint:
-        """As `save_checkpoint`; then: called, on the main process, with the finished checkpoint before any returns."""
         self._go_on_after_failure()
         group = self._group()
-        return self._finish(group, *self._collect(group, meta), then)
+        return self._finish(group, self._collect(group, meta), then)
 
     def start_saving(
         self, meta: Mapping[str, Any] | None = None, then: Callable[[Checkpoint], object] | None = None
@@ -175,13 +180,18 @@ class Checkpointer:
         """
         failed = self._go_on_after_failure()
         group = self._group()
-        files, trainable, meta_text = self._collect(group, meta)
-        taken = None if failed else self._snapshot.take(files)
+        collected = self._collect(group, meta)
+        taken = None if failed else self._snapshot.take(collected.files)
         if taken is None:
-            self._finish(group, files, trainable, meta_text, then)
-        else:
-            copies, arrived = taken
-            self._background.start(partial(self._finish, group, copies, trainable, meta_text, then, arrived))
+            self._finish(group, collected, then)
+            return
+
+        def finish() -> None:
+            copies, wait_for_copies = taken
+            wait_for_copies()
+            self._finish(group, replace(collected, files=copies), then)
+
+        self._background.start(finish)
 
     def wait(self) -> None:
         """Return when nothing is being written in the background; raises the error of what was, once."""
@@ -201,57 +211,48 @@ class Checkpointer:
         return ALONE if self._alone else checkpoint_group()
 
     def _finish(
-        self, group: CheckpointGroup, files: dict[str, PackedState], trainable: dict[str, frozenset[str]],
-        meta_text: str, then: Callable[[Checkpoint], object] | None, arrived: Callable[[], None] | None = None,
-    ) -> Checkpoint:  # fmt: skip
-        if arrived is not None:
-            arrived()
-        held = held_by(files, trainable)
+        self, group: CheckpointGroup, collected: _Collected, then: Callable[[Checkpoint], object] | None
+    ) -> Checkpoint:
+        held = held_by(collected.files, collected.trainable)
         if not group.is_main:
-            saved = commit_as_other(group, held, files, self.checkpoints_dir)
+            saved = commit_as_other(group, held, collected.files, self.checkpoints_dir)
             self._last_number = saved.number
             return saved
-        return commit_as_main(group, held, partial(self._commit, files, meta_text), then)
+        return commit_as_main(group, held, partial(self._commit, collected), then)
 
-    def _collect(
-        self, group: CheckpointGroup, meta: Mapping[str, Any] | None
-    ) -> tuple[dict[str, PackedState], dict[str, frozenset[str]], str]:
-        """What this process is to write, the parameters of each recoverable that training changes, and meta.json."""
+    def _collect(self, group: CheckpointGroup, meta: Mapping[str, Any] | None) -> _Collected:
         meet_to_save(self.recoverables, group)
 
-        def collect() -> tuple[dict[str, PackedState], dict[str, frozenset[str]], str]:
-            meta_text = meta_as_json(FORMAT_VERSION, self.recoverables, meta or {})
+        def collect() -> _Collected:
+            plain = plain_meta(meta or {})
             try:
                 states = {name: pack_recoverable(name, obj) for name, obj in self.recoverables.items()}
             except CheckpointError as error:
-                raise self._not_written(meta_text, str(error)) from error
+                raise self._not_written(plain, str(error)) from error
             trainable = {name: trainable_names(obj) for name, obj in self.recoverables.items()}
-            return own_files(states, group), trainable, meta_text
+            return _Collected(plain, own_files(states, group), trainable)
 
         return group.all_do(collect)
 
-    def _commit(
-        self, files: dict[str, PackedState], meta_text: str, of_ranks: list[Held], others: OtherProcesses
-    ) -> Checkpoint:
+    def _commit(self, collected: _Collected, of_ranks: list[Held], others: OtherProcesses) -> Checkpoint:
         self.check_writable()
-        names, meta = itemgetter("recoverables", "meta")(json.loads(meta_text))
+        meta, names = collected.meta, list(collected.trainable)
         try:
             remove_leftovers(self.checkpoints_dir)
             number = self._next_number()
             target = self.checkpoints_dir / folder_name(number)
             refuse_nonfinite(name for held in of_ranks for name in held.nonfinite)
-            others.unwanted = note_pieces(files, of_ranks)
-            files = without(files, others.unwanted)
+            others.unwanted = note_pieces(collected.files, of_ranks)
+            files = without(collected.files, others.unwanted)
             shards = len(of_ranks) if any(held.pieces for held in of_ranks) else 0
             ready = {}
             if self._rest_of is not None:
                 names, ready, shards = files_beside(self._rest_of.path, names)
-            meta_text = meta_as_json(FORMAT_VERSION, names, meta, shards)
-            write_folder(target, files, meta_text, others, ready)
+            write_folder(target, files, meta_as_json(FORMAT_VERSION, names, meta, shards), others, ready)
         except CheckpointError as error:
-            raise self._not_written(meta_text, str(error)) from error
+            raise self._not_written(meta, str(error)) from error
         except OSError as error:
-            raise self._not_written(meta_text, f"{error.strerror or error}.") from error
+            raise self._not_written(meta, f"{error.strerror or error}.") from error
         self._last_number = number
         return Checkpoint(target, number, meta)
 
@@ -259,8 +260,7 @@ class Checkpointer:
         # The number of a checkpoint that was deleted meanwhile is not given out again.
         return 1 + max([self._last_number, *numbered_folders(self.checkpoints_dir)])
 
-    def _not_written(self, meta_text: str, why: str) -> CheckpointError:
-        meta = json.loads(meta_text)["meta"]
+    def _not_written(self, meta: Mapping[str, Any], why: str) -> CheckpointError:
         try:
             found, _ = self._scan()
             left = f"{describe(found[0].number, found[0].meta)} is intact." if found else "There is no other one."
@@ -281,7 +281,7 @@ class Checkpointer:
     ) -> Checkpoint:
         """Save, then delete all but the newest and, for each key, the `num_to_keep` best; see `prune`."""
         check_num_to_keep(num_to_keep)
-        return self.save_then(lambda saved: self.prune(saved, min_keys, max_keys, num_to_keep), meta)
+        return self.save_checkpoint(meta, lambda saved: self.prune(saved, min_keys, max_keys, num_to_keep))
 
     def prune(
         self,

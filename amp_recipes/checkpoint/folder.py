@@ -1,4 +1,4 @@
-"""Writes a checkpoint to the disk whole or not at all, and finds damage to it.
+"""Names the parts of a checkpoint's folder, and finds damage to them.
 
 A folder `CKPT+000012` holds one `<name>.safetensors` per recoverable, `meta.json`, and `MANIFEST.sha256`, which
 `sha256sum -c` reads; where tensors lie in parts on several processes, also `<name>@00003.safetensors` with those parts
@@ -9,7 +9,6 @@ process or the machine died.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -19,12 +18,11 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from amp_recipes.checkpoint.hashed_file import HashedFile, file_sha256
-from amp_recipes.checkpoint.state_format import PackedState, file_header, write_state
+from amp_recipes.checkpoint.hashed_file import file_sha256
 from amp_recipes.errors import CheckpointError, ConfigError
-from amp_recipes.files.file_system import FULL, fsync_folder, out_of_inodes, reason, size_text
+from amp_recipes.files.file_system import fsync_folder, reason
 from amp_recipes.files.run_files import regular_only
 
 META_FILE = "meta.json"
@@ -50,10 +48,6 @@ class Checkpoint:
 
 class Damaged(Exception):
     """A checkpoint that is not as it was written; says which file and what is wrong with it."""
-
-
-class DiskFull(OSError):
-    """The checkpoint has no room."""
 
 
 def folder_name(number: int) -> str:
@@ -90,116 +84,9 @@ def meta_as_json(version: int, names: Iterable[str], meta: Mapping[str, Any], sh
         raise CheckpointError(f"meta {dict(meta)!r} cannot be written as JSON: {error}") from error
 
 
-class Others(Protocol):
-    """The other processes, which write their files into the same folder before it gets its final name."""
-
-    needed_bytes: int
-
-    def begin(self, temporary: Path) -> None:
-        """Have them begin: the folder is there."""
-
-    def end(self) -> dict[str, str]:
-        """Wait for them; file name -> sha256 of what they wrote. Raises CheckpointError, OSError."""
-
-
-def write_folder(
-    target: Path, states: Mapping[str, PackedState], meta_text: str, others: Others | None = None,
-    ready: Mapping[str, tuple[Path, str]] | None = None,
-) -> None:  # fmt: skip
-    """Put a checkpoint under the name `target`; when this returns it survives a crash or a power loss.
-
-    (The latter not where the file system has no fsync of folders.)
-    states: what to write, by the file's name without its suffix; ready: name -> file that lies in another checkpoint,
-    and its sha256: a second name of it, or a copy, does.
-    Raises OSError if the disk fails (DiskFull if it has no room for it); nothing of it is left then.
-    """
-    headers = {name: file_header(state) for name, state in states.items()}
-    needed = len(meta_text) + sum(len(headers[name]) + state.tensor_bytes for name, state in states.items())
-    needed += others.needed_bytes if others is not None else 0
-    free = shutil.disk_usage(target.parent).free
-    if needed > free:
-        raise _disk_full(needed, free)
-    temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
-    renamed = False
-    try:
-        os.mkdir(temporary)
-        _write_contents(temporary, states, headers, meta_text, others, ready or {})
-        os.rename(temporary, target)
-        renamed = True
-        fsync_folder(target.parent)
-    except BaseException as error:
-        # Asked while the half-written files are there, which have the last inodes.
-        no_inodes = out_of_inodes(error, target.parent) if isinstance(error, OSError) else ""
-        _withdraw(temporary, target if renamed else None)
-        if no_inodes:
-            raise DiskFull(errno.ENOSPC, no_inodes) from error
-        if isinstance(error, OSError) and error.errno in FULL:
-            # After the half-written files are gone, so that it tells what there is to gain.
-            raise _disk_full(needed, shutil.disk_usage(target.parent).free) from error
-        raise
-
-
-def _write_contents(
-    folder: Path,
-    states: Mapping[str, PackedState],
-    headers: Mapping[str, bytes],
-    meta_text: str,
-    others: Others | None,
-    ready: Mapping[str, tuple[Path, str]],
-) -> None:
-    """Write all files of a checkpoint, the one with the sums of the others last; `folder` is on the disk then."""
-    if others is not None:
-        others.begin(folder)
-    sums = write_states(folder, states, headers)
-    for name, (file, digest) in ready.items():
-        _put_copy(file, folder / name)
-        sums[name] = digest
-    if others is not None:
-        sums.update(others.end())
-    sums[META_FILE] = _write_text(folder / META_FILE, meta_text)
-    _write_text(folder / MANIFEST_FILE, "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
-    fsync_folder(folder)
-
-
-def write_states(
-    folder: Path, states: Mapping[str, PackedState], headers: Mapping[str, bytes] | None = None
-) -> dict[str, str]:
-    """Write a file for each state and have it on the disk; file name -> sha256. Raises OSError, CheckpointError."""
-    return {
-        f"{name}{STATE_SUFFIX}": write_state(folder / f"{name}{STATE_SUFFIX}", state, headers and headers[name])
-        for name, state in states.items()
-    }
-
-
-def _put_copy(file: Path, copy: Path) -> None:
-    try:
-        os.link(file, copy)
-    except OSError:  # a file system that has no second names
-        shutil.copyfile(file, copy)
-        with open(copy, "rb+") as stream:
-            os.fsync(stream.fileno())
-
-
-def _disk_full(needed: int, free: int) -> DiskFull:
-    return DiskFull(errno.ENOSPC, f"disk full (needs {size_text(needed)}, free {size_text(free)})")
-
-
-def _withdraw(temporary: Path, target: Path | None) -> None:
-    try:
-        if target is not None:  # it has its name, but the disk may not know
-            os.rename(target, temporary)
-    except OSError:
-        return
-    shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _write_text(path: Path, text: str) -> str:
-    file = HashedFile(path)
-    try:
-        file.write(memoryview(text.encode()))
-        return file.finish()
-    finally:
-        file.close()
+def plain_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """`meta` as a checkpoint gives it back. Raises CheckpointError."""
+    return json.loads(meta_as_json(0, (), meta))["meta"]
 
 
 def make_folder(path: Path) -> None:

@@ -77,11 +77,7 @@ class CheckpointGroup:
         """What `job` returned here. The error of any process is raised on all: before others a CheckpointError."""
         if self._group is None:
             return job()
-        done, error = None, None
-        try:
-            done = job()
-        except Exception as raised:
-            error = raised
+        done, error = _tried(job)
         met = self.of_all(None if error is None else _told(error))
         bad = [(told[0], rank, told) for rank, told in enumerate(met) if told is not None]
         if bad:
@@ -91,12 +87,7 @@ class CheckpointGroup:
 
     def on_main(self, job: Callable[[], Any]) -> Any:
         """What `job` returned on the main process, which alone calls it; its error is raised on all."""
-        done, error = None, None
-        if self.is_main:
-            try:
-                done = job()
-            except Exception as raised:
-                error = raised
+        done, error = _tried(job) if self.is_main else (None, None)
         done, told = self.from_main((done, None if error is None else _told(error)))
         if told is not None:
             raise error or _heard(told)
@@ -131,6 +122,13 @@ def _timeout() -> timedelta:
     """How long the processes of the run wait for each other."""
     # new_group's default is torch's and not that of the processes' group.
     return timeout_of(distributed.host_group() or dist.group.WORLD)
+
+
+def _tried(job: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return job(), None
+    except Exception as error:
+        return None, error
 
 
 def _told(error: Exception) -> tuple[int, str]:

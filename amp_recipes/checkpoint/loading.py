@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -15,10 +14,11 @@ from torch.optim import Optimizer
 
 from amp_recipes.checkpoint.folder import RANK_MARK, STATE_SUFFIX, Damaged
 from amp_recipes.checkpoint.names import clean_names, clean_state, live_state
-from amp_recipes.checkpoint.shards import Stored, is_distributed, like, local_part
+from amp_recipes.checkpoint.shards import Stored, is_distributed, local_part
 from amp_recipes.checkpoint.state_format import PackedState, pack_state
+from amp_recipes.distributed.torch_private import dtensor_like
 from amp_recipes.errors import CheckpointError, ConfigError
-from amp_recipes.modules.torch_private import set_versions_of_state, versions_of_state
+from amp_recipes.modules.nested import tensors_in
 
 _RECOVERABLE_PATTERN = re.compile(r"\w[\w.+-]*")  # safe as a file name on every platform
 _MAX_NAME_BYTES = 255 - len(STATE_SUFFIX)
@@ -62,7 +62,8 @@ def trainable_names(obj: Any) -> frozenset[str]:
     """The names, as its file has them, of the parameters that training changes; none for what is no module."""
     if not isinstance(obj, nn.Module):
         return frozenset()
-    names = [name for name, it in obj.named_parameters(remove_duplicate=False) if it.requires_grad]
+    parameters = obj.named_parameters(remove_duplicate=False)
+    names = [name for name, parameter in parameters if parameter.requires_grad]
     return frozenset(clean_names(obj, names).values())
 
 
@@ -94,11 +95,15 @@ def refuse_nonfinite(bad: Iterable[str]) -> None:
     """Raise CheckpointError if there are any; bad: names of parameters."""
     bad = list(dict.fromkeys(bad))
     if bad:
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise CheckpointError(
-            f"nonfinite parameters (NaN or infinite): {', '.join(bad[:5])}{more}. Training has diverged: go on from an "
+            f"nonfinite parameters (NaN or infinite): {_some(bad)}. Training has diverged: go on from an "
             "earlier checkpoint with a lower learning rate, or freeze parameters that are to hold infinities."
         )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more}"
 
 
 def _extremes(tensor: Tensor) -> Tensor:
@@ -122,28 +127,25 @@ def refuse_diverged(recoverables: Mapping[str, Any], states: Mapping[str, Any]) 
     kept: dict[str, Tensor] = {}
     for name, state in states.items():
         obj = recoverables[name]
-        weights |= {f"{name}.{key}": it for key in trainable_names(obj) if _is_dense(it := state.get(key))}
+        weights |= {f"{name}.{key}": state[key] for key in trainable_names(obj) if _is_dense(state.get(key))}
         if isinstance(obj, Optimizer):
             kept |= _kept_of_parameters(name, state)
     bad = _with_bad_numbers(_here(weights), lambda extremes: ~extremes.isfinite())
     bad += _with_bad_numbers(_here(kept), torch.isnan)
     if bad:
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        raise Damaged(f"not finite: {', '.join(bad[:5])}{more}")
+        raise Damaged(f"not finite: {_some(bad)}")
 
 
 def _kept_of_parameters(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors that an optimizer keeps of its parameters, by what messages call them."""
-    found: dict[str, Tensor] = {}
-    of_parameters = state.get("state")
-    if not isinstance(of_parameters, Mapping):
-        return found
-    for index, of_one in of_parameters.items():
-        if isinstance(of_one, Mapping):
-            # A number alone may be NaN until it is known, such as a best loss.
-            tensors = {key: it for key, it in of_one.items() if _is_dense(it) and it.ndim}
-            found |= {f"{name}: {key} of parameter {index}": it for key, it in tensors.items()}
-    return found
+    kept = state.get("state")
+    return {
+        f"{name}: {key} of parameter {index}": value
+        for index, of_one in (kept.items() if isinstance(kept, Mapping) else ())
+        if isinstance(of_one, Mapping)
+        for key, value in of_one.items()
+        if _is_dense(value) and value.ndim  # a number alone may be NaN until it is known, such as a best loss
+    }
 
 
 def _is_dense(value: Any) -> bool:
@@ -208,7 +210,7 @@ def load_all(recoverables: Mapping[str, Any], states: Mapping[str, Any], source:
     before: dict[str, Any] = {}
 
     def take_back() -> str:
-        lost = [it for it, old in before.items() if not _put_back(recoverables[it], old)]
+        lost = [changed for changed, old in before.items() if not _put_back(recoverables[changed], old)]
         return f"{', '.join(lost)} could not be put back: do not train on." if lost else "All is as it was before."
 
     for name, state in states.items():
@@ -276,15 +278,10 @@ def _not_cast(live: Any, saved: Any) -> Any:
 
 def _copied(state: Any) -> Any:
     """A copy that shares nothing with `state`; its tensors in host memory, where there is more room."""
-    if is_distributed(state):
-        return like(state, local_part(state).to("cpu", copy=True))
-    if isinstance(state, Tensor):
-        return state if is_lazy(state) else state.detach().to("cpu", copy=True)
-    if type(state) in (dict, OrderedDict):
-        copied = type(state)((key, _copied(value)) for key, value in state.items())
-        if versions_of_state(state) is not None:
-            set_versions_of_state(copied, copy.deepcopy(versions_of_state(state)))
-        return copied
-    if type(state) in (list, tuple):
-        return type(state)(map(_copied, state))
-    return copy.deepcopy(state)
+    return deepcopy(state, {id(tensor): _on_host(tensor) for tensor in tensors_in(state)})
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    if is_distributed(tensor):
+        return dtensor_like(tensor, local_part(tensor).to("cpu", copy=True))
+    return tensor if is_lazy(tensor) else tensor.detach().to("cpu", copy=True)

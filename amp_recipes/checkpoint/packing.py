@@ -13,14 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from amp_recipes.checkpoint.shards import (
-    here,
-    is_distributed,
-    is_first_holder,
-    is_pending,
-    is_replicated,
-    local_part,
-)
+from amp_recipes.checkpoint.shards import here, is_distributed, is_first_holder, local_part
 from amp_recipes.modules.torch_private import storage_id, versions_of_state
 
 VERSIONS = "_metadata"  # of the modules whose state an OrderedDict is; as the first files have it
@@ -40,7 +33,7 @@ SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozen
 SEQUENCE_TAGS = {kind: tag for tag, kind in SEQUENCES.items()}
 KEYS = (type(None), bool, int, float, str, bytes, tuple)
 FACTORIES = {factory.__name__: factory for factory in (bool, int, float, str, list, tuple, set, dict)} | {"None": None}
-FACTORY_NAMES = {it: name for name, it in FACTORIES.items()}
+FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
 
 
 class Refused(Exception):
@@ -164,10 +157,10 @@ class Packer:
         return node
 
     def _distributed(self, value: Any, path: tuple) -> Any:
-        if is_pending(value):
+        if any(placement.is_partial() for placement in value.placements):
             raise Refused(path, f"a DTensor with a sum that has not been taken ({value.placements})")
         local = local_part(value)
-        if is_replicated(value):
+        if all(placement.is_replicate() for placement in value.placements):
             return self._tensor(local, path)
         if value.dtype not in DTYPE_NAMES or local.layout != torch.strided:
             raise Refused(path, f"a sharded tensor of {str(value.dtype).removeprefix('torch.')}")

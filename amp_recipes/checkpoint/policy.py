@@ -98,22 +98,14 @@ class CheckpointPolicy:
         best = {"max_keys": [metric]} if mode == "max" else {"min_keys": [metric]}
         meta = {**meta, BEST_BY: {"metric": metric, "mode": mode}}
         self._best_key = metric
-        self._save(meta, partial(self._prune, deletes=self.deletes, **best), at_end=True)
+        self._save(meta, partial(self.checkpointer.prune, newest=_NEWEST, **best), at_end=True)
 
     def _save(self, meta: Mapping[str, Any], then: Callable[[Checkpoint], object], at_end: bool) -> None:
-        now = partial(self._save_now, meta, then)
-        self._save_again = now if at_end else None
-        if self._background:
-            self.checkpointer.start_saving(meta, then)
-        else:
-            now()
+        delete = then if self.deletes else None
+        self._save_again = partial(self.checkpointer.save_checkpoint, meta, delete) if at_end else None
+        save = self.checkpointer.start_saving if self._background else self.checkpointer.save_checkpoint
+        save(meta, delete)
         self._note_save()
-
-    def _save_now(self, meta: Mapping[str, Any], then: Callable[[Checkpoint], object]) -> None:
-        if self.theirs:
-            then(self.checkpointer.save_checkpoint(meta))
-        else:
-            self.checkpointer.save_then(then, meta)
 
     def due(self, interval_steps: int, asked: bool) -> bool:
         """Whether to save inside the epoch; to be asked once after each update. 0: that interval is off.
@@ -131,15 +123,9 @@ class CheckpointPolicy:
 
     def save_inside_epoch(self, meta: Mapping[str, Any]) -> None:
         """Save, beside whatever is kept; of those saved inside an epoch only what is among the two newest stays."""
-        self._save({**meta, INSIDE_EPOCH: True}, partial(self._delete_old_inside, deletes=self.deletes), at_end=False)
+        self._save({**meta, INSIDE_EPOCH: True}, self._delete_old_inside, at_end=False)
 
-    def _prune(self, saved: Checkpoint, deletes: bool, **best: list[str]) -> None:
-        if deletes:
-            self.checkpointer.prune(saved, **best, newest=_NEWEST)
-
-    def _delete_old_inside(self, saved: Checkpoint, deletes: bool) -> None:
-        if not deletes:
-            return
+    def _delete_old_inside(self, saved: Checkpoint) -> None:
         for checkpoint in self.checkpointer.list_checkpoints()[_NEWEST:]:
             if checkpoint.meta.get(INSIDE_EPOCH):
                 self.checkpointer.delete_checkpoint(checkpoint)
@@ -255,8 +241,8 @@ class CheckpointPolicy:
         if key:
             self._warn_of_another_best(key)
         if newest:
-            self._only(newest).recover_if_possible()
-        return self._only(names).recover_if_possible(max_key=max_key, min_key=min_key)
+            self.checkpointer.only(newest).recover_if_possible()
+        return self.checkpointer.only(names).recover_if_possible(max_key=max_key, min_key=min_key)
 
     def _names_of_weights(self) -> list[str]:
         known = self.checkpointer.recoverables.items()
@@ -277,10 +263,6 @@ class CheckpointPolicy:
         if not found or len(found) < len(numbered_folders(self.checkpointer.checkpoints_dir)):  # some are damaged
             return False
         return all(checkpoint.meta.get(INSIDE_EPOCH) and key not in checkpoint.meta for checkpoint in found)
-
-    def _only(self, names: Sequence[str]) -> Checkpointer:
-        """A checkpointer of the same folder for some of the recoverables."""
-        return self.checkpointer.only(names)
 
 
 def _where(meta: Mapping[str, Any]) -> str:

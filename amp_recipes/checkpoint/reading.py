@@ -8,8 +8,9 @@ the files in which its own parts lie.
 from __future__ import annotations
 
 import socket
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from torch.optim import Optimizer
 from amp_recipes.checkpoint.folder import STATE_SUFFIX, Checkpoint, Damaged, verify
 from amp_recipes.checkpoint.group import ALONE, CheckpointGroup
 from amp_recipes.checkpoint.names import clean_state
-from amp_recipes.checkpoint.shards import OpenFiles, Stored, dtensors_exist, here, is_distributed, like, replicated_like
+from amp_recipes.checkpoint.shards import OpenFiles, Stored, dtensors_exist, here, is_distributed, replicated_like
 from amp_recipes.checkpoint.state_format import read_state
+from amp_recipes.distributed.torch_private import dtensor_like
 from amp_recipes.errors import CheckpointError
+from amp_recipes.modules.torch_private import tree_leaves
 
 
 def read_documents(folder: Path, names: Iterable[str], group: CheckpointGroup) -> dict[str, Any]:
@@ -40,7 +43,7 @@ def read_documents(folder: Path, names: Iterable[str], group: CheckpointGroup) -
 
 
 def fill(folder: Path, states: dict[str, Any], layouts: Mapping[str, Any], group: CheckpointGroup) -> dict[str, Any]:
-    """`states` with what their files hold in place of each `Stored`. Raises Damaged, on all processes.
+    """`states`, in which now stands what their files hold for each `Stored`. Raises Damaged, on all processes.
 
     layouts: recoverable -> the like of its state, with a DTensor wherever one is wanted (of a tensor of another shape:
     one that all processes hold whole). What has no like there is read whole.
@@ -52,8 +55,7 @@ def fill(folder: Path, states: dict[str, Any], layouts: Mapping[str, Any], group
             wanted[_key(tensor, live)] = (tensor, live)
         return tensor
 
-    for name, state in states.items():
-        _walk(state, layouts.get(name), note)
+    _walk(states, layouts, note)
     boxes = {key: _box(tensor, live) for key, (tensor, live) in wanted.items()}
     files = {file for key, (tensor, _) in wanted.items() for file in tensor.files(*boxes[key])}
     seen = {f"{name}{STATE_SUFFIX}" for name in states}
@@ -79,7 +81,7 @@ def fill(folder: Path, states: dict[str, Any], layouts: Mapping[str, Any], group
             box = tuple(slice(at, at + size) for at, size in zip(*_box(tensor, live), strict=True))
             return _wrapped(tensor[box].clone(), tensor.shape, live)
 
-        return {name: _walk(state, layouts.get(name), put) for name, state in states.items()}
+        return _walk(states, layouts, put)
 
     return group.all_do(read)
 
@@ -97,8 +99,7 @@ def refuse_missing(checkpoint: Checkpoint, wanted: Iterable[str], held: Iterable
 
 def shared_as(obj: Any, state: Any) -> Any:
     """A copy of a state whose tensors are whole, shared among the processes as those of `obj` are."""
-    copy = OrderedDict(state) if isinstance(state, OrderedDict) else dict(state)
-    return fill(Path(), {"": copy}, {"": layout_of(obj, state)}, ALONE)[""]
+    return fill(Path(), {"": copy(state)}, {"": layout_of(obj, state)}, ALONE)[""]
 
 
 def layout_of(obj: Any, state: Any) -> Any:
@@ -106,7 +107,7 @@ def layout_of(obj: Any, state: Any) -> Any:
 
     An object that has `layouts()` says itself: name -> a tensor that is shared among processes as that entry is to be.
     """
-    if not dtensors_exist() or not _holds_tensors(state):
+    if not dtensors_exist() or not any(isinstance(value, Tensor | Stored) for value in tree_leaves(state)):
         return None
     if isinstance(obj, nn.Module):
         return clean_state(obj, obj.state_dict())
@@ -170,12 +171,6 @@ def _beneath(live: Any, key: Any) -> Any:
     return live if is_distributed(live) else None
 
 
-def _holds_tensors(state: Any) -> bool:
-    found = []
-    _walk(state, None, lambda tensor, _: found.append(True) or tensor)
-    return bool(found)
-
-
 def _key(tensor: Stored, live: Any) -> tuple[int, int]:
     # Tied tensors are read once, and are one object again, unless they are to be shared in different ways.
     return id(tensor), hash((live.device_mesh, tuple(live.placements))) if is_distributed(live) else 0
@@ -191,7 +186,7 @@ def _box(tensor: Tensor | Stored, live: Any) -> tuple[list[int], list[int]]:
 def _wrapped(local: Tensor, shape: Any, live: Any) -> Any:
     if not is_distributed(live) or not shape:
         return local
-    return like(live, local) if live.shape == shape else replicated_like(live, local)
+    return dtensor_like(live, local) if live.shape == shape else replicated_like(live, local)
 
 
 def _to_verify(group: CheckpointGroup, files: Iterable[str]) -> list[str]:

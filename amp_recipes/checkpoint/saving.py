@@ -8,16 +8,28 @@ final name. So a process that dies, or a disk that is full, at any moment leaves
 from __future__ import annotations
 
 import errno
+import os
+import shutil
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from amp_recipes.checkpoint.folder import RANK_MARK, STATE_SUFFIX, Checkpoint, write_states
-from amp_recipes.checkpoint.group import CheckpointGroup, Unheard
+from amp_recipes.checkpoint.folder import (
+    MANIFEST_FILE,
+    META_FILE,
+    RANK_MARK,
+    STATE_SUFFIX,
+    TEMPORARY_PREFIX,
+    Checkpoint,
+)
+from amp_recipes.checkpoint.group import ALONE, CheckpointGroup, Unheard
+from amp_recipes.checkpoint.hashed_file import HashedFile
 from amp_recipes.checkpoint.loading import nonfinite_parameters
-from amp_recipes.checkpoint.state_format import PackedState
+from amp_recipes.checkpoint.state_format import PackedState, write_state
 from amp_recipes.errors import AmpRecipesError, CheckpointError, ConfigError
+from amp_recipes.files.file_system import FULL, fsync_folder, out_of_inodes, size_text
 
 
 def meet_to_save(recoverables: Mapping[str, Any], group: CheckpointGroup) -> None:
@@ -58,7 +70,7 @@ def held_by(files: Mapping[str, PackedState], trainable: Mapping[str, frozenset[
     of_files = {stem: trainable[stem.partition(RANK_MARK)[0]] for stem in files}
     return Held(
         {
-            stem: {key: (state.document["offsets"][key], list(it.shape)) for key, it in state.tensors.items()}
+            stem: {key: (state.document["offsets"][key], list(tensor.shape)) for key, tensor in state.tensors.items()}
             for stem, state in parts.items()
         },
         sum(state.tensor_bytes for state in parts.values()),
@@ -148,9 +160,11 @@ class OtherProcesses:
 
 
 def commit_as_main(
-    group: CheckpointGroup, held: Held, commit: Callable[[list[Held], OtherProcesses], Checkpoint],
+    group: CheckpointGroup,
+    held: Held,
+    commit: Callable[[list[Held], OtherProcesses], Checkpoint],
     then: Callable[[Checkpoint], object] | None,
-) -> Checkpoint:  # fmt: skip
+) -> Checkpoint:
     """Save as the main process; commit: writes this process's files, given the others. Its error is raised on all."""
     of_ranks = group.to_main(held)
     others = OtherProcesses(group, of_ranks)
@@ -183,7 +197,7 @@ def commit_as_other(group: CheckpointGroup, held: Held, files: Mapping[str, Pack
 
 def _written(files: Mapping[str, PackedState], folder: Path) -> tuple[dict[str, str], Any]:
     try:
-        return write_states(folder, files), None
+        return _write_states(folder, files), None
     except OSError as error:
         hint = ""
         if error.errno == errno.ENOENT and not folder.is_dir():
@@ -191,3 +205,99 @@ def _written(files: Mapping[str, PackedState], folder: Path) -> tuple[dict[str, 
         return {}, (error.errno or errno.EIO, f"{error.strerror or error}{hint}")
     except Exception as error:
         return {}, (None, f"{type(error).__name__}: {error}")
+
+
+# ---------------------------------------------------------------------- the folder
+
+
+def write_folder(
+    target: Path,
+    states: Mapping[str, PackedState],
+    meta_text: str,
+    others: OtherProcesses | None = None,
+    ready: Mapping[str, tuple[Path, str]] | None = None,
+) -> None:
+    """Put a checkpoint under the name `target`; when this returns it survives a crash or a power loss.
+
+    (The latter not where the file system has no fsync of folders.)
+    states: what to write, by the file's name without its suffix; ready: name -> file that lies in another checkpoint,
+    and its sha256: a second name of it, or a copy, does.
+    Raises OSError if the disk fails or has no room for it; nothing of it is left then.
+    """
+    others = others or OtherProcesses(ALONE, [])
+    needed = len(meta_text) + sum(len(state.header) + state.tensor_bytes for state in states.values())
+    needed += others.needed_bytes
+    free = shutil.disk_usage(target.parent).free
+    if needed > free:
+        raise _disk_full(needed, free)
+    temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
+    renamed = False
+    try:
+        os.mkdir(temporary)
+        _write_contents(temporary, states, meta_text, others, ready or {})
+        os.rename(temporary, target)
+        renamed = True
+        fsync_folder(target.parent)
+    except BaseException as error:
+        # Asked while the half-written files are there, which have the last inodes.
+        no_inodes = out_of_inodes(error, target.parent) if isinstance(error, OSError) else ""
+        _withdraw(temporary, target if renamed else None)
+        if no_inodes:
+            raise OSError(errno.ENOSPC, no_inodes) from error
+        if isinstance(error, OSError) and error.errno in FULL:
+            # After the half-written files are gone, so that it tells what there is to gain.
+            raise _disk_full(needed, shutil.disk_usage(target.parent).free) from error
+        raise
+
+
+def _write_contents(
+    folder: Path,
+    states: Mapping[str, PackedState],
+    meta_text: str,
+    others: OtherProcesses,
+    ready: Mapping[str, tuple[Path, str]],
+) -> None:
+    """Write all files of a checkpoint, the one with the sums of the others last; `folder` is on the disk then."""
+    others.begin(folder)
+    sums = _write_states(folder, states)
+    for name, (file, digest) in ready.items():
+        _put_copy(file, folder / name)
+        sums[name] = digest
+    sums.update(others.end())
+    sums[META_FILE] = _write_text(folder / META_FILE, meta_text)
+    _write_text(folder / MANIFEST_FILE, "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
+    fsync_folder(folder)
+
+
+def _write_states(folder: Path, states: Mapping[str, PackedState]) -> dict[str, str]:
+    """Write a file for each state and have it on the disk; file name -> sha256. Raises OSError, CheckpointError."""
+    files = {f"{name}{STATE_SUFFIX}": state for name, state in states.items()}
+    return {file: write_state(folder / file, state) for file, state in files.items()}
+
+
+def _put_copy(file: Path, copy: Path) -> None:
+    try:
+        os.link(file, copy)
+    except OSError:  # a file system that has no second names
+        shutil.copyfile(file, copy)
+        with open(copy, "rb+") as stream:
+            os.fsync(stream.fileno())
+
+
+def _disk_full(needed: int, free: int) -> OSError:
+    return OSError(errno.ENOSPC, f"disk full (needs {size_text(needed)}, free {size_text(free)})")
+
+
+def _withdraw(temporary: Path, target: Path | None) -> None:
+    try:
+        if target is not None:  # it has its name, but the disk may not know
+            os.rename(target, temporary)
+    except OSError:
+        return
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_text(path: Path, text: str) -> str:
+    with closing(HashedFile(path)) as file:
+        file.write(memoryview(text.encode()))
+        return file.finish()

@@ -15,8 +15,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from amp_recipes.distributed.torch_private import dtensor_like
-
 
 def dtensors_exist() -> bool:
     """Whether anybody has imported DTensor, which takes half a second: else there is none."""
@@ -26,16 +24,6 @@ def dtensors_exist() -> bool:
 def is_distributed(value: Any) -> bool:
     """Whether it is a DTensor."""
     return dtensors_exist() and isinstance(value, sys.modules["torch.distributed.tensor"].DTensor)
-
-
-def is_replicated(value: Any) -> bool:
-    """Whether every process of a DTensor's mesh holds all of it."""
-    return all(placement.is_replicate() for placement in value.placements)
-
-
-def is_pending(value: Any) -> bool:
-    """Whether a DTensor is a sum, or a maximum, that has not been taken yet."""
-    return any(placement.is_partial() for placement in value.placements)
 
 
 def local_part(value: Any) -> Tensor:
@@ -58,11 +46,6 @@ def is_first_holder(value: Any) -> bool:
     return coordinate is not None and not any(
         at for at, placement in zip(coordinate, value.placements, strict=True) if placement.is_replicate()
     )
-
-
-def like(value: Any, local: Tensor) -> Any:
-    """A DTensor that is shared among the processes as `value` is; local: this process's part, wherever it is to be."""
-    return dtensor_like(value, local)
 
 
 def replicated_like(value: Any, whole: Tensor) -> Any:
@@ -102,10 +85,6 @@ class Stored:
     dtype: torch.dtype
     pieces: list[Piece]
 
-    def whole(self) -> tuple[list[int], list[int]]:
-        """The box that holds all of it."""
-        return [0] * len(self.shape), list(self.shape)
-
     def files(self, offsets: Sequence[int], sizes: Sequence[int]) -> set[str]:
         """The names of the files in which a box of it lies."""
         return {piece.file for piece in self._pieces(offsets, sizes)}
@@ -131,27 +110,20 @@ class Stored:
         return [piece for piece in self.pieces if not self.shape or piece.overlap(offsets, sizes)]
 
 
-class OpenFiles:
+class OpenFiles(ExitStack):
     """The safetensors files of one checkpoint, each opened once, when something is read from it."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._folder = folder
         self._open: dict[str, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> OpenFiles:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._open.clear()
-        self._stack.close()
 
     def part(self, piece: Piece, shared: Sequence[tuple[int, int]]) -> Tensor:
         """What `shared`, in the whole tensor's indices, names of a piece."""
         file = self._open.get(piece.file)
         if file is None:
             opened = safe_open(str(self._folder / piece.file), framework="pt", device="cpu")
-            file = self._open[piece.file] = self._stack.enter_context(opened)
+            file = self._open[piece.file] = self.enter_context(opened)
         sizes = [end - begin for begin, end in shared]
         if sizes == list(piece.sizes):
             found = file.get_tensor(piece.name)

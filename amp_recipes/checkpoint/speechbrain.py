@@ -62,11 +62,16 @@ class SpeechBrainCheckpointer:
         hooks = (_load, _save) if _needs_our_hooks(obj) else (None, None)
         self.original.add_recoverable(name, obj, *hooks, optional_load=True)
 
-    def save_checkpoint(self, meta: Mapping[str, Any] | None = None) -> Any:
-        """Save everything; meta: plain values. Their counters are told whether it is inside an epoch."""
+    def save_checkpoint(
+        self, meta: Mapping[str, Any] | None = None, then: Callable[[Any], object] | None = None
+    ) -> Any:
+        """Save everything, and call `then` with it; meta: plain values. Counters hear whether it is inside an epoch."""
         inside = bool((meta or {}).get(INSIDE_EPOCH))
         meta = {**(meta or {}), **({_THEIR_FLAG: True} if inside else {})}
-        return self.original.save_checkpoint(meta=meta, end_of_epoch=not inside)
+        saved = self.original.save_checkpoint(meta=meta, end_of_epoch=not inside)
+        if then is not None:
+            then(saved)
+        return saved
 
     def list_checkpoints(self) -> list[Any]:
         """All checkpoints, newest first."""
@@ -82,7 +87,7 @@ class SpeechBrainCheckpointer:
 
     def delete_checkpoint(self, checkpoint: Any) -> None:
         """Delete one."""
-        self.original.delete_checkpoints(num_to_keep=0, ckpt_predicate=lambda it: it.path == checkpoint.path)
+        self.original.delete_checkpoints(num_to_keep=0, ckpt_predicate=lambda other: other.path == checkpoint.path)
 
     def only(self, names: Iterable[str]) -> SpeechBrainCheckpointer:
         """The same folder for some of the recoverables."""

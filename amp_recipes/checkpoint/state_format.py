@@ -23,7 +23,9 @@ import json
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +45,7 @@ from amp_recipes.checkpoint.packing import (
     Refused,
     title,
 )
-from amp_recipes.checkpoint.shards import (
-    Piece,
-    Stored,
-    fills,
-)
+from amp_recipes.checkpoint.shards import Piece, Stored, fills
 from amp_recipes.errors import CheckpointError
 from amp_recipes.modules.torch_private import set_versions_of_state
 
@@ -71,7 +69,32 @@ class PackedState:
 
     @property
     def tensor_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @cached_property
+    def header(self) -> bytes:
+        """All of the file that comes before the tensors' bytes. Raises CheckpointError if it would be over 100 MB."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", _METADATA_KEY: json.dumps(self.document)}}
+        if self.sharded:
+            header["__metadata__"][_SHARDS_KEY] = json.dumps(self.sharded, separators=(",", ":"))
+        offset = 0
+        for name, tensor in self.in_file_order():
+            known = DTYPE_NAMES.get(tensor.dtype)
+            shape, end = list(tensor.shape) if known else [tensor.nbytes], offset + tensor.nbytes
+            header[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header, ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        if len(text) > _MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"A state has {len(text) / 1e6:.0f} MB that are not tensors; a file holds up to "
+                f"{_MAX_HEADER_BYTES / 1e6:.0f} MB. Keep long lists of numbers as tensors."
+            )
+        return len(text).to_bytes(8, "little") + text
+
+    def in_file_order(self) -> list[tuple[str, Tensor]]:
+        """The tensors, those with long elements first: so each begins at a multiple of its element's size."""
+        return sorted(self.tensors.items(), key=lambda item: -item[1].element_size())
 
     def add_pieces(self, file: str, pieces: Mapping[str, tuple[list[int], list[int]]]) -> None:
         """Note that a file holds parts of sharded tensors; pieces: name -> where it begins, and its size."""
@@ -80,7 +103,7 @@ class PackedState:
 
     def incomplete(self) -> list[str]:
         """The sharded tensors of which not every element has a place in a file, or some have two."""
-        return [name for name, it in self.sharded.items() if not fills(it["shape"], _pieces(name, it))]
+        return [name for name, entry in self.sharded.items() if not fills(entry["shape"], _pieces(name, entry))]
 
 
 def pack_state(state: Any, name: str) -> PackedState:
@@ -118,46 +141,16 @@ def plain_problem(value: Any) -> str | None:
 # ---------------------------------------------------------------------- to the disk
 
 
-def file_header(packed: PackedState) -> bytes:
-    """All of the file that comes before the tensors' bytes. Raises CheckpointError if it would be over 100 MB."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", _METADATA_KEY: json.dumps(packed.document)}}
-    if packed.sharded:
-        header["__metadata__"][_SHARDS_KEY] = json.dumps(packed.sharded, separators=(",", ":"))
-    offset = 0
-    for name, tensor in _in_file_order(packed):
-        size = tensor.numel() * tensor.element_size()
-        known = DTYPE_NAMES.get(tensor.dtype)
-        shape = list(tensor.shape) if known else [size]
-        header[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header, ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"A state has {len(text) / 1e6:.0f} MB that are not tensors; a file holds up to "
-            f"{_MAX_HEADER_BYTES / 1e6:.0f} MB. Keep long lists of numbers as tensors."
-        )
-    return len(text).to_bytes(8, "little") + text
-
-
-def _in_file_order(packed: PackedState) -> list[tuple[str, Tensor]]:
-    """Those with long elements first, so that each begins at a multiple of its element's size."""
-    return sorted(packed.tensors.items(), key=lambda item: -item[1].element_size())
-
-
-def write_state(path: Path, packed: PackedState, header: bytes | None = None) -> str:
+def write_state(path: Path, packed: PackedState) -> str:
     """Write a new file and have it on the disk; returns its sha256, taken while it was written."""
-    file = HashedFile(path)
-    try:
-        file.write(memoryview(header or file_header(packed)))
-        for _, tensor in _in_file_order(packed):
+    with closing(HashedFile(path)) as file:
+        file.write(memoryview(packed.header))
+        for _, tensor in packed.in_file_order():
             if tensor.numel():
                 # A single element may claim any stride and yet be contiguous: as bytes it must be 1.
                 row_by_row = tensor.cpu().contiguous().as_strided((tensor.numel(),), (1,))
                 file.write(memoryview(row_by_row.view(torch.uint8).numpy()))
         return file.finish()
-    finally:
-        file.close()
 
 
 # ---------------------------------------------------------------------- and back
@@ -221,8 +214,8 @@ class _Reader:
             raise ValueError(f"{name} lies in other files")
         key = json.dumps(node)
         if key not in self._made:
-            it = self._sharded[name]
-            self._made[key] = Stored(torch.Size(it["shape"]), _DTYPES[it["dtype"]], _pieces(name, it))
+            entry = self._sharded[name]
+            self._made[key] = Stored(torch.Size(entry["shape"]), _DTYPES[entry["dtype"]], _pieces(name, entry))
         return self._made[key]
 
     def _read(self, name: str) -> Tensor:

@@ -12,13 +12,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from amp_recipes.files.folder_lock import lock_folder, unlock_folder
 from amp_recipes.files.run_files import regular_only
 from amp_recipes.interrupts import SIGNALS, is_default
 
@@ -121,6 +122,17 @@ class ChildRuns:
         self.requested = signal.Signals(signum)
         if self._child is not None:
             self._child.send_signal(_PASSED_ON[self.requested])
+
+
+@contextmanager
+def runs_in(folder: Path) -> Iterator[ChildRuns]:
+    """Within it, this process alone makes runs in the folder. Raises FolderInUseError."""
+    lock_folder(folder)
+    try:
+        with ChildRuns() as children:
+            yield children
+    finally:
+        unlock_folder(folder)
 
 
 def killed_by(status: int) -> str:

@@ -6,116 +6,211 @@ What a command runs is imported when it is chosen: torch takes seconds, and `--v
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from amp_recipes import __version__
-from amp_recipes.commands import compare, new
 from amp_recipes.commands.completion import SHELLS, Words, completion_script
+from amp_recipes.commands.new import TEMPLATES
 from amp_recipes.config.yaml.mistakes import printable, reader_may_leave
 from amp_recipes.errors import AmpRecipesError
+from amp_recipes.files.lazy_names import from_commands
+
+
+class Argument:
+    """An argument of a subcommand; options: further ones of `ArgumentParser.add_argument`."""
+
+    def __init__(self, name: str, help: str, **options: Any) -> None:
+        self.name = name
+        self.options = {"help": help, **options}
+
+
+def _path(name: str, metavar: str, help: str, **options: Any) -> Argument:
+    return Argument(name, help, metavar=metavar, type=Path, **options)
 
 
 @dataclass(frozen=True)
 class Command:
     """One subcommand.
 
-    add_arguments: enters what it takes into its parser; run: `module:function` that does it, and returns the exit
-    status; passes_options: whether options that it does not know are for a recipe (they come as `recipe_options`).
+    run: `module:function` of this room that does it, and returns the exit status; passes_options: whether options that
+    it does not know are for a recipe (they come as `recipe_options`).
     """
 
     name: str
     summary: str
     example: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
     run: str
+    arguments: tuple[Argument, ...]
     passes_options: bool = False
 
 
-# ---------------------------------------------------------------------- export
+_RECIPE = (
+    _path("script", "SCRIPT", "the recipe's script"),
+    _path("hparams_file", "YAML", "its YAML file"),
+)
 
-
-def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_folder", metavar="RUN", type=Path, help="output folder of a run, or one of its CKPT+ folders"
-    )
-    parser.add_argument(
-        "--to", metavar="FOLDER", type=Path, help="where to write (default: the folder `export` in the run's)"
-    )
-
-
-# ---------------------------------------------------------------------- verify-resume
-
-
-def _verify_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", metavar="SCRIPT", type=Path, help="the recipe's script")
-    parser.add_argument("hparams_file", metavar="YAML", type=Path, help="its YAML file")
-    parser.add_argument(
-        "--steps", type=int, default=12, metavar="N", help="updates (windows) of each run (default: 12)"
-    )
-    parser.add_argument(
-        "--save_at", type=int, default=5, metavar="N", help="updates between checkpoints in an epoch (default: 5)"
-    )
-    parser.add_argument(
-        "--kill_at", type=int, default=8, metavar="N", help="updates after which one run is killed (default: 8)"
-    )
-    parser.add_argument(
-        "--keep", metavar="FOLDER", type=Path, help="keep the runs here (default: a temporary folder, removed)"
-    )
-
-
-# ---------------------------------------------------------------------- check
-
-
-def _check_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", metavar="SCRIPT", type=Path, help="the recipe's script, which is not run")
-    parser.add_argument("hparams_file", metavar="YAML", type=Path, help="its YAML file")
-
-
-# ---------------------------------------------------------------------- diagnose, replay
-
-
-def _diagnose_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", metavar="SCRIPT", type=Path, help="the recipe's script")
-    parser.add_argument("hparams_file", metavar="YAML", type=Path, help="its YAML file")
-
-
-def _replay_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="a folder nonfinite-N that a run left behind")
-    parser.add_argument(
-        "--trust",
-        metavar="NAMES",
-        default="",
-        help="with commas: a script or module that is not a file of yours as the run had it, and what the run trusted",
-    )
-
-
-# ---------------------------------------------------------------------- ops
-
-
-def _ops_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", metavar="TYPE", help="cpu, cuda or xpu (default: the best one here)")
-    parser.add_argument("--dtype", metavar="NAME", help="bf16 or fp16 (default: bf16)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--all", action="store_true", help="also the ops that do as documented")
-
-
-# ---------------------------------------------------------------------- diff
-
-
-def _diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs=2, help="output folders of two runs")
-    parser.add_argument("--json", action="store_true", help="print the differences as one JSON object")
-
-
-# ---------------------------------------------------------------------- completion
-
-
-def _completion_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="the shell that shall read the script")
+COMMANDS = (
+    Command(
+        "new",
+        "Make a recipe of your own in a new folder: script, YAML, model, data, tests and a README. It runs at once, on "
+        "random data. Nothing is overwritten.",
+        "amp-recipes new my_task --to experiments/my_task",
+        "new:run",
+        (
+            Argument("name", "the recipe's name, such as my_task", metavar="NAME"),
+            _path("--to", "FOLDER", "folder to make (default: NAME, in this folder)"),
+            Argument(
+                "--template",
+                "; ".join(f"{name}: {summary}" for name, summary in TEMPLATES.items()) + " (default: basic)",
+                choices=TEMPLATES,
+                default="basic",
+            ),
+        ),
+    ),
+    Command(
+        "check",
+        "Check a recipe's YAML and options without running its script: every mistake at once, with its line. Builds "
+        "nothing, but imports the modules that the YAML names. With --show-config: print the resolved YAML with the "
+        "place that each value came from. What the script trusts beside the defaults must be given by --trust.",
+        "amp-recipes check recipes/image_classification/train.py configs/image_classification.yaml --precision bf16",
+        "subcommands:check",
+        _RECIPE,
+        passes_options=True,
+    ),
+    Command(
+        "export",
+        "Write the weights of a run's best checkpoint as safetensors, with its resolved settings.",
+        "amp-recipes export results/image_classification/bf16/seed_1234",
+        "subcommands:export",
+        (
+            _path("run_folder", "RUN", "output folder of a run, or one of its CKPT+ folders"),
+            _path("--to", "FOLDER", "where to write (default: the folder `export` in the run's)"),
+        ),
+    ),
+    Command(
+        "verify-resume",
+        "Prove that a recipe which is killed and started again does the same as without, bit for bit; or name the "
+        "first thing that differs, and why. Runs the recipe four times for a few updates. Exit status: 0 equal, 1 "
+        "different, 2 a run failed.",
+        "amp-recipes verify-resume recipes/image_classification/train.py configs/image_classification.yaml "
+        "--precision bf16",
+        "subcommands:verify",
+        (
+            *_RECIPE,
+            Argument("--steps", "updates (windows) of each run (default: 12)", type=int, default=12, metavar="N"),
+            Argument(
+                "--save_at", "updates between checkpoints in an epoch (default: 5)", type=int, default=5, metavar="N"
+            ),
+            Argument(
+                "--kill_at", "updates after which one run is killed (default: 8)", type=int, default=8, metavar="N"
+            ),
+            _path("--keep", "FOLDER", "keep the runs here (default: a temporary folder, removed)"),
+        ),
+        passes_options=True,
+    ),
+    Command(
+        "diagnose",
+        "Say what bf16 or fp16 does to a recipe's model: is it safe, which modules need fp32, what it costs. Looks at "
+        "a few batches in place of training; prints a verdict, and writes diagnosis.json into the output folder. The "
+        "same as SCRIPT YAML --diagnose.",
+        "amp-recipes diagnose recipes/image_classification/train.py configs/image_classification.yaml --precision fp16",
+        "subcommands:diagnose",
+        _RECIPE,
+        passes_options=True,
+    ),
+    Command(
+        "replay",
+        "Take a step that went nonfinite again, from the folder that the run wrote about it. Starts the run's script, "
+        "which the folder names: replay only what you would run.",
+        "amp-recipes replay results/image_classification/fp16/seed_1234/nonfinite-17",
+        "subcommands:replay",
+        (
+            _path("folder", "FOLDER", "a folder nonfinite-N that a run left behind"),
+            Argument(
+                "--trust",
+                "with commas: a script or module that is not a file of yours as the run had it, and what the run "
+                "trusted",
+                metavar="NAMES",
+                default="",
+            ),
+        ),
+    ),
+    Command(
+        "ops",
+        "Print what autocast does to each op on this machine: the documented lists beside what a live probe finds, and "
+        "the differences.",
+        "amp-recipes ops --device cpu --dtype bf16",
+        "subcommands:ops",
+        (
+            Argument("--device", "cpu, cuda or xpu (default: the best one here)", metavar="TYPE"),
+            Argument("--dtype", "bf16 or fp16 (default: bf16)", metavar="NAME"),
+            Argument("--json", "print one JSON object", action="store_true"),
+            Argument("--all", "also the ops that do as documented", action="store_true"),
+        ),
+    ),
+    Command(
+        "compare",
+        "Train a recipe at several precisions and seeds, and say whether a precision is worse than the first one "
+        "beyond what seeds do. Exit status: 0 none is worse, 1 one is, 2 there is no verdict.",
+        "amp-recipes compare recipes/image_classification/train.py configs/image_classification.yaml "
+        "--precisions fp32,bf16 --seeds 3",
+        "compare.command:run",
+        (
+            *_RECIPE,
+            Argument(
+                "--precisions",
+                "what to compare; the first is the reference (default: fp32,bf16)",
+                default="fp32,bf16",
+                metavar="P,P",
+            ),
+            Argument(
+                "--seeds",
+                "seeds 1 to N, or a list such as 11,12,13 (default: 3); more of them show smaller differences",
+                default="3",
+                metavar="N",
+            ),
+            _path(
+                "--to",
+                "FOLDER",
+                "where the runs and the comparison go (default: results/compare/<the script's folder>)",
+            ),
+            Argument(
+                "--metric",
+                "what to judge by: `accuracy`, or `valid.accuracy` of one stage (default: early_stop_metric, else "
+                "loss)",
+                metavar="NAME",
+            ),
+            Argument(
+                "--mode", "which values of the metric are better (default: early_stop_mode)", choices=("min", "max")
+            ),
+            Argument("--json", "print the comparison as one JSON object", action="store_true"),
+        ),
+        passes_options=True,
+    ),
+    Command(
+        "diff",
+        "Show what differs between two runs: settings, versions, git state, results. Exit status: 0 nothing but times "
+        "and memory, 1 something, 2 a folder is no run or cannot be read.",
+        "amp-recipes diff results/image_classification/fp32/seed_1 results/image_classification/bf16/seed_1",
+        "subcommands:diff",
+        (
+            _path("runs", "RUN", "output folders of two runs", nargs=2),
+            Argument("--json", "print the differences as one JSON object", action="store_true"),
+        ),
+    ),
+    Command(
+        "completion",
+        "Print a script that completes options and keys of the YAML in bash or zsh. Its first lines say where to put "
+        "it.",
+        "amp-recipes completion bash",
+        "cli:completion",
+        (Argument("shell", "the shell that shall read the script", choices=SHELLS),),
+    ),
+)
 
 
 def completion(arguments: argparse.Namespace) -> int:
@@ -125,119 +220,10 @@ def completion(arguments: argparse.Namespace) -> int:
 
 def _words(command: Command) -> Words:
     """What may follow a subcommand."""
-    taken = _TakenArguments()
-    command.add_arguments(taken)  # type: ignore[arg-type]
-    first_choices = taken.positional[0] if taken.positional else ()
-    return Words({"--help": (), **taken.options}, first_choices, command.passes_options)
-
-
-class _TakenArguments:
-    """Stands where `add_arguments` expects a parser, since argparse has no public way to ask for what was added.
-
-    options: the values that each option takes, where they are few; positional: those of each other argument.
-    """
-
-    def __init__(self) -> None:
-        self.options: dict[str, tuple[str, ...]] = {}
-        self.positional: list[tuple[str, ...]] = []
-
-    def add_argument(self, name: str, choices: Sequence[str] = (), **_: object) -> None:
-        if name.startswith("--"):
-            self.options[name] = tuple(choices)
-        else:
-            self.positional.append(tuple(choices))
-
-
-COMMANDS = (
-    Command(
-        "new",
-        "Make a recipe of your own in a new folder: script, YAML, model, data, tests and a README. It runs at once, on "
-        "random data. Nothing is overwritten.",
-        "amp-recipes new my_task --to experiments/my_task",
-        new.add_arguments,
-        "amp_recipes.commands.new:run",
-    ),
-    Command(
-        "check",
-        "Check a recipe's YAML and options without running its script: every mistake at once, with its line. Builds "
-        "nothing, but imports the modules that the YAML names. With --show-config: print the resolved YAML with the "
-        "place that each value came from. What the script trusts beside the defaults must be given by --trust.",
-        "amp-recipes check recipes/image_classification/train.py configs/image_classification.yaml --precision bf16",
-        _check_arguments,
-        "amp_recipes.commands.subcommands:check",
-        passes_options=True,
-    ),
-    Command(
-        "export",
-        "Write the weights of a run's best checkpoint as safetensors, with its resolved settings.",
-        "amp-recipes export results/image_classification/bf16/seed_1234",
-        _export_arguments,
-        "amp_recipes.commands.subcommands:export",
-    ),
-    Command(
-        "verify-resume",
-        "Prove that a recipe which is killed and started again does the same as without, bit for bit; or name the "
-        "first thing that differs, and why. Runs the recipe four times for a few updates. Exit status: 0 equal, 1 "
-        "different, 2 a run failed.",
-        "amp-recipes verify-resume recipes/image_classification/train.py configs/image_classification.yaml "
-        "--precision bf16",
-        _verify_arguments,
-        "amp_recipes.commands.subcommands:verify",
-        passes_options=True,
-    ),
-    Command(
-        "diagnose",
-        "Say what bf16 or fp16 does to a recipe's model: is it safe, which modules need fp32, what it costs. Looks at "
-        "a few batches in place of training; prints a verdict, and writes diagnosis.json into the output folder. The "
-        "same as SCRIPT YAML --diagnose.",
-        "amp-recipes diagnose recipes/image_classification/train.py configs/image_classification.yaml --precision fp16",
-        _diagnose_arguments,
-        "amp_recipes.commands.subcommands:diagnose",
-        passes_options=True,
-    ),
-    Command(
-        "replay",
-        "Take a step that went nonfinite again, from the folder that the run wrote about it. Starts the run's script, "
-        "which the folder names: replay only what you would run.",
-        "amp-recipes replay results/image_classification/fp16/seed_1234/nonfinite-17",
-        _replay_arguments,
-        "amp_recipes.commands.subcommands:replay",
-    ),
-    Command(
-        "ops",
-        "Print what autocast does to each op on this machine: the documented lists beside what a live probe finds, and "
-        "the differences.",
-        "amp-recipes ops --device cpu --dtype bf16",
-        _ops_arguments,
-        "amp_recipes.commands.subcommands:ops",
-    ),
-    Command(
-        "compare",
-        "Train a recipe at several precisions and seeds, and say whether a precision is worse than the first one "
-        "beyond what seeds do. Exit status: 0 none is worse, 1 one is, 2 there is no verdict.",
-        "amp-recipes compare recipes/image_classification/train.py configs/image_classification.yaml "
-        "--precisions fp32,bf16 --seeds 3",
-        compare.add_arguments,
-        "amp_recipes.commands.compare.command:run",
-        passes_options=True,
-    ),
-    Command(
-        "diff",
-        "Show what differs between two runs: settings, versions, git state, results. Exit status: 0 nothing but times "
-        "and memory, 1 something, 2 a folder is no run or cannot be read.",
-        "amp-recipes diff results/image_classification/fp32/seed_1 results/image_classification/bf16/seed_1",
-        _diff_arguments,
-        "amp_recipes.commands.subcommands:diff",
-    ),
-    Command(
-        "completion",
-        "Print a script that completes options and keys of the YAML in bash or zsh. Its first lines say where to put "
-        "it.",
-        "amp-recipes completion bash",
-        _completion_arguments,
-        "amp_recipes.commands.cli:completion",
-    ),
-)
+    choices = {argument.name: argument.options.get("choices", ()) for argument in command.arguments}
+    options = {name: values for name, values in choices.items() if name.startswith("--")}
+    first = next((values for name, values in choices.items() if name not in options), ())
+    return Words({"--help": (), **options}, first, command.passes_options)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -259,7 +245,8 @@ def make_parser() -> argparse.ArgumentParser:
             epilog=f"Example: {command.example}.{passes}",
             allow_abbrev=False,
         )
-        command.add_arguments(sub)
+        for argument in command.arguments:
+            sub.add_argument(argument.name, **argument.options)
         sub.set_defaults(chosen=command, parser=sub)
     return parser
 
@@ -284,8 +271,7 @@ def _run(words: list[str]) -> int:
     if arguments.recipe_options and not arguments.chosen.passes_options:
         arguments.parser.error(f"unrecognized arguments: {' '.join(arguments.recipe_options)}")
     try:
-        module, _, function = arguments.chosen.run.partition(":")
-        return getattr(importlib.import_module(module), function)(arguments)
+        return from_commands(*arguments.chosen.run.split(":"))(arguments)
     except AmpRecipesError as error:
         print(printable(f"amp-recipes: {error}"), file=sys.stderr)
         return 1

@@ -206,16 +206,22 @@ _amp_recipes_values() {
     esac
 }
 
-# Sets typed to the words of the command line up to the cursor. bash has split them at "=" and ":", zsh has not.
+# Sets typed to the words of the command line up to the cursor, current to the last of them, previous to the one before
+# it. bash has split them at "=" and ":", zsh has not.
 _amp_recipes_typed() {
     if [[ -n ${ZSH_VERSION:-} ]]; then
         typed=("${COMP_WORDS[@]:0:$((COMP_CWORD + 1))}")
-        return
+    else
+        # Without -r, so that a backslash keeps a space in its word.
+        read -a typed <<< "${COMP_LINE:0:$COMP_POINT}"
+        if [[ ${COMP_LINE:0:$COMP_POINT} == *[[:space:]] ]]; then
+            typed+=("")
+        fi
     fi
-    # Without -r, so that a backslash keeps a space in its word.
-    read -a typed <<< "${COMP_LINE:0:$COMP_POINT}"
-    if [[ ${COMP_LINE:0:$COMP_POINT} == *[[:space:]] ]]; then
-        typed+=("")
+    current=${typed[$((${#typed[@]} - 1))]}
+    previous=""
+    if (( ${#typed[@]} > 1 )); then
+        previous=${typed[$((${#typed[@]} - 2))]}
     fi
 }
 
@@ -272,13 +278,9 @@ _amp_recipes_option() {
 
 # python train.py config.yaml --...
 _amp_recipes_script() {
-    local typed yaml current previous=""
+    local typed yaml current previous
     COMPREPLY=()
     _amp_recipes_typed
-    current=${typed[$((${#typed[@]} - 1))]}
-    if (( ${#typed[@]} > 1 )); then
-        previous=${typed[$((${#typed[@]} - 2))]}
-    fi
     if _amp_recipes_is_recipe; then
         _amp_recipes_option "$current" "$previous"
     fi
@@ -289,12 +291,10 @@ _amp_recipes_command() {
     local typed yaml current previous options="" choices="" values="" of_recipe=""
     COMPREPLY=()
     _amp_recipes_typed
-    current=${typed[$((${#typed[@]} - 1))]}
     if (( ${#typed[@]} == 2 )); then
         _amp_recipes_offer "@COMMANDS@ --help --version" "$current"
         return
     fi
-    previous=${typed[$((${#typed[@]} - 2))]}
     case "${typed[1]}" in
 @WORDS@
     esac

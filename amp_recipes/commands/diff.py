@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from amp_recipes.commands.run_files import cut
 from amp_recipes.commands.tables import columns
-from amp_recipes.config.changes import differences, one_line, read_settings
+from amp_recipes.config.changes import differences, read_settings
 from amp_recipes.config.experiment import ENVIRONMENT_FILE, OVERRIDES_FILE, RESOLVED_FILE
+from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.run_files import read_json, refuse_irregular, refuse_link
 from amp_recipes.files.strict_json import encode
@@ -24,7 +26,6 @@ _MEASURED = ("seconds", "training_seconds", "samples_per_second", "peak_memory_b
 _LAST_OF_RESULTS = (*_ABOUT_RUN, *_MEASURED)
 _NOT_RESULTS = frozenset({"schema_version", "peak_memory_of", "last", "best", *_LAST_OF_RESULTS})
 
-_SHOWN_CHARACTERS = 100  # of a name or value
 _RUNS_NAMED = 5
 
 
@@ -68,7 +69,7 @@ class RunDiff:
         lines = [one_line(f"a  {self.run_a}"), one_line(f"b  {self.run_b}")]
         for name, found in self.sections.items():
             if found:
-                told = (f"  {_cut(row.name)}: {_shown(row.a)} -> {_shown(row.b)}" for row in found)
+                told = (f"  {cut(row.name)}: {_shown(row.a)} -> {_shown(row.b)}" for row in found)
                 lines += ["", f"{name} (a -> b)", *told]
         if self.results:
             lines += ["", _table(self.results)]
@@ -98,11 +99,12 @@ def compare_runs(run_a: str | Path, run_b: str | Path) -> RunDiff:
 
 def _changed_settings(a: _Run, b: _Run) -> dict[str, list[Difference]]:
     """What differs in the settings and the overrides, where both runs have kept them."""
-    found = {}
-    for name, old, new in (("settings", a.settings, b.settings), ("overrides", a.overrides, b.overrides)):
-        if old is not None and new is not None:
-            found[name] = [Difference(change.name, change.was, change.now) for change in differences(old, new)]
-    return found
+    pairs = {"settings": (a.settings, b.settings), "overrides": (a.overrides, b.overrides)}
+    return {
+        name: [Difference(change.name, change.was, change.now) for change in differences(old, new)]
+        for name, (old, new) in pairs.items()
+        if old is not None and new is not None
+    }
 
 
 def _changed_environment(a: _Run, b: _Run) -> dict[str, list[Difference]]:
@@ -209,24 +211,21 @@ def _pairs(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
 
 def _shown(value: Any) -> str:
     """A value in one line."""
+    if value is None:
+        return "(absent)"
     if isinstance(value, list):
         value = ", ".join(map(str, value)) or "none"
-    return _cut("(absent)" if value is None else str(value).lower() if isinstance(value, bool) else str(value))
-
-
-def _cut(text: str) -> str:
-    text = one_line(text[: _SHOWN_CHARACTERS + 1])
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    return cut(str(value).lower() if isinstance(value, bool) else str(value))
 
 
 def _table(results: list[Difference]) -> str:
     """Aligned columns: name, both values, and the second less the first where both are numbers and differ."""
-    rows = [(f"  {_cut(row.name)}", _number(row.a), _number(row.b), _change(row)) for row in results]
+    rows = [(f"  {cut(row.name)}", _number(row.a), _number(row.b), _change(row)) for row in results]
     return "\n".join(map(str.rstrip, columns([("results", "a", "b", "b - a"), *rows]).splitlines()))
 
 
 def _number(value: Any) -> str:
-    return _cut(format_value(value)) if isinstance(value, int | float) else "-" if value is None else _shown(value)
+    return cut(format_value(value)) if isinstance(value, int | float) else "-" if value is None else _shown(value)
 
 
 def _change(result: Difference) -> str:
@@ -234,6 +233,6 @@ def _change(result: Difference) -> str:
     if a == b or not all(isinstance(value, int | float) and not isinstance(value, bool) for value in (a, b)):
         return ""
     try:
-        return ("+" if b > a else "") + _cut(format_value(b - a))
+        return ("+" if b > a else "") + cut(format_value(b - a))
     except (OverflowError, ValueError):  # whole numbers of thousands of digits
         return ""

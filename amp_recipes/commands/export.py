@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +18,15 @@ from torch import Tensor
 from amp_recipes import __version__
 from amp_recipes.checkpoint import Checkpoint, best_checkpoint, model_weights
 from amp_recipes.checkpoint.folder import Damaged, best_by, numbered_folders, read_contents
-from amp_recipes.config.changes import one_line
+from amp_recipes.checkpoint.hashed_file import file_sha256
+from amp_recipes.commands.run_files import write_object
 from amp_recipes.config.experiment import RESOLVED_FILE
+from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.errors import CheckpointError
-from amp_recipes.files.run_files import refuse_irregular, refuse_link
+from amp_recipes.files.run_files import refuse_irregular, refuse_link, write_atomically
 
 WEIGHTS_FILE = "model.safetensors"
 ABOUT_FILE = "export.json"
-_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
     home = _home(Path(run), checkpoint.path)
     refuse_irregular(home / RESOLVED_FILE)
     weights = model_weights(checkpoint)
-    tensors = _storable({name: value for name, value in weights.items() if isinstance(value, Tensor)}, checkpoint.path)
+    tensors = _storable(weights, checkpoint.path)
     about = _about(checkpoint, home)
     folder = home / "export" if to is None else Path(to)
     if to is None:
@@ -123,12 +122,12 @@ def _write_export(folder: Path, home: Path, tensors: dict[str, Tensor], about: d
     folder.mkdir(parents=True, exist_ok=True)
     # safetensors takes strings only.
     words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
-    _write(folder / WEIGHTS_FILE, lambda file: save_file(tensors, file, metadata={"format": "pt", **words}))
+    _write_weights(tensors, folder / WEIGHTS_FILE, {"format": "pt", **words})
+    about["sha256"] = file_sha256(folder / WEIGHTS_FILE)
     has_settings = (home / RESOLVED_FILE).is_file()
     if has_settings:
-        _write(folder / RESOLVED_FILE, lambda file: shutil.copyfile(home / RESOLVED_FILE, file))
-    about["sha256"] = _sha256(folder / WEIGHTS_FILE)
-    _write(folder / ABOUT_FILE, lambda file: file.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8"))
+        write_atomically(folder / RESOLVED_FILE, (home / RESOLVED_FILE).read_bytes())
+    write_object(folder / ABOUT_FILE, about)
     return (WEIGHTS_FILE, *([RESOLVED_FILE] if has_settings else []), ABOUT_FILE)
 
 
@@ -161,34 +160,23 @@ def _home(run: Path, checkpoint: Path) -> Path:
 
 def _storable(weights: Mapping[str, Any], source: Path) -> dict[str, Tensor]:
     """The tensors on the host, each with memory of its own: safetensors refuses two that share it."""
-    if not weights:
+    found = {name: value.detach().cpu().contiguous() for name, value in weights.items() if isinstance(value, Tensor)}
+    if not found:
         raise CheckpointError(f"{source} holds no tensor of the model: there is nothing to export.")
-    found: dict[str, Tensor] = {}
     taken: set[int] = set()
-    for name, value in weights.items():
-        tensor = value.detach().cpu().contiguous()
-        if tensor.untyped_storage().data_ptr() in taken:
-            tensor = tensor.clone()
-        taken.add(tensor.untyped_storage().data_ptr())
-        found[name] = tensor
+    for name, tensor in found.items():
+        memory = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if memory in taken else tensor
+        taken.add(memory)
     return found
 
 
-def _write(file: Path, write: Callable[[Path], object]) -> None:
+def _write_weights(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
     """Write `file` in a folder that nobody else can write to, and move it here once it is whole on the disk."""
     with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as private:
         written = Path(private, file.name)
-        write(written)
+        save_file(tensors, written, metadata=metadata)
         with open(written, "rb+") as stream:
             os.fsync(stream.fileno())
-        shutil.copymode(file.parent, written)  # safetensors leaves it to its owner alone
-        os.chmod(written, os.stat(written).st_mode & 0o666)
+        os.chmod(written, file.parent.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
         os.replace(written, file)
-
-
-def _sha256(file: Path) -> str:
-    made = hashlib.sha256()
-    with open(file, "rb") as stream:
-        while block := stream.read(_READ_BYTES):
-            made.update(block)
-    return made.hexdigest()

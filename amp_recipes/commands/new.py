@@ -32,14 +32,6 @@ _LONGEST_NAME = 40  # characters; a longer one would not fit into the template's
 _MAY_BE_THERE = {".git"}  # in the folder that is to be filled
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Enter what `amp-recipes new` takes."""
-    told = "; ".join(f"{name}: {summary}" for name, summary in TEMPLATES.items())
-    parser.add_argument("name", metavar="NAME", help="the recipe's name, such as my_task")
-    parser.add_argument("--to", metavar="FOLDER", type=Path, help="folder to make (default: NAME, in this folder)")
-    parser.add_argument("--template", choices=TEMPLATES, default=next(iter(TEMPLATES)), help=f"{told} (default: basic)")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Make the recipe and say what to do next."""
     folder = arguments.to if arguments.to is not None else Path(arguments.name)

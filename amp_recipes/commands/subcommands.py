@@ -15,8 +15,7 @@ from amp_recipes.commands.requests import report
 from amp_recipes.commands.verify_resume.verify import verify_resume
 from amp_recipes.config import check as check_yaml
 from amp_recipes.config import parse_arguments
-from amp_recipes.config.changes import one_line
-from amp_recipes.config.yaml.mistakes import printable
+from amp_recipes.config.yaml.mistakes import one_line, printable
 from amp_recipes.errors import AmpRecipesError, ConfigError
 from amp_recipes.numerics.nonfinite import read_command
 from amp_recipes.numerics.ops.reference import report_ops

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import math
 import os
 from collections.abc import Collection
 from collections.abc import Mapping as AnyMapping
@@ -13,6 +11,7 @@ from typing import Any
 
 from amp_recipes.config.options.run_options import OPTION_NAMES, OPTIONS, validate_options
 from amp_recipes.config.yaml.limits import EXPANDED_NODES, Budget
+from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.config.yaml.nodes import (
     KeyPath,
     Mapping,
@@ -20,13 +19,15 @@ from amp_recipes.config.yaml.nodes import (
     Node,
     Scalar,
     Sequence,
+    attribute_name,
     children,
     dotted,
-    is_plain_mapping,
     is_plain_scalar,
+    plain_data,
+    scalar_text,
 )
 from amp_recipes.config.yaml.reading import plain_value, read_file, read_text
-from amp_recipes.config.yaml.tags import ATTRIBUTE, REF, TUPLE
+from amp_recipes.config.yaml.tags import REF, TUPLE
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.run_files import read_json, refuse_irregular
 
@@ -48,7 +49,6 @@ _PATH_CHARACTERS = 1_000
 _CHARACTERS_PER_VALUE = 80  # longer text counts as several values, since each alias writes it out
 
 _ABSENT = "(absent)"
-_WORDS = {None: "null", True: "true", False: "false"}
 _OPENS_NO_PLAIN_TEXT = "'\"[{(!&*|>%@`#,"
 
 
@@ -159,18 +159,13 @@ def environment_changes(file: Path, new: AnyMapping[str, Any]) -> list[str]:
     return [one_line(f"{what}: {was or _ABSENT} -> {now or _ABSENT}") for what, was, now in found if was != now]
 
 
-def one_line(text: str) -> str:
-    """`text` with an escape for each character that does not just show, such as those that a terminal obeys."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
 # ---------------------------------------------------------------------- the settings of a tree
 
 
 def _settings(root: Mapping) -> dict[KeyPath, _Setting]:
     """Each setting by its path."""
     _check_size(root)
-    given = {str(key): _value(node) for key, node in root.items.items() if key in OPTION_NAMES and not node.tag}
+    given = {str(key): plain_data(node) for key, node in root.items.items() if key in OPTION_NAMES and not node.tag}
     options, mistakes = validate_options(given)
     folder = given.get("output_folder")
     flat = _Flat(root, folder if isinstance(folder, str) else "")
@@ -219,23 +214,21 @@ class _Flat:
 
     def _reference(self, path: KeyPath, node: Node) -> str:
         """`<model>` for an object that is described at another key, `<images.channels>` for an attribute of one."""
-        if node.tag == ATTRIBUTE and isinstance(node, Sequence) and len(node.items) == 2:
-            owner, name = node.items
-            home = self._homes.get(id(owner))
-            if home not in (None, (*path, "0")) and isinstance(name, Scalar):
-                return f"<{_as_reference(home)}.{name.value}>"
-        home = self._homes.get(id(node), path)
+        if isinstance(node, Sequence) and (name := attribute_name(node)) is not None:
+            home = self._homes.get(node.items[0])
+            if home not in (None, (*path, "0")):
+                return f"<{_as_reference(home)}.{name}>"
+        home = self._homes.get(node, path)
         return "" if home == path else f"<{_as_reference(home)}>"
 
     def _relative(self, value: Any) -> Any:
         """`value` with a mark, which no YAML can hold, in place of the output folder."""
         if isinstance(value, list | tuple):
             return type(value)(self._relative(item) for item in value)
-        if not self._folder or not isinstance(value, str):
+        if not self._folder or not isinstance(value, str) or not f"{value}/".startswith(f"{self._folder}/"):
             return value
-        if value.rstrip("/") == self._folder:
-            return "\0"
-        return f"\0/{value.removeprefix(f'{self._folder}/')}" if value.startswith(f"{self._folder}/") else value
+        below = value.removeprefix(self._folder)
+        return "\0" if not below.strip("/") else f"\0{below}"
 
 
 def _free_below(path: KeyPath, node: Node) -> Collection[str]:
@@ -247,12 +240,15 @@ def _free_below(path: KeyPath, node: Node) -> Collection[str]:
 
 def _own_value(node: Node) -> Any:
     """The value behind the tag of a node; "" for an object without arguments, which can be written in three ways."""
-    return "" if node.tag not in ("", TUPLE) and not children(node) else _value(node)
+    if isinstance(node, Sequence) and node.items:
+        values = [item.value for item in node.items if isinstance(item, Scalar)]
+        return tuple(values) if node.tag == TUPLE else values
+    return "" if node.tag not in ("", TUPLE) else plain_data(node)
 
 
-def _homes(root: Mapping) -> dict[int, KeyPath]:
+def _homes(root: Mapping) -> dict[Node, KeyPath]:
     """Where each object is described: of all keys that share it, the path of fewest levels, then of the alphabet."""
-    homes: dict[int, KeyPath] = {}
+    homes: dict[Node, KeyPath] = {}
     level: list[tuple[KeyPath, Node]] = [((), root)]
     while level:
         below = [((*path, str(key)), child) for path, node in level for key, child in children(node)]
@@ -260,8 +256,8 @@ def _homes(root: Mapping) -> dict[int, KeyPath]:
         for path, node in sorted(below, key=lambda place: place[0]):
             if node.tag in ("", TUPLE):
                 level.append((path, node))
-            elif id(node) not in homes:
-                homes[id(node)] = path
+            elif node not in homes:
+                homes[node] = path
                 level.append((path, node))
     return homes
 
@@ -276,18 +272,18 @@ def _are_same(was: _Setting, now: _Setting) -> bool:
 
 def _check_size(root: Mapping) -> None:
     """Raise ConfigError for a tree whose anchors, written out, are more than anybody would compare."""
-    sizes: dict[int, int] = {}
+    sizes: dict[Node, int] = {}
     pending: list[Node] = [root]
     while pending:
         node = pending[-1]
         below = [child for _, child in children(node)]
-        unknown = [child for child in below if id(child) not in sizes]
+        unknown = [child for child in below if child not in sizes]
         pending += unknown
         if not unknown:
             pending.pop()
             characters = len(str(node.value)) if isinstance(node, Scalar) else 0
-            sizes[id(node)] = 1 + characters // _CHARACTERS_PER_VALUE + sum(sizes[id(child)] for child in below)
-    if sizes[id(root)] > EXPANDED_NODES:
+            sizes[node] = 1 + characters // _CHARACTERS_PER_VALUE + sum(sizes[child] for child in below)
+    if sizes[root] > EXPANDED_NODES:
         raise ConfigError(f"{root.source.file}: more than {EXPANDED_NODES:,} values once its anchors are written out.")
 
 
@@ -298,34 +294,14 @@ def _is_plain_list(node: Node) -> bool:
     return isinstance(node, Sequence) and all(is_plain_scalar(item) for item in node.items)
 
 
-def _value(node: Node) -> Any:
-    """The plain value of a node; of an object, its tag as text."""
-    if isinstance(node, Scalar):
-        return f"{node.tag} {node.value}" if node.tag else node.value
-    if is_plain_mapping(node):
-        return {key: _value(child) for key, child in node.items.items()}
-    if isinstance(node, Sequence):
-        items = [_value(item) for item in node.items]
-        return tuple(items) if node.tag == TUPLE else items
-    return node.tag
-
-
 def written(value: Any) -> str:
     """A value as a YAML would have it; other text for every other value (the string "1", 1, 1.0 and true are four)."""
     if isinstance(value, list | tuple):
-        return _written_items(value)
+        inner = ", ".join(repr(item) if isinstance(item, str) else written(item) for item in value)
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
     if isinstance(value, str):
         return value if _is_plain_text(value) else repr(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value).replace("inf", ".inf").replace("nan", ".nan")
-    if isinstance(value, datetime.date):
-        return value.isoformat()
-    return _WORDS[value] if value is None or isinstance(value, bool) else repr(value)
-
-
-def _written_items(values: list[Any] | tuple[Any, ...]) -> str:
-    inner = ", ".join(repr(item) if isinstance(item, str) else written(item) for item in values)
-    return f"({inner})" if isinstance(values, tuple) else f"[{inner}]"
+    return scalar_text(value)
 
 
 def _is_plain_text(text: str) -> bool:

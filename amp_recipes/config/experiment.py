@@ -10,24 +10,17 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from amp_recipes.config.changes import accepted_changes, environment_changes, holds_run
-from amp_recipes.config.hparams import (
-    Hparams,
-    Loaded,
-    find_loaded,
-    overrides_text,
-    resolved_text,
-    settings_again,
-)
-from amp_recipes.config.options.arguments import Overrides
+from amp_recipes.config.hparams import Hparams, Loaded, find_loaded, overrides_text, resolved_text, settings_again
+from amp_recipes.config.options.arguments import AnyOverrides, Overrides, explicit_options
 from amp_recipes.config.options.run_options import OPTION_NAMES, RunOptions
-from amp_recipes.config.trust.checking import as_mapping, explicit_options
+from amp_recipes.config.trust.checking import as_mapping
+from amp_recipes.config.yaml.nodes import Mistakes
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.file_system import reason
 from amp_recipes.files.folder_lock import lock_folder
@@ -65,7 +58,7 @@ _prepared: dict[tuple[int, str], tuple[Any, ...] | None] = {}
 def create_experiment_directory(
     folder: str | os.PathLike[str] | None,
     hyperparams_to_save: str | os.PathLike[str] | None = None,
-    overrides: Mapping[str, Any] | str | None = None,
+    overrides: AnyOverrides = None,
 ) -> Path | None:
     """The folder of a run, with what is needed to repeat it; None for None: such a run writes nothing.
 
@@ -94,23 +87,27 @@ def create_experiment_directory(
     if tried or os.environ.get("RANK", "0") != "0":
         return folder
     loaded = None if hyperparams_to_save is None else find_loaded(hyperparams_to_save, overrides)
-    _prepare(folder, _Start(hyperparams_to_save, overrides, loaded))
+    _prepare(folder, hyperparams_to_save, overrides, loaded)
     return folder
 
 
-def _prepare(folder: Path, start: _Start) -> None:
+def _prepare(folder: Path, yaml: str | os.PathLike[str] | None, overrides: AnyOverrides, loaded: Loaded | None) -> None:
     """Lock the folder, compare with the run that it holds, and write what is known before the run begins."""
+    options = _run_options(yaml, overrides, loaded)
+    files = _settings_files(yaml, _without(_OF_ONE_START, overrides), loaded)
     lock_folder(folder)
-    environment = {**describe_environment(), "trust": list(start.trust)}
+    environment = {**describe_environment(), "trust": list(loaded.names if loaded else ())}
+    files[ENVIRONMENT_FILE] = (json.dumps(environment, indent=2) + "\n").encode()
     warnings: list[str] = []
-    keep = False
-    if holds_run(folder, folder / RESOLVED_FILE):
-        keep = start.tries_out
-        if start.resumes:
-            warnings = _changes(folder, start, environment)
-    if start.yaml is not None and os.path.realpath(start.yaml) == os.path.realpath(folder / RESOLVED_FILE):
-        start.files.pop(ORIGINAL_FILE)  # the run's own settings again: what they came from stays
-    files = {} if keep else {**start.files, ENVIRONMENT_FILE: (json.dumps(environment, indent=2) + "\n").encode()}
+    resolved_file = folder / RESOLVED_FILE
+    tries_out = options.debug or options.test_only
+    if holds_run(folder, resolved_file):
+        if not tries_out and options.resume != "never":
+            warnings = _changes(folder, files.get(RESOLVED_FILE), options.accept_changes, environment)
+        if tries_out:
+            files.clear()
+    if yaml is not None and os.path.realpath(yaml) == os.path.realpath(resolved_file):
+        files.pop(ORIGINAL_FILE, None)  # the run's own settings again: what they came from stays
     try:
         for name, content in files.items():
             write_atomically(folder / name, content)
@@ -122,6 +119,27 @@ def _prepare(folder: Path, start: _Start) -> None:
     for text in warnings:
         logger.warning("%s", text)
     _prepared[_key(folder)] = None
+
+
+def _run_options(yaml: str | os.PathLike[str] | None, overrides: AnyOverrides, loaded: Loaded | None) -> RunOptions:
+    """The run options of a start, which say what it does with a run that is there already."""
+    if yaml is not None:
+        return RunOptions.from_mapping(settings_again(yaml, overrides, loaded).options, "overrides")
+    mistakes = Mistakes()
+    given = {**as_mapping(overrides, mistakes), **explicit_options(overrides)}
+    mistakes.raise_if_any("overrides")
+    return RunOptions.from_mapping({name: given[name] for name in OPTION_NAMES & given.keys()}, "overrides")
+
+
+def _settings_files(
+    yaml: str | os.PathLike[str] | None, overrides: AnyOverrides, loaded: Loaded | None
+) -> dict[str, bytes]:
+    """What is written of the settings, by the name of the file."""
+    files = {OVERRIDES_FILE: overrides_text(overrides).encode()}
+    if yaml is not None:
+        files[RESOLVED_FILE] = resolved_text(yaml, overrides, loaded).encode()
+        files[ORIGINAL_FILE] = loaded.original if loaded else Path(yaml).read_bytes()
+    return files
 
 
 def ensure_experiment_directory(
@@ -147,7 +165,7 @@ def ensure_experiment_directory(
     original = loaded.original if loaded else Path(hparams.path).read_bytes()
     settings = (hparams.path, original, overrides_text(overrides))
     if _prepared.get(key) != settings:
-        _prepare(Path(folder), _Start(hparams.path, overrides, loaded))
+        _prepare(Path(folder), hparams.path, overrides, loaded)
         _prepared[key] = settings
 
 
@@ -155,48 +173,18 @@ def _key(folder: str | os.PathLike[str]) -> tuple[int, str]:
     return os.getpid(), os.path.realpath(folder)
 
 
-def _with_options(
-    overrides: Mapping[str, Any] | str | None, run_opts: RunOptions | None
-) -> Mapping[str, Any] | str | None:
+def _with_options(overrides: AnyOverrides, run_opts: RunOptions | None) -> AnyOverrides:
     """The overrides with the run options that were set; as they are if there are none, or if they are YAML text."""
     if run_opts is None or not run_opts.explicit or isinstance(overrides, str):
         return overrides
-    explicit = {**explicit_options(overrides), **{name: run_opts[name] for name in run_opts.explicit}}
-    return Overrides(overrides or {}, run_options=RunOptions.from_mapping(explicit))
+    return Overrides(overrides or {}, run_options=run_opts.with_defaults_from(explicit_options(overrides)))
 
 
-class _Start:
-    """What a start writes about its settings, and what its run options say of a run that is there already."""
-
-    def __init__(
-        self,
-        yaml: str | os.PathLike[str] | None,
-        overrides: Mapping[str, Any] | str | None,
-        loaded: Loaded | None,
-    ) -> None:
-        options = {**as_mapping(overrides), **explicit_options(overrides)}
-        self.trust = loaded.names if loaded else ()
-        self.yaml = yaml
-        self.files: dict[str, bytes] = {}
-        self.resolved: str | None = None
-        kept = _without(_OF_ONE_START, overrides)
-        if yaml is not None:
-            options = settings_again(yaml, overrides, loaded).options
-            self.resolved = resolved_text(yaml, kept, loaded)
-            self.files[RESOLVED_FILE] = self.resolved.encode()
-            self.files[ORIGINAL_FILE] = loaded.original if loaded else Path(yaml).read_bytes()
-        self.files[OVERRIDES_FILE] = overrides_text(kept).encode()
-        options = RunOptions.from_mapping({name: options[name] for name in OPTION_NAMES & options.keys()}, "overrides")
-        self.tries_out = options.debug or options.test_only
-        self.resumes = not self.tries_out and options.resume != "never"
-        self.accepts_changes = options.accept_changes
-
-
-def _changes(folder: Path, start: _Start, environment: dict[str, Any]) -> list[str]:
+def _changes(folder: Path, resolved: bytes | None, accepts_changes: bool, environment: dict[str, Any]) -> list[str]:
     """What to say in the log of what differs from the run in `folder`. Raises ConfigError for what may not differ."""
     lines = []
-    if start.resolved is not None:
-        changes = accepted_changes(folder, folder / RESOLVED_FILE, start.resolved, start.accepts_changes)
+    if resolved is not None:
+        changes = accepted_changes(folder, folder / RESOLVED_FILE, resolved.decode(), accepts_changes)
         if changes:
             lines.append("\n  ".join([f"{folder}: going on with other settings (was -> given):", *changes]))
             lines.append(
@@ -208,16 +196,15 @@ def _changes(folder: Path, start: _Start, environment: dict[str, Any]) -> list[s
     return lines
 
 
-def _without(names: frozenset[str], overrides: Mapping[str, Any] | str | None) -> Mapping[str, Any] | str | None:
+def _without(names: frozenset[str], overrides: AnyOverrides) -> AnyOverrides:
     """The overrides without the run options of those names; YAML text as it is."""
     if isinstance(overrides, str) or overrides is None:
         return overrides
-    kept = Overrides({key: value for key, value in overrides.items() if key not in names})
+    kept = {key: value for key, value in overrides.items() if key not in names}
     if not isinstance(overrides, Overrides):
-        return dict(kept)
-    options = overrides.run_options
-    explicit = {name: options[name] for name in options.explicit - names}
-    return Overrides(kept, run_options=RunOptions.from_mapping(explicit))
+        return kept
+    explicit = {name: value for name, value in explicit_options(overrides).items() if name not in names}
+    return Overrides(kept, run_options=RunOptions(**explicit))
 
 
 def describe_environment() -> dict[str, Any]:

@@ -14,21 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from amp_recipes.config.options.arguments import Overrides, loading
+from amp_recipes.config.options.arguments import AnyOverrides, Overrides, explicit_options, loading
 from amp_recipes.config.options.run_options import OPTION_NAMES
-from amp_recipes.config.trust.checking import (
-    Call,
-    Settings,
-    as_mapping,
-    check_settings,
-    explicit_options,
-    read_settings,
-    resolve_all,
-)
+from amp_recipes.config.trust.checking import Call, Settings, as_mapping, check_settings, read_settings, resolve_all
 from amp_recipes.config.trust.instantiate import build
-from amp_recipes.config.trust.trust import Trust
+from amp_recipes.config.trust.trust import Trust, checked_entries
 from amp_recipes.config.yaml.limits import FILE_BYTES
 from amp_recipes.config.yaml.mistakes import did_you_mean
 from amp_recipes.config.yaml.nodes import COMMAND_LINE, Mistakes, Source
@@ -38,6 +31,7 @@ from amp_recipes.config.yaml.writing import to_yaml
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.lazy_names import from_commands
 from amp_recipes.options import MAX_SEED
+from amp_recipes.state.randomness import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +57,7 @@ class Hparams(dict[str, Any]):
         self,
         values: Mapping[str, Any],
         path: str | os.PathLike[str],
-        overrides: Mapping[str, Any] | str | None = None,
+        overrides: AnyOverrides = None,
         trust: tuple[str, ...] = (),
         sources: Mapping[str, str] | None = None,
     ) -> None:
@@ -118,11 +112,7 @@ _loaded: dict[tuple[str, str], Loaded] = {}
 _REMEMBERED_LOADS = 16
 
 
-def load_hparams(
-    path: str | os.PathLike[str],
-    overrides: Mapping[str, Any] | str | None = None,
-    trust: Iterable[str] = (),
-) -> Hparams:
+def load_hparams(path: str | os.PathLike[str], overrides: AnyOverrides = None, trust: Iterable[str] = ()) -> Hparams:
     """The hyperparameters of the YAML at `path`, its objects instantiated: a dict that knows where it is from.
 
     overrides: what `parse_arguments` returned, or a mapping (nested, or with dots in its keys), or YAML text; plain
@@ -139,29 +129,33 @@ def load_hparams(
     or one that names the key whose object could not be built.
     """
     caller = _caller_file()
-    names = (*_trust_names(trust), *_trusted_by_command_line(overrides))
+    names = _names_to_trust(trust, overrides)
     trusted = Trust(names, recipe_folders(caller))
     if isinstance(overrides, Overrides) and overrides.request.action != "run":
         raise SystemExit(_run_request(path, overrides, trusted, _code_folder(caller)))
     original = _bytes_of(path)
-    with loading:  # what the YAML names is imported
+    with loading():  # what the YAML names is imported
         settings = check_settings(path, overrides, trusted)
     _warn_of_resolved(path, original, overrides)
     loaded = Loaded(original, settings.tree, trusted, names)
     _seed_if_set(settings.options)
-    with loading:
+    with loading():
         if settings.has_unknown:
             settings = resolve_all(settings, trusted, _calling(trusted, loaded.results))
             # Again, since the functions may have drawn: the resolved YAML, which calls none, gives the same objects.
             _seed_if_set(settings.options)
         values = build(settings.resolved, trusted)
-    _remember(_identity(path, overrides), loaded)
+    identity = _identity(path, overrides)
+    _loaded.pop(identity, None)  # so that it is the newest
+    _loaded[identity] = loaded
+    while len(_loaded) > _REMEMBERED_LOADS:
+        del _loaded[next(iter(_loaded))]
     return Hparams(values, path, copy.deepcopy(overrides), names, settings.sources)
 
 
 def check(
     path: str | os.PathLike[str],
-    overrides: Mapping[str, Any] | str | None = None,
+    overrides: AnyOverrides = None,
     trust: Iterable[str] = (),
     recipe_folder: str | os.PathLike[str] | None = None,
 ) -> Settings:
@@ -170,13 +164,13 @@ def check(
     recipe_folder: where the recipe's own Python files are; default: the folder of the file that calls this.
     Imports the modules that the YAML names and may name. Raises ConfigError that names all mistakes together.
     """
-    names = (*_trust_names(trust), *_trusted_by_command_line(overrides))
+    names = _names_to_trust(trust, overrides)
     if recipe_folder is None:
         caller = _caller_file()
-        with loading:
+        with loading():
             return check_settings(path, overrides, Trust(names, recipe_folders(caller)), _code_folder(caller))
     folder = os.path.realpath(recipe_folder)
-    with loading, _as_script_folder(folder):
+    with loading(), _as_script_folder(folder):
         return check_settings(path, overrides, Trust(names, [folder]), folder)
 
 
@@ -184,7 +178,7 @@ def _run_request(path: str | os.PathLike[str], overrides: Overrides, trust: Trus
     """Do what the command line asks for instead of a run; the exit status."""
 
     def check_with(given: Overrides) -> Settings:
-        with loading:
+        with loading():
             return check_settings(path, given, trust, code_folder)
 
     return from_commands("requests", "run_request")(overrides, os.fspath(path), check_with)
@@ -215,7 +209,7 @@ def recipe_folders(caller: str | None) -> list[str]:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators of Python, NumPy (where installed) and torch, on all devices.
+    """Seed the global generators of Python, NumPy and torch, on all devices.
 
     seed: from 0 to 2**32 - 1, which all of them take. Raises ConfigError for anything else.
     """
@@ -227,29 +221,21 @@ def seed_everything(seed: int) -> None:
 
 def _seed_host(seed: int) -> None:
     random.seed(seed)
+    np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    try:
-        import numpy
-    except ImportError:
-        return
-    numpy.random.seed(seed)
 
 
-def find_loaded(path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None) -> Loaded | None:
+def find_loaded(path: str | os.PathLike[str], overrides: AnyOverrides) -> Loaded | None:
     """What this process decided when it loaded the YAML with these overrides; None if it did not."""
     return _loaded.get(_identity(path, overrides))
 
 
-def settings_again(
-    path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None, loaded: Loaded | None
-) -> Settings:
+def settings_again(path: str | os.PathLike[str], overrides: AnyOverrides, loaded: Loaded | None) -> Settings:
     """The settings of the YAML as it was loaded, whatever has become of the file; if it was not: as it is now."""
     return read_settings(path, overrides, tree=copy.deepcopy(loaded.tree) if loaded else None)
 
 
-def resolved_text(
-    path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None, loaded: Loaded | None = None
-) -> str:
+def resolved_text(path: str | os.PathLike[str], overrides: AnyOverrides, loaded: Loaded | None = None) -> str:
     """YAML text that gives, on its own, what the YAML at `path` gives with `overrides`.
 
     Run options that were set and that the YAML does not have are added, so that the text reproduces the run.
@@ -261,10 +247,13 @@ def resolved_text(
         settings = resolve_all(settings, None, _replaying(loaded.results))
     elif settings.has_unknown:
         trust = Trust((), recipe_folders(None))
-        with _host_generators_restored():
+        generators = random_state(torch.device("cpu"))
+        try:
             if settings.options.get("seed") is not None:
                 _seed_host(settings.options["seed"])
             settings = resolve_all(settings, None, _calling(trust, []))
+        finally:
+            set_random_state(generators)
     root = settings.resolved
     for name, value in explicit_options(overrides).items():
         if name not in root.items:
@@ -273,12 +262,12 @@ def resolved_text(
     return to_yaml(root, [RESOLVED_HEADER, *([f"Loads with --trust {','.join(names)}"] if names else [])])
 
 
-def overrides_text(overrides: Mapping[str, Any] | str | None) -> str:
+def overrides_text(overrides: AnyOverrides) -> str:
     """Overrides and the run options that were set, as YAML text that `load_hparams` takes as overrides."""
     if isinstance(overrides, str):
         return overrides
     mistakes = Mistakes()
-    given = {**as_mapping(overrides), **explicit_options(overrides)}
+    given = {**as_mapping(overrides, mistakes), **explicit_options(overrides)}
     root = to_nodes(given, Source("overrides"), mistakes, "overrides")
     mistakes.raise_if_any("overrides")
     return to_yaml(root) if given else "{}\n"
@@ -307,23 +296,9 @@ def _replaying(results: Iterable[Any]) -> Call:
     return call
 
 
-@contextmanager
-def _host_generators_restored() -> Iterator[None]:
-    """Put back the global generators of the host: to write down a run's settings must not change its random draws."""
-    numpy = sys.modules.get("numpy")  # if nobody imported it, nobody draws from it
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy:
-                numpy.random.set_state(numpy_state)
-
-
-def _warn_of_resolved(path: str | os.PathLike[str], original: bytes, overrides: Mapping[str, Any] | str | None) -> None:
+def _warn_of_resolved(path: str | os.PathLike[str], original: bytes, overrides: AnyOverrides) -> None:
     """Say that an override of a resolved file changes its own key alone, where the original's references followed."""
-    keys = [key for key in as_mapping(overrides) if key not in OPTION_NAMES]
+    keys = [key for key in as_mapping(overrides, Mistakes()) if key not in OPTION_NAMES]
     if keys and original.startswith(f"# {RESOLVED_HEADER}".encode()):
         logger.warning(
             "%s holds resolved settings: an override (%s) changes nothing but that key itself. To have references "
@@ -331,13 +306,6 @@ def _warn_of_resolved(path: str | os.PathLike[str], original: bytes, overrides: 
             os.fspath(path),
             ", ".join(map(str, keys)),
         )
-
-
-def _remember(identity: tuple[str, str], loaded: Loaded) -> None:
-    _loaded.pop(identity, None)
-    _loaded[identity] = loaded
-    while len(_loaded) > _REMEMBERED_LOADS:
-        del _loaded[next(iter(_loaded))]
 
 
 def _bytes_of(path: str | os.PathLike[str]) -> bytes:
@@ -348,16 +316,13 @@ def _bytes_of(path: str | os.PathLike[str]) -> bytes:
         return b""
 
 
-def _identity(path: str | os.PathLike[str], overrides: Mapping[str, Any] | str | None) -> tuple[str, str]:
+def _identity(path: str | os.PathLike[str], overrides: AnyOverrides) -> tuple[str, str]:
     return os.path.realpath(path), overrides_text(overrides)
 
 
 def _caller_file() -> str | None:
     """The file whose code called the function that calls this; None in a notebook."""
-    frame = inspect.currentframe()
-    for _ in range(2):
-        frame = frame.f_back if frame is not None else None
-    return None if frame is None else frame.f_globals.get("__file__")
+    return sys._getframe(2).f_globals.get("__file__")
 
 
 def _code_folder(caller: str | None) -> str | None:
@@ -374,14 +339,6 @@ def _seed_if_set(options: Mapping[str, Any]) -> None:
         seed_everything(options["seed"])
 
 
-def _trusted_by_command_line(overrides: Mapping[str, Any] | str | None) -> tuple[str, ...]:
-    return overrides.request.trust if isinstance(overrides, Overrides) else ()
-
-
-def _trust_names(trust: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(trust, str | Mapping) or not isinstance(trust, Iterable):
-        raise ConfigError(f"trust is {trust!r}, but must be a list of package names.")
-    names = tuple(trust)
-    if wrong := [name for name in names if not isinstance(name, str)]:
-        raise ConfigError(f"trust must hold package names, but has {wrong!r}.")
-    return names
+def _names_to_trust(trust: Iterable[str], overrides: AnyOverrides) -> tuple[str, ...]:
+    of_command_line = overrides.request.trust if isinstance(overrides, Overrides) else ()
+    return (*checked_entries(trust), *of_command_line)

@@ -2,6 +2,7 @@
 
 from amp_recipes.data.batches import as_batches, as_epochs, length, windows
 from amp_recipes.data.buckets import DynamicBatches, LengthBuckets
+from amp_recipes.data.engine import LoadingStopped
 from amp_recipes.data.epoch_loader import EpochLoader
 from amp_recipes.data.loader_faults import loader_faults
 from amp_recipes.data.loaders import close_loader, make_loader, reads_all, set_epoch
@@ -17,7 +18,6 @@ from amp_recipes.data.place import (
     set_generator_states,
 )
 from amp_recipes.data.samplers import EpochShuffle
-from amp_recipes.data.waiting import LoadingStopped
 
 __all__ = [
     "DynamicBatches",

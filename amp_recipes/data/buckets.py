@@ -33,10 +33,9 @@ class LengthBuckets(Sampler[list[int]]):
         pool_size: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"LengthBuckets: batch_size {batch_size} is not a number of samples (1 or more)")
         self.pool_size = 100 * batch_size if pool_size is None else pool_size
-        self.lengths = _checked(lengths, self.pool_size, type(self).__name__)
+        _refuse_less_than_one("LengthBuckets", batch_size=batch_size, pool_size=self.pool_size)
+        self.lengths = _checked(lengths, "LengthBuckets")
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         self.samples_per_batch, self.drop_last = batch_size, drop_last
         self._kept = _KeptBatches()
@@ -45,15 +44,11 @@ class LengthBuckets(Sampler[list[int]]):
         """Give the batches of that epoch from the next iteration on."""
         self.epoch = epoch
 
-    def batches(self) -> list[list[int]]:
-        """All batches of the epoch, of all ranks."""
-        return self._kept.of(self, self._cut)
-
     def __len__(self) -> int:
-        return len(self.batches())
+        return len(self._kept.of(self, self._cut))
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches())
+        return iter(self._kept.of(self, self._cut))
 
     def _cut(self, indices: list[int]) -> Iterator[list[int]]:
         for first in range(0, len(indices), self.samples_per_batch):
@@ -82,12 +77,11 @@ class DynamicBatches(Sampler[list[int]]):
         pool_size: int = 5000,
         too_long: str = "raise",
     ) -> None:
-        self.lengths = _checked(lengths, pool_size, type(self).__name__)
+        self.lengths = _checked(lengths, "DynamicBatches")
         self.shuffle, self.seed, self.pool_size, self.epoch = shuffle, seed, pool_size, 0
         if too_long not in ("raise", "alone"):
             raise ConfigError(f"DynamicBatches: too_long {too_long!r} is unknown; expected 'raise' or 'alone'")
-        if max_batch_size is not None and max_batch_size < 1:
-            raise ConfigError(f"DynamicBatches: max_batch_size {max_batch_size} is not a number of samples (1 or more)")
+        _refuse_less_than_one("DynamicBatches", max_batch_size=max_batch_size, pool_size=pool_size)
         long = (self.lengths > max_total_length).nonzero().flatten().tolist()
         if long and too_long == "raise":
             longest = int(self.lengths.argmax())
@@ -103,15 +97,11 @@ class DynamicBatches(Sampler[list[int]]):
         """Give the batches of that epoch from the next iteration on."""
         self.epoch = epoch
 
-    def batches(self) -> list[list[int]]:
-        """All batches of the epoch, of all ranks."""
-        return self._kept.of(self, self._cut)
-
     def __len__(self) -> int:
-        return len(self.batches())
+        return len(self._kept.of(self, self._cut))
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches())
+        return iter(self._kept.of(self, self._cut))
 
     def _cut(self, indices: list[int]) -> Iterator[list[int]]:
         batch: list[int] = []
@@ -157,7 +147,13 @@ def _make(sampler: EpochBatches, cut: Cut) -> list[list[int]]:
     return [batches[at] for at in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def _checked(lengths: Iterable[float] | Tensor, pool_size: int, name: str) -> Tensor:
+def _refuse_less_than_one(owner: str, **counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigError(f"{owner}: {name} {count} is not a number of samples (1 or more)")
+
+
+def _checked(lengths: Iterable[float] | Tensor, name: str) -> Tensor:
     """The lengths as a 1-d tensor; float64 unless they are whole numbers, so that a limit is met exactly."""
     try:
         checked = _as_tensor(lengths)
@@ -170,8 +166,6 @@ def _checked(lengths: Iterable[float] | Tensor, pool_size: int, name: str) -> Te
         raise ConfigError(
             f"{name}: the length of sample {bad[0]} is {checked[bad[0]].item()}; expected a finite number, 0 or more"
         )
-    if pool_size < 1:
-        raise ConfigError(f"{name}: pool_size {pool_size} is not a number of samples (1 or more)")
     return checked
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -9,19 +10,56 @@ from weakref import WeakSet
 
 from torch.utils.data import DataLoader
 
-from amp_recipes.data.loader_faults import Iteration, let_go, worker_fault
+from amp_recipes.data.loader_faults import TIMED_OUT, Iteration, let_go, worker_fault
 from amp_recipes.data.sample_draws import draws_put_back
-from amp_recipes.data.waiting import LoadingStopped, next_batch
 from amp_recipes.data.workers import Workers, deaths_unreported
 from amp_recipes.errors import DataError
 from amp_recipes.modules.torch_private import set_timeout_of_batches
 
+POLL_SECONDS = 1.0  # how long a request to stop may go unseen
+
+
+class LoadingStopped(Exception):
+    """The loader's `stop` said yes while the next batch was waited for; it comes if the pass is iterated on."""
+
+
+def poll_seconds(limit: float, stop: Callable[[], bool] | None, persistent: bool) -> float:
+    """The timeout for torch's loader if `limit` is the user's (0: none)."""
+    if stop is None or persistent:  # persistent ones wait by that timeout for the end of an earlier pass, too
+        return limit
+    return min(limit, POLL_SECONDS) if limit else POLL_SECONDS
+
+
+def next_batch(batches: Iterator[Any], limit: float, stop: Callable[[], bool] | None) -> Any:
+    """The next one of `batches`, torch's iterator, whose timeout is `poll_seconds`.
+
+    torch takes nothing from its queue where it times out, so that it can be asked again. Raises LoadingStopped, and
+    after `limit` seconds (0: never) torch's RuntimeError.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            return next(batches)
+        except RuntimeError as error:
+            if not TIMED_OUT.search(str(error)):
+                raise
+            if stop is not None and stop():
+                raise LoadingStopped from None
+            if limit and time.monotonic() - began >= limit:
+                raise RuntimeError(f"DataLoader timed out after {limit} seconds") from error
+
 
 class Engine(NamedTuple):
-    """torch's loader, and its worker processes where it has some."""
+    """torch's loader, and its worker processes."""
 
     loader: DataLoader
-    workers: Workers | None
+    workers: Workers
+
+
+def options_of_workers(loader: DataLoader) -> dict[str, Any]:
+    """The options of a loader of ours that torch's loader takes over: how many workers, and how they run."""
+    names = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
+    return {name: getattr(loader, name) for name in (*names, "in_order", "pin_memory")}
 
 
 class Engines:
@@ -29,7 +67,7 @@ class Engines:
 
     def __init__(self) -> None:
         self._kept: Engine | None = None
-        self._passes: WeakSet[Any] = WeakSet()
+        self._passes: WeakSet[EnginePass] = WeakSet()
         # Held: an error that a signal's handler raises takes the pass away before anybody asks what it was reading.
         self._last_iteration: Iteration | None = None
 
@@ -42,10 +80,12 @@ class Engines:
             self._kept = engine
         return engine
 
-    def note(self, batches: Any, iteration: Iteration) -> None:
-        """A pass has begun; `close` will end it with its own `close`, unless nobody holds it any more."""
-        self._passes.add(batches)
+    def begin(self, loader: Any, engine: Engine, iteration: Iteration, protect: bool) -> EnginePass:
+        """A pass of `engine`, with the arguments of `EnginePass`; `close` ends it, unless nobody holds it any more."""
+        begun = EnginePass(loader, engine, iteration, self.drop, protect)
+        self._passes.add(begun)
         self._last_iteration = iteration
+        return begun
 
     def drop(self) -> None:
         """The next pass starts new workers."""
@@ -56,8 +96,8 @@ class Engines:
         if self._kept is not None:
             self._kept.workers.close()
         self._kept = None
-        for batches in list(self._passes):
-            batches.close()
+        for begun in list(self._passes):
+            begun.close()
 
     def __del__(self) -> None:
         if self._kept is not None:
@@ -76,11 +116,11 @@ class EnginePass:
     ) -> None:
         self._loader, self._iteration, self._drop_workers = loader, iteration, drop_workers
         self._protect = protect
-        self._ends_workers = engine.workers is not None and not loader.persistent_workers
+        self._ends_workers = not loader.persistent_workers
         self._fault: DataError | None = None
         self._batches: Iterator[Any] | None = None
         try:
-            with self._quietly(), engine.workers.starting() if engine.workers is not None else nullcontext():
+            with self._quietly(), engine.workers.starting():
                 self._batches = iter(engine.loader)
         except Exception as error:
             self._raise_if_told(error)
@@ -107,7 +147,7 @@ class EnginePass:
 
     def close(self) -> None:
         """The pass is over: its workers end, and there are no more batches."""
-        if self._iteration.workers is not None:
+        if self._iteration.workers.count:
             self._iteration.workers.close()
             self._batches = iter(())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,16 +11,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from amp_recipes.data.buckets import EpochBatches
-from amp_recipes.data.engine import Engine, EnginePass, Engines
+from amp_recipes.data.engine import Engine, EnginePass, Engines, options_of_workers, poll_seconds
 from amp_recipes.data.loader_faults import Iteration, read_fault
 from amp_recipes.data.order import EpochOrder, Task
 from amp_recipes.data.reading import Failure, Reader, collate_as_it_is
 from amp_recipes.data.sample_draws import held_generators
-from amp_recipes.data.samplers import EpochShuffle, epoch_seed, shares_itself
-from amp_recipes.data.waiting import poll_seconds
+from amp_recipes.data.samplers import EpochShuffle, epoch_seed, samplers_of, shares_itself
 from amp_recipes.data.workers import TIMEOUT_SECONDS, Workers, start_worker
 from amp_recipes.errors import DataError
-from amp_recipes.state.randomness import generator_state, set_generator_state
+from amp_recipes.state.randomness import set_generator_state, states_of
 
 
 class EpochLoader(DataLoader):
@@ -46,7 +46,7 @@ class EpochLoader(DataLoader):
         super().__init__(dataset, **kwargs)
         self.seed, self.name, self.epoch = seed, name, 0
         self.rank, self.world_size = rank, world_size
-        self._position = _Position(0, 0)
+        self._position = _Position()
         self._resumed: _Position | None = None  # where the next iteration begins; None: at the epoch's first sample
         self._engines = Engines()
 
@@ -55,7 +55,7 @@ class EpochLoader(DataLoader):
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is of that epoch, from its beginning unless it is the one of `load_state_dict`."""
         if epoch != self.epoch:
-            self._resumed, self._position = None, _Position(0, 0)
+            self._resumed, self._position = None, _Position()
         self.epoch = epoch
         for sampler in (self.sampler, self.batch_sampler):
             if isinstance(sampler, (EpochShuffle, EpochBatches)):
@@ -71,8 +71,7 @@ class EpochLoader(DataLoader):
         if self._own_batches:
             state["batches"] = position.batches * self.world_size
         if generators := self._generators():
-            now = {name: generator_state(generator) for name, generator in generators.items()}
-            state["generators"] = position.generators or now
+            state["generators"] = position.generators or states_of(generators)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -106,10 +105,9 @@ class EpochLoader(DataLoader):
         return samples // step if self.drop_last else -(-samples // step)
 
     def __iter__(self) -> Iterator[Any]:
-        start, self._resumed = self._resumed or _Position(0, 0), None
-        held = self._generators()
-        start.generators = {name: generator_state(generator) for name, generator in held.items()}
-        self._position = _Position(start.samples, start.batches, start.generators)
+        start, self._resumed = self._resumed or _Position(), None
+        start.generators = states_of(self._generators())
+        self._position = replace(start)
         engine = self._engines.take(self._engine)
         engine.loader.generator.manual_seed(epoch_seed(self.seed, self.epoch, "workers"))
         if self.generator is not None:
@@ -119,11 +117,9 @@ class EpochLoader(DataLoader):
         iteration = Iteration(self.name, self.dataset, engine.workers)
         done: dict[int, int] = {}
         engine.loader.sampler.iterator = self._order().tasks(start.samples, iteration.in_flight, done)
-        protect = engine.workers is None and engine.loader.dataset.draws
-        passed = EnginePass(self, engine, iteration, self._engines.drop, protect)
-        batches = _EpochIterator(self, passed, self._position, iteration, done)
-        self._engines.note(batches, iteration)
-        return batches
+        protect = not self.num_workers and engine.loader.dataset.draws
+        batches = self._engines.begin(self, engine, iteration, protect)
+        return _EpochIterator(self, batches, self._position, iteration, done)
 
     def close(self) -> None:
         """End all workers now, and the passes that use them; the next iteration starts new ones."""
@@ -140,10 +136,8 @@ class EpochLoader(DataLoader):
         return shares_itself(self)
 
     def _generators(self) -> dict[str, Any]:
-        inner = getattr(self.batch_sampler, "sampler", None)
-        parts = {id(it): it for it in (self.sampler, self.batch_sampler, inner) if it is not None}
-        found = held_generators(*parts.values())
-        if self.generator is not None and not any(self.generator is it for it in found.values()):
+        found = held_generators(*samplers_of(self))
+        if self.generator is not None and not any(self.generator is held for held in found.values()):
             found["generator"] = self.generator
         return found
 
@@ -162,34 +156,31 @@ class EpochLoader(DataLoader):
 
     def _engine(self) -> Engine:
         """torch's loader, which reads whole batches through our reader."""
-        workers = Workers(self.num_workers) if self.num_workers else None
+        workers = Workers(self.num_workers)
         reader = Reader(self.dataset, self.batch_sampler is not None, self.collate_fn, self.seed, workers)
         engine = DataLoader(
             reader,
             batch_size=None,
             sampler=_Tasks(),
-            num_workers=self.num_workers,
             collate_fn=collate_as_it_is,
-            pin_memory=self.pin_memory,
             timeout=poll_seconds(self.timeout, self.stop, self.persistent_workers),
-            worker_init_fn=partial(start_worker, workers, self.worker_init_fn) if workers else None,
-            multiprocessing_context=self.multiprocessing_context,
+            worker_init_fn=partial(start_worker, workers, self.worker_init_fn),
             generator=torch.Generator(),
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers,
-            in_order=self.in_order,
+            **options_of_workers(self),
         )
         return Engine(engine, workers)
 
 
+@dataclass
 class _Position:
     """A place in the epoch: samples of all ranks and batches of this one that lie before it.
 
     generators: the states of the samplers' generators at the epoch's beginning; None where they are what they are now.
     """
 
-    def __init__(self, samples: int, batches: int, generators: dict[str, Any] | None = None) -> None:
-        self.samples, self.batches, self.generators = samples, batches, generators
+    samples: int = 0
+    batches: int = 0
+    generators: dict[str, Any] | None = None
 
 
 class _Tasks:
@@ -235,10 +226,6 @@ class _EpochIterator:
             raise fault
         self._hand_out(number)
         return batch
-
-    def close(self) -> None:
-        """The pass is over: its workers end, and there are no more batches."""
-        self._batches.close()
 
     def _hand_out(self, number: int) -> None:
         del self._iteration.in_flight[number]

@@ -13,12 +13,12 @@ from weakref import WeakSet
 
 from amp_recipes.data.order import Task
 from amp_recipes.data.reading import Failure, describe_sample, samples_of
-from amp_recipes.data.waiting import TIMED_OUT
 from amp_recipes.data.workers import Reading, Workers, deaths_unreported
 from amp_recipes.errors import DataError
 
 _ALL: WeakSet[Iteration] = WeakSet()
 # The texts of torch/csrc/DataLoader.cpp and of torch/utils/data/dataloader.py: torch has no class for these errors.
+TIMED_OUT = re.compile(r"DataLoader timed out after (?P<seconds>[\d.]+) seconds")
 _DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\)")
 _BY_SIGNAL = re.compile(r"killed by signal: (?P<signal>[^.]+)\.")
 _BY_CODE = re.compile(r"exited unexpectedly with exit code (?P<code>\d+)")
@@ -38,7 +38,7 @@ class Iteration:
 
     name: str
     dataset: Any
-    workers: Workers | None
+    workers: Workers
     in_flight: dict[int, Task] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,20 +103,20 @@ def worker_fault(error: BaseException, name: str, iteration: Iteration | None = 
     """
     if isinstance(error, DataError):
         return None  # told already
-    texts = [str(it) for it in _causes(error) if type(it) is RuntimeError]
+    texts = [str(cause) for cause in _causes(error) if type(cause) is RuntimeError]
     for text in texts:
         if timed_out := TIMED_OUT.search(text):
             return _hang(float(timed_out["seconds"]), name, iteration)
         if died := _DIED.search(text):
             # Where it was noticed late, the cause's text knows more.
-            how = next((it for it in texts if _BY_SIGNAL.search(it) or _BY_CODE.search(it)), text)
+            how = next((known for known in texts if _BY_SIGNAL.search(known) or _BY_CODE.search(known)), text)
             return _death(int(died["pids"].split(",")[0]), how, name)
     return _unreported_death(error, name, iteration)
 
 
 def _unreported_death(error: BaseException, name: str, iteration: Iteration | None) -> DataError | None:
     """A worker of the iteration has ended, and torch has not said so yet."""
-    if iteration is None or iteration.workers is None:
+    if iteration is None:
         return None
     with deaths_unreported():
         dead = iteration.workers.dead(_NOTICE_SECONDS if isinstance(error, (EOFError, OSError)) else 0.0)
@@ -145,11 +145,11 @@ def _death(pid: int, text: str, name: str) -> DataError:
         multiprocessing.active_children()
     which, was_reading, code = f"a loader worker (pid {pid})", "", None
     for iteration in list(_ALL):
-        worker = iteration.workers.worker_of(pid) if iteration.workers is not None else None
+        worker = iteration.workers.worker_of(pid)
         if worker is not None:
             name, which = iteration.name, f"loader worker {worker} (pid {pid})"
             code = iteration.workers.exit_code(pid)
-            reading = [it for it in iteration.workers.reading() if it.worker == worker]
+            reading = [now for now in iteration.workers.reading() if now.worker == worker]
             was_reading = f" while it read {iteration.describe(reading[0])}" if reading else " between two batches"
             if not reading or reading[0].task in iteration.in_flight:
                 break  # else an earlier pass over the same persistent workers
@@ -162,7 +162,8 @@ def _how_it_ended(text: str, code: int | None) -> tuple[str, str]:
     signal_name = _SIGNALS.get(-code) if code is not None else None
     if by_signal := _BY_SIGNAL.search(text):
         described = by_signal["signal"].strip()
-        signal_name = next((_SIGNALS[it] for it in _SIGNALS if signal.strsignal(it) == described), described)
+        names = {signal.strsignal(number): name for number, name in _SIGNALS.items()}
+        signal_name = names.get(described, described)
     if signal_name is not None:
         return f"was killed by {signal_name}", _ADVICE.get(signal_name, "")
     if by_code := _BY_CODE.search(text):
@@ -173,14 +174,14 @@ def _how_it_ended(text: str, code: int | None) -> tuple[str, str]:
 
 def _hang(seconds: float, name: str, iteration: Iteration | None) -> DataError:
     slow = []
-    if iteration is not None and iteration.workers is not None:
+    if iteration is not None:
         name = iteration.name
         reading = iteration.workers.reading()
         due = min(iteration.in_flight, default=-1)
-        slow = [it for it in reading if it.task == due] or reading
+        slow = [now for now in reading if now.task == due] or reading
         with deaths_unreported():
-            iteration.workers.kill([it.pid for it in reading])  # what one waits for, others may too
-    who = "; ".join(f"loader worker {it.worker} (pid {it.pid}) was reading {iteration.describe(it)}" for it in slow)
+            iteration.workers.kill([now.pid for now in reading])  # what one waits for, others may too
+    who = "; ".join(f"loader worker {now.worker} (pid {now.pid}) was reading {iteration.describe(now)}" for now in slow)
     return DataError(
         f"{name}: no batch came for {seconds:g} seconds{': ' + who if who else ''}. If reading may take longer, raise "
         "the limit: timeout=<seconds> in the loader kwargs (0: none)."

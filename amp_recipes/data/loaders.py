@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from amp_recipes.data.buckets import EpochBatches
 from amp_recipes.data.dynamic_items import usual_collate_fn
 from amp_recipes.data.epoch_loader import EpochLoader
-from amp_recipes.data.samplers import EpochShuffle, shares_itself
+from amp_recipes.data.samplers import EpochShuffle, samplers_of, shares_itself
 from amp_recipes.data.streams import StreamLoader
 from amp_recipes.errors import ConfigError, DataError
 
@@ -64,7 +64,8 @@ def make_loader(
         _fit_batch_sampler(batch_sampler, dataset, seed, name)
     try:
         if shuffle and not orders_itself:
-            loader_kwargs |= _shuffling(dataset, seed, "generator" in loader_kwargs)
+            by_torch = "generator" in loader_kwargs
+            loader_kwargs |= {"shuffle": True} if by_torch else {"sampler": EpochShuffle(dataset, seed)}
         if iterable:
             loader: DataLoader = StreamLoader(dataset, seed=seed, name=name, **loader_kwargs)
         else:
@@ -72,10 +73,6 @@ def make_loader(
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: its loader cannot be made: {error}") from error
     return _checked(loader, name)
-
-
-def _shuffling(dataset: Any, seed: int, has_generator: bool) -> dict[str, Any]:
-    return {"shuffle": True} if has_generator else {"sampler": EpochShuffle(dataset, seed)}
 
 
 def reads_all(loader: Any) -> bool:
@@ -99,16 +96,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
     Any iterable of batches may be given; one without `set_epoch` is left as it is.
     """
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = [
-        loader,
-        getattr(loader, "dataset", None),
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-    ]
-    # By identity: a sampler stands in the loader and in its batch sampler, and may count its calls.
-    for part in {id(part): part for part in parts}.values():
+    for part in (loader, getattr(loader, "dataset", None), *samplers_of(loader)):
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
 

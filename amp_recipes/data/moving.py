@@ -96,13 +96,9 @@ def _takes_non_blocking(kind: type) -> bool:
 
 def _move_container(x: Any, move: Callable[[Any], Any]) -> Any:
     """A container that is not just a list, tuple or dict, with its values moved."""
-    if isinstance(x, UserDict):
+    if isinstance(x, (UserDict, UserList)):
         moved = copy.copy(x)
-        moved.update({key: move(value) for key, value in x.items()})
-        return moved
-    if isinstance(x, UserList):
-        moved = copy.copy(x)
-        moved[:] = [move(value) for value in x]
+        moved.data = move(x.data)
         return moved
     parts = parts_of(x)
     if parts is None:
@@ -124,11 +120,8 @@ def _leading_lengths(x: Any, inside_object: bool = False) -> Iterator[int | None
     shape = getattr(x, "shape", None)  # tensors, NumPy arrays and what looks like them
     if isinstance(shape, tuple):
         yield int(shape[0]) if shape else None
-    elif isinstance(x, list | tuple | UserList):
-        for value in x:
-            yield from _leading_lengths(value, inside_object)
-    elif isinstance(x, Mapping):
-        for value in x.values():
+    elif isinstance(x, list | tuple | UserList | Mapping):
+        for value in x.values() if isinstance(x, Mapping) else x:
             yield from _leading_lengths(value, inside_object)
     elif not inside_object:  # objects in objects are not searched: they may refer back
         yield from _leading_lengths_of_object(x)

@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from amp_recipes.data.dynamic_items import forget_skipping, is_plain_loader
 from amp_recipes.data.sample_draws import draws_nothing, held_generators
-from amp_recipes.data.streams import StreamLoader, is_stateful
-from amp_recipes.state.randomness import GENERATORS, generator_state, set_generator_state
+from amp_recipes.data.samplers import samplers_of
+from amp_recipes.data.streams import StreamLoader
+from amp_recipes.state.preserved import has_state
+from amp_recipes.state.randomness import GENERATORS, set_generator_state, states_of
 
 # Of loaders with generators of their own: the states with which the present epoch began.
 _BEGAN: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -21,7 +23,7 @@ _BEGAN: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 def loader_state(loader: Any) -> dict[str, Any] | None:
     """The place of `loader` in its data, for `batches_from`; None where it cannot tell."""
-    if is_stateful(loader):
+    if has_state(loader):
         return loader.state_dict()
     if not isinstance(loader, DataLoader):
         return None
@@ -39,7 +41,7 @@ def batches_from(loader: Iterable[Any], step: int, state: Mapping[str, Any] | No
     All that this draws from global generators, and all replaying, is done when the call returns. Where an epoch begins,
     `batches_from(loader, 0, None)` is `iter(loader)` that also notes where the loader's own generators are.
     """
-    if is_stateful(loader):
+    if has_state(loader):
         if state is not None and step:
             loader.load_state_dict(state)
             return iter(loader)
@@ -57,26 +59,29 @@ def generator_states(loader: Any) -> dict[str, Any]:
     Without workers also those that the data set holds as attributes, through Subset, ConcatDataset and the like; with
     workers each has a copy of them, which draws on its own.
     """
-    return {name: generator_state(generator) for name, generator in _held(loader).items()}
+    return states_of(_held(loader))
 
 
 def set_generator_states(loader: Any, states: Mapping[str, Any]) -> None:
     """Put the generators of a loader made like the one of `generator_states` there."""
-    held = _held(loader)
-    for name in held.keys() & states.keys():
-        set_generator_state(held[name], states[name])
+    _set_states(_held(loader), states)
+
+
+def _set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    for name in generators.keys() & states.keys():
+        set_generator_state(generators[name], states[name])
 
 
 def can_begin_again(loader: Any) -> bool:
     """Whether the batches can be had once more; an iterator without a state of its own gives them once."""
-    return is_stateful(loader) or not isinstance(loader, Iterator)
+    return has_state(loader) or not isinstance(loader, Iterator)
 
 
 def beginning(loader: Any) -> Any:
     """What `begin_again` needs of a loader that has not been asked for a batch yet."""
     if isinstance(loader, DataLoader):  # torch draws in `state_dict` of torchdata's, which begins by itself anyway
         return copy.deepcopy(loader.dataset.state_dict()) if _tells_by_dataset(loader) else None
-    return copy.deepcopy(loader.state_dict()) if is_stateful(loader) else None
+    return copy.deepcopy(loader.state_dict()) if has_state(loader) else None
 
 
 def begin_again(loader: Any, state: Any) -> None:
@@ -102,7 +107,7 @@ def _cannot_tell(loader: Any) -> str | None:
     kind = type(loader).__name__
     if isinstance(loader, StreamLoader):
         return _stream_cannot_tell(loader)
-    if is_stateful(loader) or isinstance(loader, Sequence):
+    if has_state(loader) or isinstance(loader, Sequence):
         return None
     if not isinstance(loader, DataLoader):
         return (
@@ -125,7 +130,7 @@ def _cannot_tell(loader: Any) -> str | None:
 def _stream_cannot_tell(loader: StreamLoader) -> str | None:
     if loader.knows_its_place:
         return None
-    if is_stateful(loader.dataset):
+    if has_state(loader.dataset):
         return "an IterableDataset read by workers tells its place only through torchdata: pip install torchdata"
     kind = type(loader.dataset).__name__
     return f"{kind} is an IterableDataset that cannot tell its place: give it state_dict and load_state_dict"
@@ -133,12 +138,10 @@ def _stream_cannot_tell(loader: StreamLoader) -> str | None:
 
 def _from_dataloader(loader: DataLoader, step: int, state: Mapping[str, Any]) -> Iterator[Any]:
     forget_skipping(loader)
-    generators = held_generators(*_parts(loader))
-    for name, saved in state.get("generators", {}).items():
-        if name in generators:
-            set_generator_state(generators[name], saved)
+    generators = held_generators(loader, *samplers_of(loader))
+    _set_states(generators, state.get("generators", {}))
     if generators:
-        _BEGAN[loader] = {name: generator_state(generator) for name, generator in generators.items()}
+        _BEGAN[loader] = states_of(generators)
     if step and "dataset" in state and _tells_by_dataset(loader):
         loader.dataset.load_state_dict(state["dataset"])
         return iter(loader)
@@ -197,14 +200,14 @@ def _can_skip(loader: DataLoader) -> bool:
 
 def _tells_by_dataset(loader: DataLoader) -> bool:
     # A worker has a copy of the data set, and only that copy knows.
-    return loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset) and is_stateful(loader.dataset)
+    return loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset) and has_state(loader.dataset)
 
 
 def _held(loader: Any) -> dict[str, Any]:
     """The generators that a loader, its samplers and, as long as it is read in this process, its data set hold."""
     if not isinstance(loader, DataLoader):
         return {}
-    found = held_generators(*_parts(loader))
+    found = held_generators(loader, *samplers_of(loader))
     if loader.num_workers == 0:
         _add_held(loader.dataset, "dataset", found, set())
     return found
@@ -233,8 +236,3 @@ def _made_of(attributes: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(parts)
     if "dataset" in attributes:
         yield "dataset", attributes["dataset"]
-
-
-def _parts(loader: DataLoader) -> list[Any]:
-    inner = getattr(loader.batch_sampler, "sampler", None)
-    return [loader, *{id(it): it for it in (loader.sampler, loader.batch_sampler, inner) if it is not None}.values()]

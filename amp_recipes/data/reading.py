@@ -32,9 +32,7 @@ class Failure:
 class Reader(Dataset):
     """A torch Dataset of whole batches: `reader[task]` is (its number, the collated batch or a Failure)."""
 
-    def __init__(
-        self, dataset: Any, batched: bool, collate: Callable[[Any], Any], seed: int, workers: Workers | None
-    ) -> None:
+    def __init__(self, dataset: Any, batched: bool, collate: Callable[[Any], Any], seed: int, workers: Workers) -> None:
         self.dataset = dataset
         self._batched, self._collate, self._seed, self._workers = batched, collate, seed, workers
         self._seed_samples = not draws_nothing(dataset)
@@ -52,16 +50,12 @@ class Reader(Dataset):
         if task.epoch != self._epoch:
             self._begin_epoch(task.epoch)
         number, indices = task.number, task.indices
-        if self._workers is not None:
-            self._workers.begin(number)
+        self._workers.begin(number)
         try:
-            samples, failure = self._read(indices)
-            if failure is None:
-                samples, failure = self._put_together(samples, indices)
+            batch = self._read(indices)
+            return number, batch if isinstance(batch, Failure) else self._put_together(batch, indices)
         finally:
-            if self._workers is not None:
-                self._workers.end()
-        return number, samples if failure is None else failure
+            self._workers.end()
 
     def _begin_epoch(self, epoch: int) -> None:
         # A persistent worker has a copy of the data set, which the main process cannot tell.
@@ -69,7 +63,8 @@ class Reader(Dataset):
             self.dataset.set_epoch(epoch)
         self._epoch, self._seeds = epoch, SampleSeeds(self._seed, epoch)
 
-    def _read(self, indices: Any) -> tuple[Any, Failure | None]:
+    def _read(self, indices: Any) -> Any:
+        """The samples, or a Failure."""
         if self._at_once:
             return self._read_one(indices, self.dataset.__getitems__)
         if not self._batched:
@@ -77,38 +72,38 @@ class Reader(Dataset):
         samples = []
         dataset, seeds, workers = self.dataset, self._seeds if self._seed_samples else None, self._workers
         for place, index in enumerate(indices):
-            if workers is not None:
-                workers.at(place)
+            workers.at(place)
             if seeds is not None:
                 seeds.set_for(index)
             try:
                 samples.append(dataset[index])
             except Exception as error:
-                return None, failure_of(self._describe(index), error)
-        return samples, None
+                return failure_of(self._describe(index), error)
+        return samples
 
-    def _read_one(self, index: Any, read: Callable[[Any], Any]) -> tuple[Any, Failure | None]:
+    def _read_one(self, index: Any, read: Callable[[Any], Any]) -> Any:
         if self._seed_samples:
             self._seeds.set_for(index)
         try:
-            return read(index), None
+            return read(index)
         except Exception as error:
-            return None, failure_of(self._describe(index), error)
+            return failure_of(self._describe(index), error)
 
-    def _put_together(self, samples: Any, indices: Any) -> tuple[Any, Failure | None]:
+    def _put_together(self, samples: Any, indices: Any) -> Any:
         if self._seed_collate:
             self._seeds.set_for(["collate", indices])
         try:
-            return self._collate(samples), None
+            return self._collate(samples)
         except Exception as error:
             if not self._batched:
-                return None, failure_of(samples_of(indices), error)
+                return failure_of(samples_of(indices), error)
             failure = failure_of(f"{samples_of(indices)} cannot be put into a batch", error)
-            return None, replace(failure, summary=failure.summary + self._unfit(samples, indices))
+            return replace(failure, summary=failure.summary + self._unfit(samples, indices))
 
     def _unfit(self, samples: Sequence[Any], indices: Sequence[Any]) -> str:
         """Which sample of a batch that cannot be collated is unfit, and in what way; empty where that is open."""
-        named = [(describe_sample(self.dataset, index), it) for index, it in zip(indices, samples, strict=False)]
+        names = [describe_sample(self.dataset, index) for index in indices]
+        named = list(zip(names, samples, strict=False))
         missing = [name for name, sample in named if sample is None]
         if missing:
             return f"; {missing[0]} is None"
@@ -118,10 +113,8 @@ class Reader(Dataset):
         if alone:
             return f"; {alone[0]} cannot be put into one alone"
         other = next((name for name, sample in named[1:] if not self._fit([samples[0], sample])), None)
-        return "" if other is None else f"; {other} does not fit with {named[0][0]}{self._advice()}"
-
-    def _advice(self) -> str:
-        return " (give a collate_fn that pads them)" if self._collate is default_collate else ""
+        advice = " (give a collate_fn that pads them)" if self._collate is default_collate else ""
+        return "" if other is None else f"; {other} does not fit with {named[0][0]}{advice}"
 
     def _fit(self, samples: list[Any]) -> bool:
         try:

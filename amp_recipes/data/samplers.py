@@ -53,8 +53,14 @@ class EpochShuffle(Sampler[int]):
 
 def shares_itself(loader: Any) -> bool:
     """Whether a loader's sampler gives each rank its own samples, as torch's DistributedSampler."""
-    samplers = (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    return any(hasattr(it, name) for it in samplers for name in ("num_replicas", "rank"))
+    return any(hasattr(sampler, name) for sampler in samplers_of(loader) for name in ("num_replicas", "rank"))
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """A loader's sampler and batch sampler, and the sampler inside the latter: those that there are, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    found = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
 
 def rank_batches(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -11,14 +12,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
-from amp_recipes.data.engine import Engine, EnginePass, Engines
+from amp_recipes.data.engine import Engine, EnginePass, Engines, options_of_workers, poll_seconds
 from amp_recipes.data.loader_faults import Iteration, read_fault
 from amp_recipes.data.reading import Failure, failure_of
 from amp_recipes.data.sample_draws import SampleSeeds
 from amp_recipes.data.samplers import epoch_seed
-from amp_recipes.data.waiting import poll_seconds
 from amp_recipes.data.workers import TIMEOUT_SECONDS, Workers, start_worker
 from amp_recipes.errors import DataError
+from amp_recipes.state.preserved import has_state
 
 
 class StreamLoader(DataLoader):
@@ -38,20 +39,25 @@ class StreamLoader(DataLoader):
             kwargs.setdefault("timeout", TIMEOUT_SECONDS)
         super().__init__(dataset, **kwargs)
         self.seed, self.name, self.epoch = seed, name, 0
-        self.batches_done = 0
+        self._progress = _Progress()
         self._resumed: Mapping[str, Any] | None = None
         self._running: DataLoader | None = None  # torch's loader of the latest iteration
         self._engines = Engines()
 
     @property
+    def batches_done(self) -> int:
+        """How many batches of the epoch have been handed out."""
+        return self._progress.batches
+
+    @property
     def knows_its_place(self) -> bool:
         """Whether a resume goes on in the middle of the stream without reading its beginning again."""
-        return is_stateful(self.dataset) and (self.num_workers == 0 or has_torchdata())
+        return has_state(self.dataset) and (self.num_workers == 0 or has_torchdata())
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is of that epoch, from its beginning unless it is the one of `load_state_dict`."""
         if epoch != self.epoch:
-            self._resumed, self._running, self.batches_done = None, None, 0
+            self._resumed, self._running, self._progress = None, None, _Progress()
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,28 +86,26 @@ class StreamLoader(DataLoader):
                 f"{self.name}: this position needs torchdata, with which it was saved: pip install torchdata"
             )
         self.set_epoch(state["epoch"])
-        self._resumed, self.batches_done = state, state["batches"]
+        self._resumed, self._progress = state, _Progress(state["batches"])
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
-        self.batches_done = 0
+        self._progress = _Progress()
         # Where workers are to go on, they start anew with the state.
         engine = self._engines.take(self._engine, anew=resumed is not None)
         self._set_epoch_of(engine)
-        if resumed is not None:
-            _restore_place(engine.loader, resumed)
+        to_read_again = 0 if resumed is None else _restore_place(engine.loader, resumed)
         self._running = engine.loader
         iteration = Iteration(self.name, self.dataset, engine.workers)
         # The global generators stay where they are; workers have their own.
-        passed = EnginePass(self, engine, iteration, self._engines.drop, protect=engine.workers is None)
-        if engine.workers is not None:  # not before: torchdata waits as long for the workers' start, too
-            passed.wait_at_most(poll_seconds(self.timeout, self.stop, self.persistent_workers))
-        batches = _StreamIterator(self, passed, engine.loader)
-        self._engines.note(batches, iteration)
+        begun = self._engines.begin(self, engine, iteration, protect=not self.num_workers)
+        if self.num_workers:  # not before: torchdata waits as long for the workers' start, too
+            begun.wait_at_most(poll_seconds(self.timeout, self.stop, self.persistent_workers))
+        batches = _StreamIterator(self.name, begun, self._progress)
+        for _ in range(to_read_again):
+            next(batches, None)
         if resumed is not None:
-            for _ in range(_batches_to_read_again(resumed)):
-                next(batches, None)
-            self.batches_done = resumed["batches"]
+            self._progress.batches = resumed["batches"]
         return batches
 
     def close(self) -> None:
@@ -113,14 +117,13 @@ class StreamLoader(DataLoader):
     def _set_epoch_of(self, engine: Engine) -> None:
         if self.generator is None:
             engine.loader.generator.manual_seed(epoch_seed(self.seed, self.epoch, "workers"))
-        if engine.workers is not None:
-            engine.workers.epoch = self.epoch
+        engine.workers.epoch = self.epoch
         if isinstance(engine.loader.dataset, _Stream):
             engine.loader.dataset.epoch = self.epoch
 
     def _engine(self) -> Engine:
-        workers = Workers(self.num_workers) if self.num_workers else None
-        start = partial(start_worker, workers, self.worker_init_fn) if workers else None
+        workers = Workers(self.num_workers)
+        start = partial(start_worker, workers, self.worker_init_fn)
         dataset, collate = self.dataset, self.collate_fn
         if isinstance(dataset, IterDataPipe):  # torch shuffles and shards these itself, if it sees them
             start = self.worker_init_fn
@@ -133,37 +136,26 @@ class StreamLoader(DataLoader):
         options = dict(
             batch_size=self.batch_size,
             drop_last=self.drop_last,
-            num_workers=self.num_workers,
             collate_fn=collate,
-            pin_memory=self.pin_memory,
             timeout=self.timeout,
             worker_init_fn=start,
-            multiprocessing_context=self.multiprocessing_context,
             generator=self.generator if self.generator is not None else torch.Generator(),
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers,
-            in_order=self.in_order,
+            **options_of_workers(self),
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*set_vital")  # torchdata 0.11 calls it, torch 2.13 warns
             return Engine(kind(dataset, **options), workers)
 
 
-def _restore_place(engine: DataLoader, state: Mapping[str, Any]) -> None:
-    """Let the stream go on at the saved place, as far as it can tell one."""
+def _restore_place(engine: DataLoader, state: Mapping[str, Any]) -> int:
+    """Let the stream go on at the saved place; returns how many batches are to be read again, where it has none."""
     if "stream" in state:
         engine.load_state_dict(state["stream"])
     elif "dataset" in state:
         engine.dataset.go_to(state["dataset"])
-
-
-def _batches_to_read_again(state: Mapping[str, Any]) -> int:
-    return 0 if "stream" in state or "dataset" in state else state["batches"]
-
-
-def is_stateful(x: Any) -> bool:
-    """Whether `x` can tell its place and take it back."""
-    return callable(getattr(x, "state_dict", None)) and callable(getattr(x, "load_state_dict", None))
+    else:
+        return state["batches"]
+    return 0
 
 
 def has_torchdata() -> bool:
@@ -171,21 +163,28 @@ def has_torchdata() -> bool:
     return find_spec("torchdata") is not None and find_spec("torchdata.stateful_dataloader") is not None
 
 
+@dataclass
+class _Progress:
+    """How far a pass has come; the next pass has another one."""
+
+    batches: int = 0
+
+
 class _Stream(IterableDataset):
     """The user's data set, seeded before each sample."""
 
-    def __init__(self, dataset: Any, seed: int, workers: Workers | None) -> None:
+    def __init__(self, dataset: Any, seed: int, workers: Workers) -> None:
         self.dataset, self.seed, self.workers = dataset, seed, workers
         self.epoch = 0
         self._told: int | None = None
         self._samples: _Samples | _StatefulSamples | None = None
         self._goes_on: Mapping[str, Any] | None = None
-        if is_stateful(dataset):  # torchdata asks the data set and its iterator each for their own, if they have one
+        if has_state(dataset):  # torchdata asks the data set and its iterator each for their own, if they have one
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        if info is not None and self.workers is not None:
+        if info is not None:
             self.epoch = self.workers.epoch
             # A persistent worker has a copy of the data set, which the main process cannot tell.
             if self._told not in (None, self.epoch) and hasattr(self.dataset, "set_epoch"):
@@ -195,8 +194,8 @@ class _Stream(IterableDataset):
         worker = 0 if info is None else info.id
         seeds.set_for(f"worker {worker}")
         iterator = iter(self.dataset)
-        self._samples = _Samples(iterator, seeds, worker, self.workers if info is not None else None)
-        if is_stateful(self.dataset) or is_stateful(iterator):
+        self._samples = _Samples(iterator, seeds, worker, self.workers)
+        if has_state(self.dataset) or has_state(iterator):
             self._samples = _StatefulSamples(self._samples, self.dataset)
         if self._goes_on is not None:
             self._samples.load_state_dict(self._goes_on)
@@ -215,7 +214,7 @@ class _Stream(IterableDataset):
 class _Samples:
     """The samples of one worker's stream; a Failure, and then the end, where one cannot be read."""
 
-    def __init__(self, iterator: Iterator[Any], seeds: SampleSeeds, worker: int, workers: Workers | None) -> None:
+    def __init__(self, iterator: Iterator[Any], seeds: SampleSeeds, worker: int, workers: Workers) -> None:
         self.iterator, self._seeds, self._worker, self._workers = iterator, seeds, worker, workers
         self.count = 0
 
@@ -223,8 +222,7 @@ class _Samples:
         return self
 
     def __next__(self) -> Any:
-        if self._workers is not None:
-            self._workers.begin(self.count)
+        self._workers.begin(self.count)
         self._seeds.set_for(f"{self._worker}/{self.count}")
         try:
             sample = next(self.iterator)
@@ -234,8 +232,7 @@ class _Samples:
             self.iterator = iter(())
             return failure_of(f"sample {self.count} of the stream cannot be read", error)
         finally:
-            if self._workers is not None:
-                self._workers.end()
+            self._workers.end()
         self.count += 1
         return sample
 
@@ -254,7 +251,7 @@ class _StatefulSamples:
 
     def state_dict(self) -> dict[str, Any]:
         iterator = self._samples.iterator
-        own = iterator is not self._dataset and is_stateful(iterator)
+        own = iterator is not self._dataset and has_state(iterator)
         return {"count": self._samples.count, "iterator": iterator.state_dict() if own else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -264,11 +261,9 @@ class _StatefulSamples:
 
 
 def _collate(collate: Callable[[Any], Any], samples: Any) -> Any:
-    failures = [it for it in samples if isinstance(it, Failure)] if isinstance(samples, list) else []
-    if isinstance(samples, Failure):
-        return samples
-    if failures:
-        return failures[0]
+    for sample in samples if isinstance(samples, list) else [samples]:
+        if isinstance(sample, Failure):
+            return sample
     try:
         return collate(samples)
     except Exception as error:
@@ -278,9 +273,8 @@ def _collate(collate: Callable[[Any], Any], samples: Any) -> Any:
 class _StreamIterator:
     """The batches of one pass, as `StreamLoader` hands them out."""
 
-    def __init__(self, loader: StreamLoader, batches: EnginePass, engine: DataLoader) -> None:
-        self._loader, self._batches = loader, batches
-        self._engine: DataLoader | None = engine
+    def __init__(self, name: str, batches: EnginePass, progress: _Progress) -> None:
+        self._name, self._batches, self._progress = name, batches, progress
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -288,15 +282,8 @@ class _StreamIterator:
     def __next__(self) -> Any:
         batch = next(self._batches)
         if isinstance(batch, Failure):
-            fault = read_fault(batch, self._loader.name)
+            fault = read_fault(batch, self._name)
             del self  # as in EpochLoader: an error that is kept must not keep the workers
             raise fault
-        if self._loader._running is self._engine:
-            self._loader.batches_done += 1
+        self._progress.batches += 1
         return batch
-
-    def close(self) -> None:
-        """The pass is over: its workers end, and there are no more batches."""
-        self._batches.close()
-        if self._loader.num_workers:
-            self._engine = None

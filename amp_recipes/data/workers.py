@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from multiprocessing.sharedctypes import RawArray
+from multiprocessing.sharedctypes import RawArray, RawValue
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -21,8 +22,6 @@ from amp_recipes.interrupts import SIGNALS, is_default
 TIMEOUT_SECONDS = 300.0  # for a batch, where the user sets no limit: a hung file system must not hang the run
 _END_CHECK_SECONDS = 0.5  # how often a worker looks whether it is to end
 _KILL_SECONDS = 5.0  # even SIGKILL waits for a process that waits for a disk
-_CLOSING, _EPOCH, _SHARED = 0, 1, 2
-_PID, _TASK, _PLACE, _WIDTH = 0, 1, 2, 3
 _ALL: WeakSet[Workers] = WeakSet()
 
 
@@ -35,19 +34,29 @@ class Reading(NamedTuple):
     place: int
 
 
+class _Row(ctypes.Structure):
+    """What one worker says of itself; task: -1 between two of them."""
+
+    _fields_ = (("pid", ctypes.c_int64), ("task", ctypes.c_int64), ("place", ctypes.c_int64))
+
+
+class _Orders(ctypes.Structure):
+    """What the main process tells all workers."""
+
+    _fields_ = (("closing", ctypes.c_bool), ("epoch", ctypes.c_int64))
+
+
 class Workers:
     """A board in shared memory on which each worker writes its pid and what it reads; the main process reads it.
 
-    So the main process can tell which sample a worker was reading when it died or hung.
+    So the main process can tell which sample a worker was reading when it died or hung. count: 0 where it reads itself.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        # Two entries for all, whether the main process closes the workers and the epoch, then three for each worker.
-        self._board = RawArray("q", _SHARED + count * _WIDTH)
-        for worker in range(count):
-            self._board[self._row(worker) + _TASK] = -1
-        self._mine: int | None = None
+        self._orders = RawValue(_Orders) if count else _Orders()
+        self._rows = RawArray(_Row, [(0, -1, 0)] * count) if count else ()
+        self._mine = _Row()  # of the main process, where nobody looks
         self._owner = os.getpid()
         self._processes: list[multiprocessing.Process] = []
         _ALL.add(self)
@@ -56,49 +65,49 @@ class Workers:
 
     def join(self, worker: int) -> None:
         """This process is worker `worker` from now on."""
-        self._mine = self._row(worker)
-        self._board[self._mine + _PID] = os.getpid()
+        self._mine = self._rows[worker]
+        self._mine.pid = os.getpid()
 
     def begin(self, task: int) -> None:
         """This worker takes a task up."""
-        if self._mine is not None:
-            self._board[self._mine + _PLACE] = 0
-            self._board[self._mine + _TASK] = task
+        self._mine.place = 0
+        self._mine.task = task
 
     def at(self, place: int) -> None:
         """This worker reads the sample at that place of its task."""
-        if self._mine is not None:
-            self._board[self._mine + _PLACE] = place
+        self._mine.place = place
 
     def end(self) -> None:
         """This worker has read its task."""
-        if self._mine is not None:
-            self._board[self._mine + _TASK] = -1
+        self._mine.task = -1
 
     @property
     def closing(self) -> bool:
         """Whether the main process wants its workers to end."""
-        return bool(self._board[_CLOSING])
+        return self._orders.closing
 
     @property
     def epoch(self) -> int:
         """The epoch that is read, for workers that are told no tasks."""
-        return self._board[_EPOCH]
+        return self._orders.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._board[_EPOCH] = epoch
+        self._orders.epoch = epoch
 
     # ------------------------------------------------------------------ in the main process
 
     def close(self) -> None:
         """The workers may go: SIGTERM ends them from now on."""
         if os.getpid() == self._owner:  # not a forked process that drops its copy of the loader
-            self._board[_CLOSING] = 1
+            self._orders.closing = True
 
     @contextmanager
     def starting(self) -> Iterator[None]:
         """The processes that are started in the block are these workers."""
+        if not self.count:
+            yield
+            return
         before = multiprocessing.active_children()
         # A signal to all processes of the run waits until a worker has said, in `start_worker`, what it does with it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -107,34 +116,32 @@ class Workers:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             # What torch's iterator calls `_workers`, without reaching into it.
-            started = [it for it in multiprocessing.active_children() if it not in before and it.daemon]
-            self._processes = self._processes + started
+            children = multiprocessing.active_children()
+            self._processes = [*self._processes, *(child for child in children if child not in before and child.daemon)]
 
     @property
     def running(self) -> bool:
         """Whether any of them is there."""
-        return os.getpid() == self._owner and any(it.exitcode is None for it in self._processes)
+        return os.getpid() == self._owner and any(process.exitcode is None for process in self._processes)
 
     def worker_of(self, pid: int) -> int | None:
         """The number of the worker with that pid."""
-        pids = [self._board[self._row(worker) + _PID] for worker in range(self.count)]
-        return pids.index(pid) if pid in pids else None
+        return next((worker for worker, row in enumerate(self._rows) if row.pid == pid), None)
 
     def exit_code(self, pid: int) -> int | None:
         """How that worker ended, as `multiprocessing` tells it: minus a signal's number, or what it returned."""
-        return next((it.exitcode for it in self._processes if it.pid == pid), None)
+        return next((process.exitcode for process in self._processes if process.pid == pid), None)
 
     def reading(self) -> list[Reading]:
         """What each worker reads that reads anything."""
-        rows = [(worker, self._row(worker)) for worker in range(self.count)]
-        now = [Reading(worker, *self._board[row : row + _WIDTH]) for worker, row in rows]
-        return [it for it in now if it.task >= 0]
+        now = [Reading(worker, row.pid, row.task, row.place) for worker, row in enumerate(self._rows)]
+        return [reading for reading in now if reading.task >= 0]
 
     def dead(self, wait_seconds: float = 0.0) -> list[int]:
         """The pids of the workers that have ended; waits so long for the first."""
         deadline = time.monotonic() + wait_seconds
         while True:
-            dead = [it.pid for it in self._processes if it.exitcode is not None]
+            dead = [process.pid for process in self._processes if process.exitcode is not None]
             if dead or not self._processes or time.monotonic() > deadline:
                 return dead
             time.sleep(0.01)
@@ -143,14 +150,11 @@ class Workers:
         """End those workers, or all, with SIGKILL: a hung one heeds nothing less, and would hold up the exit."""
         if os.getpid() != self._owner:
             return
-        doomed = [it for it in self._processes if pids is None or it.pid in pids]
+        doomed = [process for process in self._processes if pids is None or process.pid in pids]
         for process in doomed:
             process.kill()
         for process in doomed:
             process.join(_KILL_SECONDS)
-
-    def _row(self, worker: int) -> int:
-        return _SHARED + worker * _WIDTH
 
 
 def start_worker(workers: Workers, worker_init_fn: Callable[[int], None] | None, worker: int) -> None:

@@ -60,8 +60,6 @@ def _check_rename(made: Path, folder: str) -> None:
 
 def fsync_folder(path: Path) -> bool:
     """Have the names in a folder on the disk. False where the file system has no such call; raises OSError."""
-    if os.name != "posix":  # Windows cannot open a folder, and orders its metadata itself
-        return True
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -81,7 +79,7 @@ def reason(error: OSError, folder: Path) -> str:
 
 def out_of_inodes(error: OSError, folder: Path) -> str:
     """What to say if the disk has no room for one more file although bytes are free; empty if it is not that."""
-    if error.errno not in FULL or not hasattr(os, "statvfs"):
+    if error.errno not in FULL:
         return ""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:

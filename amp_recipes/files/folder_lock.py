@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import datetime
 import errno
+import fcntl
 import json
 import logging
 import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,6 @@ from typing import Any
 from amp_recipes.errors import ConfigError, FolderInUseError
 from amp_recipes.files.file_system import reason
 from amp_recipes.files.run_files import regular_only
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +58,7 @@ def lock_folder(folder: str | os.PathLike[str]) -> None:
     """Make this process the only one that runs in `folder`, until it ends or calls `unlock_folder`.
 
     Makes the folder if it is not there. A second call in the same process changes nothing; a forked child does not
-    hold what its parent holds. Where the system or the file system has no locks, one warning says so.
+    hold what its parent holds. Where the file system has no locks, one warning says so.
     Raises FolderInUseError that names the holder; ConfigError if the folder cannot be written.
     """
     folder = Path(folder)
@@ -106,9 +103,6 @@ def _still_held(path: str) -> bool:
 
 def _take(folder: Path, path: str) -> None:
     """Lock the folder's lock file and write our name into it. Raises FolderInUseError or OSError."""
-    if fcntl is None:
-        _say_once(path, "this system has no record locks")
-        return
     file = os.path.join(path, LOCK_FILE)
     while True:
         descriptor = regular_only(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
@@ -119,11 +113,13 @@ def _take(folder: Path, path: str) -> None:
                     continue  # it let go in between
                 raise FolderInUseError(_in_use(folder, holder))
             identity = _identity(os.fstat(descriptor))
-            if not _is_file(file, identity):
-                continue  # removed, with its folder perhaps, while we were locking it
+            if _identity(os.stat(file)) != identity:
+                continue  # another file by now
             _write_name(descriptor)
             _held[path] = _Held(descriptor, identity)
             return
+        except FileNotFoundError:  # removed, with its folder perhaps, while we were locking it
+            continue
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -149,12 +145,10 @@ def _let_go(path: str) -> None:
     held = _held.pop(path, None)
     if held is None:
         return
-    try:
+    with suppress(OSError):  # closed already
         # Not a file that got the number after something else had closed ours.
         if _identity(os.fstat(held.descriptor)) == held.identity:
             os.close(held.descriptor)
-    except OSError:  # closed already
-        return
 
 
 def _forget_in_child() -> None:
@@ -164,8 +158,7 @@ def _forget_in_child() -> None:
     _held.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _write_name(descriptor: int) -> None:
@@ -199,14 +192,13 @@ def _read_name(descriptor: int) -> dict[str, Any]:
 
 
 def _can_be_alive(name: dict[str, Any]) -> bool:
-    if name["host"] != socket.gethostname():
-        return True
-    try:
-        os.kill(name["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):  # of another user
-        return True
+    if name["host"] == socket.gethostname():
+        try:
+            os.kill(name["pid"], 0)
+        except ProcessLookupError:
+            return False
+        except (OSError, OverflowError):  # of another user
+            pass
     return True
 
 
@@ -226,13 +218,6 @@ def _say_once(path: str, reason: str | None) -> None:
     if path not in _unlocked:
         _unlocked.add(path)
         logger.warning("%s cannot be locked (%s): take care that no second run uses this folder", path, reason)
-
-
-def _is_file(file: str, identity: tuple[int, int]) -> bool:
-    try:
-        return _identity(os.stat(file)) == identity
-    except FileNotFoundError:
-        return False
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -20,7 +20,7 @@ JSON_BYTES = 1 << 22  # environment.json has some kB; a summary.json names every
 JSON_DEPTH = 50  # what recursive functions can follow whatever their depth when they begin
 
 # Without O_NONBLOCK, opening a named pipe waits for whoever is at its other end.
-_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -117,12 +117,9 @@ def _check(path: str | os.PathLike[str], found: os.stat_result, writes: bool) ->
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(JSON_DEPTH):
-        level = [item for above in level for item in _items(above)]
+        above = [item for item in level if isinstance(item, dict | list)]
+        level = [item for items in above for item in (items.values() if isinstance(items, dict) else items)]
     return any(isinstance(item, dict | list) for item in level)
-
-
-def _items(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def path_below(folder: Path, name: str | os.PathLike[str], taken: Iterable[str]) -> Path | None:

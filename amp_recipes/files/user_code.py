@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -25,8 +26,6 @@ _LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})  # also those o
 # Code without a file was made at run time (dataclasses, torch.fx), but for what was typed at a prompt.
 _TYPED = ("<stdin>", "<ipython-input", "<console>")
 
-_is_users: dict[str, bool] = {}  # by the file's name: asked for every frame of a deep stack
-
 
 class Line(NamedTuple):
     """A line of a file."""
@@ -48,16 +47,10 @@ def user_line(frame: FrameType | None = None) -> Line | None:
     return None
 
 
+@functools.cache  # asked for every frame of a deep stack
 def lies_with_the_user(filename: str) -> bool:
     """Whether the user wrote this file, or typed it: it is not the interpreter's, a library's or the framework's."""
-    is_users = _is_users.get(filename)
-    if is_users is None:
-        is_users = _is_users[filename] = filename.startswith(_TYPED) or not _is_a_librarys(filename)
-    return is_users
-
-
-def _is_a_librarys(filename: str) -> bool:
     if filename.startswith("<"):
-        return True
+        return filename.startswith(_TYPED)
     path = Path(filename).resolve()
-    return str(path).startswith(_LIBRARIES) or not _LIBRARY_FOLDERS.isdisjoint(path.parts)
+    return not str(path).startswith(_LIBRARIES) and _LIBRARY_FOLDERS.isdisjoint(path.parts)

@@ -98,36 +98,16 @@ class RunLog:
         for logger in self.loggers:
             logger.advance(self._batches)
 
-    def log_update(
-        self,
-        *,
-        step: int,
-        loss: float,
-        lr: dict[str, float],
-        grad_norm: float | None,
-        scale: float | None,
-        skipped: bool,
-        optimizer_step: int,
-        skipped_steps: int,
-        samples: int,
-    ) -> None:
-        """One update was taken or skipped."""
-        seconds = time.perf_counter() - self._began
+    def log_update(self, **update: Any) -> None:
+        """One update was taken or skipped; update: what the loop knows of its `StepRecord`."""
+        seconds = self.seconds
         if self._records % self._interval == 0:
             self._memory = device_peak_memory(self._device)
         self._records += 1
         record = StepRecord(
             stage=self._stage,
             epoch=self._epoch,
-            step=step,
-            optimizer_step=optimizer_step,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            scale=scale,
-            skipped=skipped,
-            skipped_steps=skipped_steps,
-            samples=samples,
+            **update,
             samples_per_second=self._samples / seconds if seconds > 0 else 0.0,
             seconds=seconds,
             memory_bytes=self._memory,
@@ -145,7 +125,7 @@ class RunLog:
             epoch=self._epoch,
             loss=None if math.isnan(loss) else loss,
             metrics=dict(metrics),
-            seconds=time.perf_counter() - self._began,
+            seconds=self.seconds,
             batches=self._batches,
             samples=self._samples,
             optimizer_step=optimizer_step,

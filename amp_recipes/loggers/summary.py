@@ -42,18 +42,13 @@ class SummaryLogger(Logger):
         """Replace the file and print the table."""
         if self.path is not None:
             try:
-                replace_text(self.path, encode(summary.as_dict(), indent=2) + "\n")
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(self.path, (encode(summary.as_dict(), indent=2) + "\n").encode())
             except OSError as error:
                 log.warning("Could not write %s (%s).", self.path, error)
         # Printed, not logged: whoever has set up no logging wants to see it most.
         if self._table:
             self._stream.write_line(format_summary(summary))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Put `text` into the file at once: a reader, or a crash, finds the old file or the new one, whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text.encode())
 
 
 def format_summary(summary: RunSummary) -> str:

@@ -7,8 +7,8 @@ from amp_recipes.files.lazy_names import lazy_names
 if TYPE_CHECKING:
     from amp_recipes.numerics.diagnosis import Diagnosis, Questions, diagnose
     from amp_recipes.numerics.nonfinite import locate, read_replay, write_report
-    from amp_recipes.numerics.pins.unrunnable import Unrunnable, find_unrunnable, first_line
-    from amp_recipes.numerics.trial import Trial
+    from amp_recipes.numerics.pins.unrunnable import Unrunnable, find_unrunnable
+    from amp_recipes.numerics.trial import Trial, first_line
 
 __all__ = [
     "Diagnosis",

@@ -17,13 +17,14 @@ from amp_recipes.errors import PrecisionError
 from amp_recipes.files.run_files import write_atomically
 from amp_recipes.files.strict_json import encode_findings
 from amp_recipes.numerics.census.census import Census, take_census
+from amp_recipes.numerics.census.neutrality import same_bits
 from amp_recipes.numerics.drift.drift import ModuleDrift, drift
 from amp_recipes.numerics.hazards.hazards import Hazard, find_hazards
 from amp_recipes.numerics.nonfinite import locate
-from amp_recipes.numerics.pins.gradient_noise import ErrorSums, GradientError, GradientNoise
+from amp_recipes.numerics.pins.gradient_noise import GradientError, GradientNoise
 from amp_recipes.numerics.pins.lost import lost_pins
 from amp_recipes.numerics.pins.search import TENSOR_TOLERANCE, PinSearch, default_tolerance, search_pins
-from amp_recipes.numerics.trial import Outcome, Trial, Window
+from amp_recipes.numerics.trial import Trial, Window, first_line, gradient_error
 from amp_recipes.numerics.watch.underflow import Underflow, underflow
 from amp_recipes.precision import AMPConfig
 
@@ -91,16 +92,15 @@ class Answer:
         """One paragraph that a person can act on: safe, safe with these pins, or why that is not decided."""
         found = self.pins
         if found.decision == "safe":
-            return ". ".join([f"{self.name}: safe ({self._proof()})", *found.notes]) + "."
-        if found.decision == "pins":
+            said = [f"{self.name}: safe ({self._proof()})"]
+        elif found.decision == "pins":
             said = [
                 f"{self.name}: {self._what_is_wrong()}",
                 f"Pin {', '.join(found.modules)} ({'verified: ' if found.proof.proven else ''}{self._proof()})",
                 _cost(found.cost_time, found.cost_memory),
                 f"Add to your YAML: fp32_modules: [{', '.join(found.fp32_modules)}]",
             ]
-            return ". ".join([*said, *found.notes]) + "."
-        if self.raises or found.needed:
+        elif self.raises or found.needed:
             said = [f"{self.name}: not safe as it is: {self._what_is_wrong()}"]
             said.append(f"Which pins would mend it is not decided: {found.undecided or found.proof.text}")
         else:
@@ -186,7 +186,7 @@ class Diagnosis:
 
     def _hazard_lines(self) -> list[str]:
         precisions = ("", *(answer.name for answer in self.answers))
-        hazards = [it for it in self.hazards if it.precision in precisions and it.grade != "note"]
+        hazards = [hazard for hazard in self.hazards if hazard.precision in precisions and hazard.grade != "note"]
         lines = [f"{hazard.place}: {hazard.message}" for hazard in hazards[:_HAZARDS_SHOWN]]
         if len(hazards) > _HAZARDS_SHOWN:
             lines.append(f"{len(hazards) - _HAZARDS_SHOWN} more hazards are in {JSON_FILE}.")
@@ -236,24 +236,9 @@ def diagnose(
     """
     result = Diagnosis(weights=weights, device=_device_name(trial.device))
     began = time.perf_counter()
-    held_out = max(1, 2 * len(windows) // 5)
-    searched, held = list(windows[:-held_out]), list(windows[-held_out:])
     noise = _noise_in_fp32(trial, windows, result)
-    repeats_within = 0.0 if noise is None else _repeats_within(trial, searched[0], result)
     if noise is not None:
-        result.hazards = find_hazards(trial, searched[0])
-        result.lost_pins = lost_pins(trial, searched[0], pinned, torch.bfloat16, standing=True)
-        result.underflow = underflow(trial, searched)
-        for index, name in enumerate(questions.precisions):
-            left = max(0.0, questions.seconds - (time.perf_counter() - began))
-            seconds = left / (len(questions.precisions) - index)
-            try:
-                answer = _answer(trial, searched, held, name, questions, pinned, seconds, result, noise, repeats_within)
-                result.answers.append(answer)
-            except RuntimeError as error:
-                result.notes.append(f"{name}: the step does not run: {_first_line(error)}.")
-        if trial.device.type == "cpu":
-            result.notes.append(_ON_CPU)
+        _Examiner(trial, windows, questions, pinned, result).examine(noise)
     result.seconds = time.perf_counter() - began
     return result
 
@@ -283,64 +268,76 @@ def _noise_in_fp32(trial: Trial, windows: Sequence[Window], result: Diagnosis) -
 def _repeats_within(trial: Trial, window: Window, result: Diagnosis) -> float:
     """What one fp32 step differs from itself by, taken twice; a note where it is not bit for bit the same."""
     first, second = trial.run(window), trial.run(window)
-    if _bitwise_equal(first, second):
+    if same_bits(first, second):
         return 0.0
-    sums = ErrorSums()
-    sums.add(second, first)
-    found = sums.result(())
+    error = gradient_error(second, first)
     result.notes.append(
         f"A step in fp32, taken twice from the same state, does not give the same bits: its gradient differs from "
-        f"itself by {_percent(found.error)}. Errors are known no better than that."
+        f"itself by {_percent(error)}. Errors are known no better than that."
     )
-    return found.error
+    return error
 
 
-def _bitwise_equal(first: Outcome, second: Outcome) -> bool:
-    pairs = [*zip(first.losses, second.losses, strict=True)]
-    if first.gradients.keys() != second.gradients.keys():
-        return False
-    pairs += [(gradient, second.gradients[name]) for name, gradient in first.gradients.items()]
-    return all(torch.equal(one, other) for one, other in pairs)
+class _Examiner:
+    """Asks the instruments about one precision after the other."""
 
+    def __init__(
+        self, trial: Trial, windows: Sequence[Window], questions: Questions, pinned: Sequence[str], result: Diagnosis
+    ) -> None:
+        held_out = max(1, 2 * len(windows) // 5)
+        self._trial, self._questions, self._pinned, self._result = trial, questions, pinned, result
+        self._searched, self._held_out = list(windows[:-held_out]), list(windows[-held_out:])
 
-def _answer(
-    trial: Trial,
-    searched: Sequence[Window],
-    held_out: Sequence[Window],
-    name: str,
-    questions: Questions,
-    pinned: Sequence[str],
-    seconds: float,
-    result: Diagnosis,
-    noise: float,
-    repeats_within: float,
-) -> Answer:
-    began = time.perf_counter()
-    dtype = AMPConfig.from_name(name).dtype
-    scale = result.underflow.init_scale if dtype == torch.float16 and result.underflow is not None else 1.0
-    watched, raises = dtype, ""
-    try:
-        slowness = trial.run(searched[0], dtype, scale).seconds / trial.run(searched[0]).seconds
+    def examine(self, noise: float) -> None:
+        """Fill in the result; noise: what the gradients of windows differ by."""
+        began = time.perf_counter()
+        trial, result, window = self._trial, self._result, self._searched[0]
+        self._noise, self._repeats_within = noise, _repeats_within(trial, window, result)
+        result.hazards = find_hazards(trial, window)
+        result.lost_pins = lost_pins(trial, window, self._pinned, torch.bfloat16, standing=True)
+        result.underflow = underflow(trial, self._searched)
+        precisions = self._questions.precisions
+        for index, name in enumerate(precisions):
+            left = self._questions.seconds - (time.perf_counter() - began)
+            try:
+                result.answers.append(self._answer(name, max(0.0, left) / (len(precisions) - index)))
+            except RuntimeError as error:
+                result.notes.append(f"{name}: the step does not run: {_what_raised(error)}.")
+        if trial.device.type == "cpu":
+            result.notes.append(_ON_CPU)
+
+    def _answer(self, name: str, seconds: float) -> Answer:
+        began = time.perf_counter()
+        trial, searched, dtype = self._trial, self._searched, AMPConfig.from_name(name).dtype
+        scale = self._result.underflow.init_scale if dtype == torch.float16 else 1.0
+        watched, watched_scale, raises = dtype, scale, ""
+        try:
+            self._note_slowness(name, trial.run(searched[0], dtype, scale).seconds / trial.run(searched[0]).seconds)
+        except RuntimeError as error:
+            if dtype == torch.bfloat16:
+                raise
+            watched, watched_scale, raises = torch.bfloat16, 1.0, _what_raised(error)
+        census = take_census(trial, searched[0], watched, watched_scale)
+        ranked = drift(trial, searched, watched, watched_scale)
+        tolerance = bias = self._questions.tolerance  # a bound of the user's own holds for all of the error
+        if tolerance is None:
+            tolerance, bias = tolerance_for(dtype, self._noise), default_tolerance(dtype)
+        pins = search_pins(
+            *(trial, searched, self._held_out, dtype, scale, tolerance, ranked),
+            steps=self._questions.steps,
+            seconds=max(0.0, seconds - (time.perf_counter() - began)),
+            already=self._pinned,
+            bias_tolerance=bias,
+            repeats_within=self._repeats_within,
+        )
+        return Answer(name, scale, census, ranked, pins, self._noise, raises)
+
+    def _note_slowness(self, name: str, slowness: float) -> None:
         if slowness > _SLOW:
-            result.notes.append(
-                f"A step in {name} took {slowness:.0f} times as long as in fp32 on {result.device}: its times say "
-                "nothing of a device with such arithmetic."
+            self._result.notes.append(
+                f"A step in {name} took {slowness:.0f} times as long as in fp32 on {self._result.device}: its times "
+                "say nothing of a device with such arithmetic."
             )
-    except RuntimeError as error:
-        if dtype == torch.bfloat16:
-            raise
-        watched, raises = torch.bfloat16, _first_line(error)
-    watched_scale = scale if watched is dtype else 1.0
-    census = take_census(trial, searched[0], watched, watched_scale)
-    ranked = drift(trial, searched, watched, watched_scale)
-    left = max(0.0, seconds - (time.perf_counter() - began))
-    # A bound of the user's own holds for all of the error.
-    asked = questions.tolerance
-    tolerance, bias = (tolerance_for(dtype, noise), default_tolerance(dtype)) if asked is None else (asked, asked)
-    pins = search_pins(
-        trial, searched, held_out, dtype, scale, tolerance, ranked, questions.steps, left, pinned, bias, repeats_within
-    )
-    return Answer(name, scale, census, ranked, pins, noise, raises)
 
 
 def _beside(error: float, bound: float) -> str:
@@ -360,8 +357,8 @@ def _cost(time_ratio: float | None, memory_ratio: float | None) -> str:
     return f"Costs {took}, and {max(0.0, memory_share):.0f} % of what is saved for the backward"
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip('.')}"
+def _what_raised(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error).rstrip('.')}"
 
 
 def _device_name(device: torch.device) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,9 +171,9 @@ class Trial:
             used = self._enter(stack, pins)
             for instrument in watch:
                 stack.enter_context(instrument)
-            began = self._now()
+            began = now(self.device)
             losses = self._take(window, recorder, TorchAutocast(device_type=self.device.type, dtype=dtype))
-            seconds = self._now() - began
+            seconds = now(self.device) - began
             if not recorder.gradients_by_name:  # the window ended without an update
                 for name, parameter in self.modules.named_parameters():
                     if parameter.grad is not None:
@@ -212,7 +212,7 @@ class Trial:
             stack.enter_context(self._preserve(True))
             self._enter(stack, pins)
             prepare()
-            began = self._now()
+            began = now(self.device)
             for window in windows:
                 with values_kept(window):
                     losses = [float(loss) for loss in self._take(window, updates, context)]
@@ -221,7 +221,7 @@ class Trial:
                 course.losses.append(math.fsum(losses) / len(losses))
                 course.sizes.append(math.fsum(map(abs, losses)) / len(losses))
             course.skipped = updates.skipped
-            course.seconds = self._now() - began
+            course.seconds = now(self.device) - began
         return course
 
     def _enter(self, stack: ExitStack, pins: Iterable[str] | None) -> Pins | None:
@@ -229,10 +229,12 @@ class Trial:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         return None if pins is None else stack.enter_context(pinned_only(self.modules, pins))
 
-    def _now(self) -> float:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        return time.perf_counter()
+
+def now(device: torch.device) -> float:
+    """The seconds on the clock when all that the device was given is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 def plain_trial(
@@ -266,26 +268,37 @@ def plain_trial(
 
 
 def gradient_error(outcome: Outcome, reference: Outcome) -> float:
-    """|g - g_ref| / |g_ref|, L2 over all parameters together; infinite where one side is not finite.
+    """|g - g_ref| / |g_ref|, L2 over all parameters together; infinite where one side is not finite."""
+    errors, norms = 0.0, 0.0
+    for _, difference, squared_norm in differences(outcome, reference):
+        errors += squared(difference)
+        norms += squared_norm
+    return ratio(errors, norms) if outcome.is_finite and reference.is_finite else math.inf
 
-    A gradient that one side lacks counts as zero there. 0 where both are zero.
-    """
-    squared_error = squared_norm = 0.0
+
+def differences(outcome: Outcome, reference: Outcome) -> Iterator[tuple[str, torch.Tensor, float]]:
+    """Of each parameter its name, g - g_ref and |g_ref|^2; a gradient that one side lacks counts as zero there."""
     for name in outcome.gradients.keys() | reference.gradients.keys():
         given, wanted = outcome.gradients.get(name), reference.gradients.get(name)
-        if given is None or wanted is None:
-            present = given if wanted is None else wanted
-            squared_error += _squared(present)
-            squared_norm += 0.0 if wanted is None else _squared(wanted)
+        if wanted is None:
+            yield name, outcome.gradients[name], 0.0
         else:
-            squared_error += _squared(given.double() - wanted.double())
-            squared_norm += _squared(wanted)
-    if not (outcome.is_finite and reference.is_finite):
-        return math.inf
+            yield name, -wanted if given is None else given - wanted, squared(wanted)
+
+
+def ratio(squared_error: float, squared_norm: float) -> float:
+    """The root of their quotient; 0 where both are 0, infinite where only the norm is."""
     if squared_norm == 0.0:
         return 0.0 if squared_error == 0.0 else math.inf
     return math.sqrt(squared_error / squared_norm)
 
 
-def _squared(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.double()) ** 2)
+def squared(tensor: torch.Tensor) -> float:
+    """The squared L2 norm, computed in float64."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return float(torch.linalg.vector_norm(real, dtype=torch.float64) ** 2)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says."""
+    return str(error).strip().partition("\n")[0]

@@ -25,7 +25,7 @@ class OutstandingGradients:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The gradients by the parameter's name."""
-        return {name: it.grad.detach() for name, it in self._parameters() if it.grad is not None}
+        return {name: live.grad.detach() for name, live in self._parameters() if live.grad is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give parameters their gradients back; those that had none lose theirs."""

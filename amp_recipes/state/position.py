@@ -30,6 +30,7 @@ class Position:
     snapshot: takes the present `Snapshot`, of the generators alone if its argument is false.
     epoch_loss_due: loss of an epoch whose end has not followed yet (its schedulers have not moved); None otherwise.
     done: the last epoch that was trained whole.
+    only_validation: whether the epoch that comes first after a resume is trained already, and is to be validated only.
     """
 
     def __init__(self, snapshot: Callable[[bool], Snapshot]) -> None:
@@ -40,7 +41,7 @@ class Position:
         self._one_before_done: int | None = None
         self._training = False  # an epoch's batches are asked for, also where none has come yet
         self._validating = False  # `done` is trained, but its validation is under way
-        self._only_validation = False  # of the epoch that comes first after the resume
+        self.only_validation = False
         self._stage_start: Snapshot | None = None
         self._place: Place | None = None
         self._at_save: Snapshot | None = None
@@ -75,7 +76,7 @@ class Position:
     @property
     def inside_epoch(self) -> bool:
         """Whether the checkpoint was saved inside an epoch, which is then not over."""
-        return self._place is not None or self._only_validation
+        return self._place is not None or self.only_validation
 
     @property
     def steps_done(self) -> int:
@@ -92,14 +93,9 @@ class Position:
         place, self._place = self._place, None
         return place
 
-    @property
-    def only_validation(self) -> bool:
-        """Whether the epoch that comes first is trained already and wants its validation only."""
-        return self._only_validation
-
     def take_only_validation(self) -> bool:
         """`only_validation`, once."""
-        only, self._only_validation = self._only_validation, False
+        only, self.only_validation = self.only_validation, False
         return only
 
     # ------------------------------------------------------------------ in a checkpoint
@@ -119,8 +115,8 @@ class Position:
         """Take what `state_dict` returned; `state` also has the `epoch`, `step` and `data` of the save."""
         self.done = self._done_before = state["done"]
         self.epoch_loss_due = state["epoch_loss_due"]
-        self._only_validation = state["validating"]
-        if self._only_validation:
+        self.only_validation = state["validating"]
+        if self.only_validation:
             self._one_before_done, self.done = state["done"], state["epoch"]
         self._at_save = state["now"]
         if state["training"]:

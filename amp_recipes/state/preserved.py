@@ -83,6 +83,11 @@ def values_kept(batches: Any) -> Iterator[None]:
         yield
 
 
+def has_state(value: Any) -> bool:
+    """Whether `value` can tell its state and take it back."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
 class _Memory:
     """Notes what objects hold, each once, and lets `undo` put it back, whatever fails on the way."""
 
@@ -155,7 +160,7 @@ class _Memory:
             self.keep_attributes(vars(value))
         elif hasattr(type(value), "__iter__"):
             return  # a library's loader, or a counter of epochs: a step does not move it, and a load would
-        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        elif has_state(value):
             self._undo.callback(value.load_state_dict, deepcopy(value.state_dict()))
 
     def _keep_values(self, tensor: torch.Tensor) -> None:
@@ -180,7 +185,7 @@ class _Memory:
     def _keep_container(self, container: Any) -> None:
         is_mapping = isinstance(container, dict)
         items = dict(container) if is_mapping else list(container)
-        self._undo.callback(_put_items, container, items)
+        self._undo.callback(put_items, container, items)
         for item in (*items, *items.values()) if is_mapping else items:
             self.keep(item)
 
@@ -214,7 +219,8 @@ def _put_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.data.copy_(values)  # .data: a graph that saved the tensor may still be differentiated
 
 
-def _put_items(container: Any, items: Any) -> None:
+def put_items(container: Any, items: Any) -> None:
+    """Give a dict, set, list or deque these items in place of its own."""
     put: Callable[[Any], None] = container.update if isinstance(container, (dict, set)) else container.extend
     container.clear()
     put(items)

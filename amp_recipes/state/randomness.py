@@ -109,6 +109,11 @@ def generator_state(generator: Any) -> Any:
     return generator.getstate()
 
 
+def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of each of the generators, by its name."""
+    return {name: generator_state(generator) for name, generator in generators.items()}
+
+
 def set_generator_state(generator: Any, state: Any) -> None:
     """Take a state that `generator_state` returned for a generator of the same kind."""
     if isinstance(generator, torch.Generator):

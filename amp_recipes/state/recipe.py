@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from amp_recipes.state.preserved import has_state, put_items
 from amp_recipes.state.randomness import GENERATORS, generator_state, set_generator_state
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,9 @@ _LARGE_BYTES = 2**26
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _CHUNK = 2**20
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 divided by the golden ratio, as a signed number: spreads neighbours far apart
+
+
+_NEITHER = (type, nn.Module, DataLoader)  # no plain values, and what they hold is not kept as one state
 
 
 class RecipeState:
@@ -69,7 +73,7 @@ class RecipeState:
             self._at_begin = {name: _mark(value) for name, value in found.items()}
             self._names = set(self._attributes())
             if keep:
-                self._kept = {name: _copy(it) for name, it in found.items() if _size(it) <= _LARGE_BYTES}
+                self._kept = {name: _copy(value) for name, value in found.items() if _size(value) <= _LARGE_BYTES}
 
     def put_back(self, state: Mapping[str, Any]) -> None:
         """Make what is not in `state` what it was at `begin`, for a run that goes back in the process that saved it.
@@ -86,7 +90,7 @@ class RecipeState:
         """Yields the names of those that were not copied."""
         plain = self._plain_values()
         for name in plain.keys() - self._names - saved.keys():
-            self._delete(name)
+            delattr(*self._place_of(name))
         for name in (self._names & self._at_begin.keys()) - saved.keys():
             if name in plain and _mark(plain[name]) == self._at_begin[name]:
                 continue
@@ -159,16 +163,14 @@ class RecipeState:
 
     def _attributes(self) -> dict[str, Any]:
         """Everything that may hold something, under one name each: the Brain's own, and hparams as `hparams.name`."""
-        own = {name: it for name, it in vars(self._recipe).items() if name not in self.not_the_recipes}
-        return {**own, **{f"hparams.{name}": it for name, it in vars(self._recipe.hparams).items()}}
+        own = {name: value for name, value in vars(self._recipe).items() if name not in self.not_the_recipes}
+        return {**own, **{f"hparams.{name}": value for name, value in vars(self._recipe.hparams).items()}}
 
     def _plain_values(self, left_out: dict[str, str] | None = None) -> dict[str, Any]:
         """The attributes that a checkpoint can hold; left_out: takes those that it cannot, with the reason."""
         found = {}
         for name, value in self._attributes().items():
-            if isinstance(value, (type, nn.Module, Optimizer, DataLoader, *GENERATORS)) or _has_state(value):
-                continue
-            if self._hooked(value) is not None:
+            if isinstance(value, _NEITHER) or self._holder_of(value) is not None:
                 continue
             problem = self._problem(value)
             if problem is None:
@@ -196,13 +198,16 @@ class RecipeState:
         """Generators and objects that have a state, each once."""
         seen = {id(each) for each in self._saved_elsewhere()}
         for name, value in self._attributes().items():
-            leave = isinstance(value, (type, nn.Module, DataLoader))
-            if id(value) in seen or leave:
-                continue
-            holder = value if isinstance(value, GENERATORS) or _has_state(value) else self._hooked(value)
+            holder = None if id(value) in seen else self._holder_of(value)
             if holder is not None:
                 seen.add(id(value))
                 yield name, holder
+
+    def _holder_of(self, value: Any) -> Any:
+        """What has the state of `value`: itself, or another object for it; None if nothing has."""
+        if isinstance(value, _NEITHER):
+            return None
+        return value if isinstance(value, GENERATORS) or has_state(value) else self._hooked(value)
 
     def _module_parts(self) -> Iterator[tuple[str, str, Tensor]]:
         """Parameters and buffers, each once, of the recipe's modules that are not in `modules`."""
@@ -223,15 +228,14 @@ class RecipeState:
         return True
 
     def _set(self, name: str, value: Any, on_device: bool) -> None:
-        holder, leaf = self._recipe, name
-        if name.startswith("hparams."):
-            holder, leaf = self._recipe.hparams, name.removeprefix("hparams.")
-        value = _to(_copy(value), self._recipe.device) if on_device else _copy(value)
-        setattr(holder, leaf, _like(value, getattr(holder, leaf, None)))
+        holder, attribute = self._place_of(name)
+        value = _copy(value, self._recipe.device if on_device else None)
+        setattr(holder, attribute, _like(value, getattr(holder, attribute, None)))
 
-    def _delete(self, name: str) -> None:
-        holder, _, leaf = name.rpartition(".")
-        delattr(self._recipe.hparams if holder else self._recipe, leaf)
+    def _place_of(self, name: str) -> tuple[Any, str]:
+        """The object that has what `_attributes` calls `name`, and what it is called there."""
+        attribute = name.removeprefix("hparams.")
+        return self._recipe if attribute == name else self._recipe.hparams, attribute
 
     def _tell(self, left_out: Mapping[str, str]) -> None:
         if left_out and not self._told:
@@ -246,23 +250,35 @@ def _inside(value: Any) -> Iterable[Any]:
         return [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Mapping):
         return value.values()
-    return value if isinstance(value, (list, tuple)) else ()
+    return value if isinstance(value, (list, tuple, deque, set, frozenset)) else ()
 
 
-def _has_state(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def _state_of(holder: Any) -> Any:
-    return generator_state(holder) if isinstance(holder, GENERATORS) else holder.state_dict()
+def _leaves(value: Any) -> Iterator[Any]:
+    """The tensors and arrays in a plain value, at any depth."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        yield value
+    for item in _inside(value):
+        yield from _leaves(item)
 
 
 def _size(value: Any) -> int:
     """Bytes of the tensors and arrays in it."""
-    if isinstance(value, (Tensor, np.ndarray)):
-        return value.nbytes
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else ()
-    return sum(map(_size, inside))
+    return sum(leaf.nbytes for leaf in _leaves(value))
+
+
+def _on_device(value: Any) -> bool:
+    """Whether a tensor in it lies on an accelerator."""
+    return any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in _leaves(value))
+
+
+def _copy(value: Any, device: torch.device | None = None) -> Any:
+    """`value` apart from the live one; device: where its tensors go (default: they stay)."""
+    tensors = [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
+    return deepcopy(value, {id(tensor): tensor.detach().to(device, copy=True) for tensor in tensors})
+
+
+def _state_of(holder: Any) -> Any:
+    return generator_state(holder) if isinstance(holder, GENERATORS) else holder.state_dict()
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -297,87 +313,21 @@ def _content(tensor: Tensor) -> int:
     return total.item()
 
 
-def _copy(value: Any) -> Any:
-    """`value` apart from the live one."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, defaultdict):
-        return defaultdict(value.default_factory, {key: _copy(item) for key, item in value.items()})
-    if isinstance(value, dict):
-        return type(value)({key: _copy(item) for key, item in value.items()})
-    if isinstance(value, deque):
-        return deque(map(_copy, value), value.maxlen)
-    return type(value)(map(_copy, value)) if isinstance(value, (list, tuple, set)) else value
-
-
-def _on_device(value: Any) -> bool:
-    """Whether a tensor in `value` lies on an accelerator."""
-    if isinstance(value, Tensor):
-        return value.device.type != "cpu"
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else ()
-    return any(map(_on_device, inside))
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            value[key] = _to(item, device)
-        return value
-    if isinstance(value, deque):
-        return deque((_to(item, device) for item in value), value.maxlen)
-    return type(value)(_to(item, device) for item in value) if isinstance(value, (list, tuple)) else value
-
-
 def _like(value: Any, live: Any) -> Any:
     """`value` in the live tensor or container where there is one of its kind, so that other names for it see it too."""
-    kind = next((kind for kind in (Tensor, list, deque, dict, set) if isinstance(live, kind)), None)
-    takes = (deque, list) if kind is deque else kind
-    if kind is None or not isinstance(value, takes):
-        return value
-    return _REFILL[kind](live, value)
-
-
-def _refill_tensor(live: Tensor, value: Tensor) -> Tensor:
-    fits = live.shape == value.shape and live.dtype == value.dtype and not live.is_inference()
-    return _fill(live, value) if fits else value
-
-
-def _refill_list(live: list[Any], value: list[Any]) -> list[Any]:
-    kept = [_like(new, old) for new, old in zip(value, live, strict=False)]
-    live[:] = kept + value[len(kept) :]
+    match live, value:
+        case Tensor(), Tensor():
+            fits = live.shape == value.shape and live.dtype == value.dtype and not live.is_inference()
+            return _fill(live, value) if fits else value
+        case list(), list():
+            put_items(live, [*map(_like, value, live), *value[len(live) :]])
+        case dict(), dict():
+            put_items(live, {key: _like(item, live.get(key)) for key, item in value.items()})
+        case (set(), set()) | (deque(), deque() | list()):
+            put_items(live, value)
+        case _:
+            return value
     return live
-
-
-def _refill_deque(live: deque[Any], value: Iterable[Any]) -> deque[Any]:
-    live.clear()
-    live.extend(value)
-    return live
-
-
-def _refill_dict(live: dict[Any, Any], value: dict[Any, Any]) -> dict[Any, Any]:
-    merged = {key: _like(item, live.get(key)) for key, item in value.items()}
-    live.clear()
-    live.update(merged)
-    return live
-
-
-def _refill_set(live: set[Any], value: set[Any]) -> set[Any]:
-    live.clear()
-    live.update(value)
-    return live
-
-
-_REFILL: dict[type, Callable[[Any, Any], Any]] = {
-    Tensor: _refill_tensor,
-    list: _refill_list,
-    deque: _refill_deque,
-    dict: _refill_dict,
-    set: _refill_set,
-}
 
 
 def _fill(live: Tensor, value: Tensor) -> Tensor:

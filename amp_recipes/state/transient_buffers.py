@@ -24,28 +24,26 @@ class TransientBuffers:
     def __init__(self, modules: nn.Module, saved_name: Callable[[str], str] = str) -> None:
         self._modules = modules
         self._saved_name = saved_name
-        self._at_begin = {name: _mark(getattr(owner, leaf)) for name, owner, leaf in self._find()}
+        self._at_begin = {name: _mark(buffer) for name, buffer, *_ in self._find()}
         self._kept: dict[str, Tensor] = {}
 
     def keep(self) -> None:
         """Have copies of the large ones: a load in this process then puts back those that the state leaves out."""
-        found = {name: getattr(owner, leaf) for name, owner, leaf in self._find()}
-        self._kept = {name: it.detach().clone() for name, it in found.items() if it.nbytes > _SMALL_BYTES}
+        large = ((name, buffer) for name, buffer, *_ in self._find() if buffer.nbytes > _SMALL_BYTES)
+        self._kept = {name: buffer.detach().clone() for name, buffer in large}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The buffers by name."""
-        found = {name: getattr(owner, leaf) for name, owner, leaf in self._find()}
         return {
             name: buffer.detach()
-            for name, buffer in found.items()
-            if buffer.numel() * buffer.element_size() <= _SMALL_BYTES or _mark(buffer) != self._at_begin.get(name)
+            for name, buffer, *_ in self._find()
+            if buffer.nbytes <= _SMALL_BYTES or _mark(buffer) != self._at_begin.get(name)
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take buffers that `state_dict` returned; one of another shape (a grown cache) replaces the live one."""
-        for name, owner, leaf in self._find():
-            live = getattr(owner, leaf)
+        for name, live, owner, attribute in self._find():
             saved = state.get(name)
             if saved is None and name in self._kept and _mark(live) != self._at_begin[name]:
                 saved = self._kept[name]
@@ -54,18 +52,18 @@ class TransientBuffers:
             if live.shape == saved.shape and live.dtype == saved.dtype:
                 live.copy_(saved)
             else:
-                setattr(owner, leaf, saved.to(live.device, copy=True))
+                setattr(owner, attribute, saved.to(live.device, copy=True))
 
-    def _find(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """Name in the checkpoint, module and attribute of each; of shared ones the first name."""
+    def _find(self) -> Iterator[tuple[str, Tensor, nn.Module, str]]:
+        """Name in the checkpoint, buffer, module and attribute of each; of shared ones the first name."""
         seen: set[int] = set()
         for prefix, owner in self._modules.named_modules():
-            for leaf in sorted(non_persistent_buffers(owner)):
-                buffer = getattr(owner, leaf, None)
+            for attribute in sorted(non_persistent_buffers(owner)):
+                buffer = getattr(owner, attribute, None)
                 if isinstance(buffer, Tensor) and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    name = f"{prefix}.{leaf}" if prefix else leaf
-                    yield self._saved_name(name), owner, leaf
+                    name = f"{prefix}.{attribute}" if prefix else attribute
+                    yield self._saved_name(name), buffer, owner, attribute
 
 
 def _mark(buffer: Tensor) -> tuple[int, int]:

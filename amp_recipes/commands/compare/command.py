@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from amp_recipes.commands.child_runs import ChildRuns
+from amp_recipes.commands.child_runs import ChildRuns, runs_in
 from amp_recipes.commands.compare.outcome import Outcome, read_outcome
 from amp_recipes.commands.compare.plan import Plan, make_plan
 from amp_recipes.commands.compare.runs import CannotCompare, Ended, Runs
@@ -22,7 +22,6 @@ from amp_recipes.commands.compare.verdict import compared, find_place
 from amp_recipes.commands.report.compare_page import draw_comparison
 from amp_recipes.config.yaml.mistakes import printable
 from amp_recipes.errors import AmpRecipesError, ConfigError, PrecisionError
-from amp_recipes.files.folder_lock import lock_folder, unlock_folder
 from amp_recipes.files.run_files import write_atomically
 from amp_recipes.files.strict_json import encode
 from amp_recipes.precision import resolve_precision
@@ -35,7 +34,7 @@ JSON_FILE, TABLE_FILE = "compare.json", "compare.md"
 def run(arguments: argparse.Namespace) -> int:
     """Compare as the command line says; the exit status.
 
-    arguments: what `add_arguments` made, with the recipe's own words as `recipe_options`.
+    arguments: what the command line says, with the recipe's own words as `recipe_options`.
     0: no precision is worse; 1: one is; 2: it could not be told of all of them (one seed, a reference that did not
     finish, a mistake); 128 + n: signal n ended it, and the same command goes on.
     """
@@ -62,17 +61,13 @@ def _run(arguments: argparse.Namespace, say: Any) -> int:
         arguments.metric,
         arguments.mode,
     )
-    lock_folder(plan.folder)
-    try:
-        with ChildRuns() as children:
-            outcomes = _train(plan, children, say)
+    with runs_in(plan.folder) as children:
+        outcomes = _train(plan, children, say)
         if children.requested is not None:
             say(f"{children.requested.name}: ends here; the same command goes on with the comparison.")
             return 128 + children.requested
         found = compared(plan, outcomes, _command(arguments))
         _write(plan.folder, found, say, arguments.json)
-    finally:
-        unlock_folder(plan.folder)
     return ONE_WORSE if found["worse"] else FAILED if found["undecided"] else NONE_WORSE
 
 
@@ -82,24 +77,22 @@ def _train(plan: Plan, children: ChildRuns, say: Any) -> list[Outcome]:
     for line in _warnings(plan):
         say(f"  {line}")
     outcomes: list[Outcome] = []
-
-    def look(ended: Ended) -> None:
+    for ended in Runs(plan, children, say).make_all():
         outcomes.append(_outcome(plan, ended))
         if outcomes[-1].finished:
             find_place(plan.metric, outcomes)  # a metric that is not there is told after the first run, not the last
-
-    Runs(plan, children, say).make_all(look)
     return outcomes
 
 
 def _outcome(plan: Plan, ended: Ended) -> Outcome:
     run = ended.run
-    outcome = read_outcome(run.precision, run.seed, run.folder, run.folder / plan.records, ended.message)
+    records = run.folder / ("debug" if plan.settings.get("debug") else "")
+    outcome = read_outcome(run.precision, run.seed, run.folder, records, ended.message)
     outcome.script = ended.script
     if outcome.finished and not outcome.epochs:
         raise CannotCompare(
-            f"{run} finished, but left no records in {run.folder / plan.records}: does the script give its Brain the "
-            "run options (or hparams) that it was started with, output_folder among them?"
+            f"{run} finished, but left no records in {records}: does the script give its Brain the run options (or "
+            "hparams) that it was started with, output_folder among them?"
         )
     return outcome
 
@@ -109,7 +102,7 @@ def _warnings(plan: Plan) -> list[str]:
 
     A GPU is not asked: this process would then hold memory there, beside the runs.
     """
-    device = plan.device or ("gpu" if torch.accelerator.is_available() else "cpu")
+    device = plan.settings.get("device") or ("gpu" if torch.accelerator.is_available() else "cpu")
     if device != "cpu":
         return []
     found = []

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 from amp_recipes.commands.compare.outcome import Outcome
-from amp_recipes.commands.compare.significance import mean
 
 CURVE_POINTS = 200  # each the mean over its share of the updates
 _ALL_POINTS = 20_000  # of all curves of a kind
@@ -63,7 +63,7 @@ def _shown_epochs(runs: Sequence[Mapping[int | None, float]], points: int) -> li
 
 def _mean_between(losses: Sequence[float], first: int, end: int) -> float | None:
     finite = [loss for loss in losses[first:end] if math.isfinite(loss)]
-    return float(f"{mean(finite):.6g}") if finite else None
+    return float(f"{fmean(finite):.6g}") if finite else None
 
 
 def _points(of: Mapping[str, Sequence[Outcome]]) -> int:

@@ -11,9 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from amp_recipes.commands.run_files import as_number, read_object
 from amp_recipes.config.experiment import ENVIRONMENT_FILE
 from amp_recipes.errors import ConfigError
-from amp_recipes.files.run_files import read_json, regular_only
+from amp_recipes.files.run_files import regular_only
 from amp_recipes.loggers.jsonl import FILE_NAME as RECORDS_FILE
 from amp_recipes.loggers.jsonl import parsed
 from amp_recipes.loggers.summary import FILE_NAME as SUMMARY_FILE
@@ -87,7 +88,7 @@ def read_outcome(precision: str, seed: int, folder: Path, records: Path, message
     Raises ConfigError for a file that cannot be read, or of another version.
     """
     steps, epochs = read_records(records / RECORDS_FILE)
-    summary = _json(records / SUMMARY_FILE)
+    summary = read_object(records / SUMMARY_FILE)
     best = summary.get("best")
     memory_bytes, memory_of = _memory(steps, summary)
     return Outcome(
@@ -102,7 +103,7 @@ def read_outcome(precision: str, seed: int, folder: Path, records: Path, message
         step_seconds=_step_seconds(steps),
         memory_bytes=memory_bytes,
         memory_of=memory_of,
-        environment=_json(folder / ENVIRONMENT_FILE),
+        environment=read_object(folder / ENVIRONMENT_FILE),
     )
 
 
@@ -126,14 +127,6 @@ def read_records(file: Path) -> tuple[list[Step], list[Epoch]]:
         elif kind == "stage":
             epochs[key] = _epoch(record)
     return list(steps.values()), list(epochs.values())
-
-
-def as_number(value: Any) -> float:
-    """A number of a record, in which a NaN is the text "nan"; NaN for what is none."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
@@ -191,11 +184,3 @@ def _memory(steps: Sequence[Step], summary: dict[str, Any]) -> tuple[int | None,
         return peak, str(summary.get("peak_memory_of") or "process")
     told = [step.memory_bytes for step in steps if step.memory_bytes is not None]
     return (max(told), "device") if told else (None, "")
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = read_json(file)
-    except FileNotFoundError:
-        return {}
-    return found if isinstance(found, dict) else {}

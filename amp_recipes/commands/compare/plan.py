@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,8 @@ from amp_recipes.precision import AMPConfig
 _MOST_RUNS = 1000
 _MANY_SEEDS = 100  # a seed typed as a count: `--seeds 1234`
 # Options that change neither what a run computes nor where its records are.
-_HARMLESS = frozenset(
-    {
-        "accept_changes",
-        "ckpt_background",
-        "ckpt_interval_minutes",
-        "ckpt_interval_steps",
-        "log_interval_steps",
-        "noprogressbar",
-        "output_folder",
-        "resume",
-    }
-)
+_OF_SAVING = frozenset({"accept_changes", "ckpt_background", "ckpt_interval_minutes", "ckpt_interval_steps", "resume"})
+_HARMLESS = _OF_SAVING | {"log_interval_steps", "noprogressbar", "output_folder"}
 # What compare gives to each run itself, and where it takes it from.
 _OWN = {"precision": "--precisions", "seed": "--seeds", "output_folder": "--to"}
 
@@ -47,6 +38,17 @@ class Metric:
     name: str
     mode: str
     chosen: bool
+
+    @property
+    def stage(self) -> str:
+        """The stage that the name begins with, as in `valid.accuracy`; empty if there is none."""
+        stage, _, rest = self.name.partition(".")
+        return stage if rest and stage in ("test", "valid", "train") else ""
+
+    @property
+    def key(self) -> str:
+        """The name without the stage: what the runs call it."""
+        return self.name.removeprefix(f"{self.stage}.") if self.stage else self.name
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """A comparison before anything is run. runs: seed by seed, the reference first; records: folder below a run's."""
+    """A comparison before anything is run. settings: the run options; runs: seed by seed, the reference first."""
 
     script: Path
     hparams_file: Path
@@ -73,9 +75,7 @@ class Plan:
     seeds: tuple[int, ...]
     folder: Path
     metric: Metric
-    device: str | None
-    eval_precision: str
-    records: str
+    settings: Mapping[str, Any]
     runs: tuple[PlannedRun, ...]
 
     @property
@@ -128,9 +128,7 @@ def make_plan(
         numbers,
         folder,
         choose_metric(metric, mode, options_found),
-        options_found.get("device"),
-        options_found.get("eval_precision", "fp32"),
-        "debug" if options_found.get("debug") else "",
+        options_found,
         tuple(runs),
     )
 
@@ -178,18 +176,14 @@ def choose_metric(name: str | None, mode: str | None, options: Mapping[str, Any]
     """
     watched = options.get("early_stop_metric")
     chosen = name or watched
-    if mode is None:
-        # `valid.accuracy` is the accuracy of that stage.
-        plain = (chosen or "loss").partition(".")[2] if _has_place(chosen) else chosen or "loss"
-        if watched and watched in (chosen, plain):
-            mode = options.get("early_stop_mode", "min")
-        elif plain == "loss":
-            mode = "min"
-        else:
-            raise ConfigError(
-                f"--metric {chosen}: is a smaller or a larger value better? Give --mode min or --mode max."
-            )
-    return Metric(chosen or "loss", mode, chosen is not None)
+    metric = Metric(chosen or "loss", mode or "min", chosen is not None)
+    if mode is not None:
+        return metric
+    if watched and watched in (metric.name, metric.key):
+        return replace(metric, mode=options.get("early_stop_mode", "min"))
+    if metric.key == "loss":
+        return metric
+    raise ConfigError(f"--metric {chosen}: is a smaller or a larger value better? Give --mode min or --mode max.")
 
 
 def setting_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -229,15 +223,6 @@ def _words(text: str, option: str, expected: str) -> list[str]:
     words = words[:-1] if len(words) > 1 and not words[-1] else words
     if not all(words):
         raise ConfigError(f"{option} {text!r}: expected {expected}.")
-    if twice := sorted(_twice(words)):
+    if twice := sorted(word for word, count in Counter(words).items() if count > 1):
         raise ConfigError(f"{option} {text}: {', '.join(twice)} is there twice.")
     return words
-
-
-def _twice(words: Iterable[str]) -> set[str]:
-    seen: set[str] = set()
-    return {word for word in words if word in seen or seen.add(word)}  # type: ignore[func-returns-value]
-
-
-def _has_place(name: str | None) -> bool:
-    return name is not None and name.partition(".")[0] in ("test", "valid", "train")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import itertools
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from amp_recipes.commands.child_runs import OUTPUT_FILE, ChildRuns, EndedChild, killed_by
-from amp_recipes.commands.compare.outcome import as_number
 from amp_recipes.commands.compare.plan import Plan, PlannedRun, setting_differences
-from amp_recipes.config.changes import one_line
+from amp_recipes.commands.run_files import as_number, cut, read_object, write_object
 from amp_recipes.errors import ConfigError
-from amp_recipes.files.run_files import read_json, write_atomically
 from amp_recipes.interrupts import SIGNALS
 from amp_recipes.loggers.text import format_seconds
 
@@ -56,6 +54,19 @@ class Ended:
         return not self.message or self.diverged
 
 
+@dataclass(frozen=True)
+class _Earlier:
+    """What is known of a run from before. changes: of its settings since; ended: None if it did not."""
+
+    changes: Sequence[str] = ()
+    ended: Ended | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the run need not be made."""
+        return self.ended is not None and self.ended.is_result
+
+
 class Runs:
     """Makes the runs of a plan that are not there yet. say: called with each line for the user."""
 
@@ -67,10 +78,10 @@ class Runs:
         self._seconds: dict[str, list[float]] = {}  # of runs that finished, by precision
         self._shown = max(len(str(run)) for run in plan.runs)
 
-    def make_all(self, look: Callable[[Ended], None]) -> None:
+    def make_all(self) -> Iterator[Ended]:
         """Make each run in the plan's order; those that ended before are not run again.
 
-        look: called with each that ended, before the next begins. Ends early if a signal asks for it.
+        Gives each that ended, before the next begins. Ends early if a signal asks for it.
         Raises ConfigError where a run of other settings stands in a folder, CannotCompare if the very first run fails.
         """
         before = {run: self._earlier(run) for run in self.plan.runs}
@@ -78,24 +89,24 @@ class Runs:
         for count, run in enumerate(self.plan.runs, start=1):
             if self._children.requested is not None:
                 break
-            is_there = _is_there(before[run])
-            ended = before[run]["ended"] if is_there else self._make(run, before[run])
+            is_there = before[run].is_there
+            ended = before[run].ended if is_there else self._make(run, before[run])
             if ended is None:
                 break
-            if not ended.message:
-                self._seconds.setdefault(run.precision, []).append(ended.seconds)
-            if count == 1 and ended.message and not ended.diverged:
+            if count == 1 and not ended.is_result:
                 raise CannotCompare(
                     f"The reference, {run}, did not finish: {ended.message}\nThe end of what it said is in "
                     f"{run.folder / OUTPUT_FILE}."
                 )
+            if not ended.message:
+                self._seconds.setdefault(run.precision, []).append(ended.seconds)
             told = f"{_outcome(ended)}{', as before' if is_there else ''}{self._left(count, before)}"
             self._say(f"{f'{count}/{len(self.plan.runs)}':>7}  {run!s:<{self._shown}}  {told}")
-            look(ended)
+            yield ended
 
-    def _make(self, run: PlannedRun, before: dict[str, Any]) -> Ended | None:
+    def _make(self, run: PlannedRun, before: _Earlier) -> Ended | None:
         """Run it to its end; None if this process was asked to end meanwhile. Raises CannotCompare."""
-        if before and before.get("changes"):
+        if before.changes:
             _set_aside(run.folder, self._say)
         run.folder.mkdir(parents=True, exist_ok=True)
         self._note(run, {"ended": False})
@@ -125,26 +136,24 @@ class Runs:
             "script": self._script,
             **state,
         }
-        write_atomically(run.folder / RECORD_FILE, (json.dumps(record, indent=2) + "\n").encode())
+        write_object(run.folder / RECORD_FILE, record)
 
-    def _earlier(self, run: PlannedRun) -> dict[str, Any]:
-        """What is known of the run from before: how it ended, and what has changed since. Empty: nothing."""
-        try:
-            record = read_json(run.folder / RECORD_FILE)
-        except FileNotFoundError:
-            return {}
-        if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
-            return {"changes": [f"{RECORD_FILE} is not of this version"]}
+    def _earlier(self, run: PlannedRun) -> _Earlier:
+        if not (run.folder / RECORD_FILE).exists():
+            return _Earlier()
+        record = read_object(run.folder / RECORD_FILE)
+        if record.get("schema_version") != SCHEMA_VERSION:
+            return _Earlier([f"{RECORD_FILE} is not of this version"])
         changes = setting_differences(record.get("settings") or {}, run.settings)
         if not record.get("ended"):
-            return {"changes": changes}
-        message, seconds = str(record.get("message") or ""), as_number(record.get("seconds") or 0.0)
-        script = str(record.get("script") or "")
-        return {"changes": changes, "ended": Ended(run, message, bool(record.get("diverged")), seconds, script)}
+            return _Earlier(changes)
+        message, script = (str(record.get(name) or "") for name in ("message", "script"))
+        seconds = as_number(record.get("seconds") or 0.0)
+        return _Earlier(changes, Ended(run, message, bool(record.get("diverged")), seconds, script))
 
-    def _left(self, done: int, before: dict[PlannedRun, dict[str, Any]]) -> str:
+    def _left(self, done: int, before: dict[PlannedRun, _Earlier]) -> str:
         """About how long the other runs will take, from those that finished."""
-        left = [run for run in self.plan.runs[done:] if not _is_there(before[run])]
+        left = [run for run in self.plan.runs[done:] if not before[run].is_there]
         known = [sum(times) / len(times) for run in left if (times := self._seconds.get(run.precision))]
         unknown = sorted({run.precision for run in left} - self._seconds.keys(), key=self.plan.precisions.index)
         if not left:
@@ -162,26 +171,22 @@ def why_it_failed(child: EndedChild) -> tuple[str, str]:
     lines = child.last_lines
     for found in filter(None, map(_EXCEPTION.fullmatch, reversed(lines))):
         kind, text = found.groups()
-        return kind, _cut(f"{kind}: {text}" if text else kind)
+        return kind, cut(f"{kind}: {text}" if text else kind, _MESSAGE_CHARACTERS)
     last = f": {lines[-1].strip()}" if lines else ""
-    return "", _cut(f"exit status {child.status}{last}")
+    return "", cut(f"exit status {child.status}{last}", _MESSAGE_CHARACTERS)
 
 
-def _refuse_others(plan: Plan, before: dict[PlannedRun, dict[str, Any]]) -> None:
+def _refuse_others(plan: Plan, before: dict[PlannedRun, _Earlier]) -> None:
     """Raise ConfigError where a finished run of other settings stands: neither mixed with nor overwritten."""
-    others = {run: found["changes"] for run, found in before.items() if found.get("changes") and _is_there(found)}
+    others = [found.changes for found in before.values() if found.changes and found.is_there]
     if not others:
         return
-    lines = list(dict.fromkeys(change for changes in others.values() for change in changes))
+    lines = list(dict.fromkeys(itertools.chain(*others)))
     shown = "\n  ".join(lines[:_CHANGES_SHOWN]) + ("\n  ..." if len(lines) > _CHANGES_SHOWN else "")
     raise ConfigError(
         f"{plan.folder} holds {len(others)} finished runs of other settings (was -> would be):\n  {shown}\n"
         "Give another folder with --to, or remove that one to compare anew."
     )
-
-
-def _is_there(found: dict[str, Any]) -> bool:
-    return "ended" in found and found["ended"].is_result
 
 
 def _set_aside(folder: Path, say: Callable[[str], None]) -> None:
@@ -196,8 +201,3 @@ def _set_aside(folder: Path, say: Callable[[str], None]) -> None:
 def _outcome(ended: Ended) -> str:
     took = format_seconds(ended.seconds)
     return f"did not finish: {ended.message} ({took})" if ended.message else f"finished in {took}"
-
-
-def _cut(text: str) -> str:
-    text = one_line(text)
-    return text if len(text) <= _MESSAGE_CHARACTERS else f"{text[:_MESSAGE_CHARACTERS]}..."

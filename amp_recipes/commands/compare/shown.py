@@ -22,31 +22,26 @@ def as_markdown(found: Mapping[str, Any]) -> str:
 
 def report(found: Mapping[str, Any]) -> Iterator[str]:
     """The lines for a terminal; Markdown as well."""
-    for entry in found["precisions"][1:]:
-        yield f"- {entry['headline']}"
-    yield ""
-    yield markdown_table(list(_table(found)))
-    yield ""
-    yield (
+    yield from (f"- {entry['headline']}" for entry in found["precisions"][1:])
+    yield from ["", markdown_table(list(_table(found))), "", _explanation(found)]
+    if losses := list(_losses(found)):
+        yield from ["", "Training loss: mean (lowest to highest seed)", "", markdown_table(losses)]
+    if failures := list(_failures(found)):
+        yield from ["", *failures]
+    for note in found["notes"]:
+        yield from ["", f"Note: {note}"]
+
+
+def _explanation(found: Mapping[str, Any]) -> str:
+    """How the table is to be read."""
+    text = (
         f"{_metric(found)}: mean ± standard deviation over seeds, {_better(found)} is better; validation and test ran "
         f"in {found['eval_precision']}. Time: median per update after the first tenth; the runs were made one after "
         "another, seed by seed."
     )
     if any(entry["memory_of"] == "process" for entry in found["precisions"]):
-        yield "Memory is the peak of the whole process, Python and its libraries included."
-    losses = list(_losses(found))
-    if losses:
-        yield ""
-        yield "Training loss: mean (lowest to highest seed)"
-        yield ""
-        yield markdown_table(losses)
-    failures = list(_failures(found))
-    if failures:
-        yield ""
-        yield from failures
-    for note in found["notes"]:
-        yield ""
-        yield f"Note: {note}"
+        text += "\nMemory is the peak of the whole process, Python and its libraries included."
+    return text
 
 
 def _table(found: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from types import ModuleType
 
 from amp_recipes.errors import ConfigError
@@ -40,19 +41,23 @@ _ROUNDING = 1e-9
 class Tested:
     """What a test says of two samples.
 
-    name: the test's; pairs: whether seed was compared with seed; count: runs, of the precision that is tested;
-    worse_by: difference of the means, in the metric's unit, positive where the tested precision is worse; error: its
-    standard error; freedom: the degrees of freedom; p: of so large a `worse_by`, or a larger one, without any real
-    difference. Without spread there is no t distribution: p is then 0 or 1.
+    name: the test's; count: runs, of the precision that is tested; worse_by: difference of the means, in the metric's
+    unit, positive where the tested precision is worse; error: its standard error; freedom: the degrees of freedom; p:
+    of so large a `worse_by`, or a larger one, without any real difference. Without spread there is no t distribution:
+    p is then 0 or 1.
     """
 
     name: str
-    pairs: bool
     count: int
     worse_by: float
     error: float
     freedom: float
     p: float
+
+    @property
+    def pairs(self) -> bool:
+        """Whether seed was compared with seed."""
+        return self.name == PAIRED
 
     def detectable(self, alpha: float) -> float | None:
         """The true difference that this test, with this spread, would call worse at `alpha` in `POWER` of all cases.
@@ -61,16 +66,9 @@ class Tested:
         """
         if self.error == 0.0:
             return None
-        stats, optimize = _scipy("stats"), _scipy("optimize")
-        limit = stats.t.isf(alpha, self.freedom)
-
-        def missing(shift: float) -> float:
-            return float(stats.nct.sf(limit, self.freedom, shift)) - POWER
-
-        most = limit + 10.0
-        while missing(most) < 0.0:
-            most *= 2.0
-        return self.error * float(optimize.brentq(missing, 0.0, most))
+        special = _scipy_special()
+        limit = -special.stdtrit(self.freedom, alpha)
+        return self.error * float(special.nctdtrinc(self.freedom, 1.0 - POWER, limit))
 
 
 def worse_than(reference: Mapping[int, float], tested: Mapping[int, float], mode: str) -> Tested | None:
@@ -81,7 +79,7 @@ def worse_than(reference: Mapping[int, float], tested: Mapping[int, float], mode
     if min(len(reference), len(tested)) < 2:
         return None
     sign = {"min": 1.0, "max": -1.0}[mode]
-    size = _size(reference, tested)
+    size = max(map(abs, [*reference.values(), *tested.values()]))
     unpaired = _welch([sign * value for value in reference.values()], [sign * value for value in tested.values()], size)
     if reference.keys() != tested.keys():
         return unpaired
@@ -103,64 +101,50 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean."""
-    return math.fsum(values) / len(values)
-
-
 def spread(values: Sequence[float]) -> float | None:
     """The standard deviation, with n - 1; None of fewer than two values."""
-    if len(values) < 2:
-        return None
-    middle = mean(values)
-    return math.sqrt(math.fsum((value - middle) ** 2 for value in values) / (len(values) - 1))
+    return stdev(values) if len(values) > 1 else None
 
 
 def require_scipy() -> None:
     """Raise ConfigError where scipy is not installed: better before hours of training than after."""
-    _scipy("stats")
+    _scipy_special()
 
 
 def _paired(differences: Sequence[float], size: float) -> Tested:
     count = len(differences)
-    error = _without_rounding(spread(differences), size) / math.sqrt(count)
-    worse_by = mean(differences)
-    if error == 0.0:
-        return Tested(PAIRED, True, count, worse_by, 0.0, count - 1, _p_without_spread(worse_by, size))
-    found = _scipy("stats").ttest_1samp(differences, 0.0, alternative="greater")
-    return Tested(PAIRED, True, count, worse_by, error, count - 1, float(found.pvalue))
+    error = _without_rounding(stdev(differences), size) / math.sqrt(count)
+    return _tested(PAIRED, count, fmean(differences), error, count - 1, size)
 
 
 def _welch(reference: Sequence[float], tested: Sequence[float], size: float) -> Tested:
-    count = len(tested)
-    parts = [_without_rounding(spread(values), size) ** 2 / len(values) for values in (reference, tested)]
+    """The degrees of freedom are those of Welch and Satterthwaite."""
+    counts = [len(reference), len(tested)]
+    parts = [_without_rounding(stdev(values), size) ** 2 / len(values) for values in (reference, tested)]
     error = math.sqrt(sum(parts))
-    worse_by = mean(tested) - mean(reference)
-    if error == 0.0:
-        freedom = len(reference) + count - 2
-        return Tested(WELCH, False, count, worse_by, 0.0, freedom, _p_without_spread(worse_by, size))
-    found = _scipy("stats").ttest_ind(tested, reference, equal_var=False, alternative="greater")
-    return Tested(WELCH, False, count, worse_by, error, float(found.df), float(found.pvalue))
+    freedom = float(sum(counts) - 2)
+    if error > 0.0:
+        freedom = sum(parts) ** 2 / sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
+    return _tested(WELCH, len(tested), fmean(tested) - fmean(reference), error, freedom, size)
 
 
-def _p_without_spread(worse_by: float, size: float) -> float:
-    return 0.0 if worse_by > _ROUNDING * size else 1.0
+def _tested(name: str, count: int, worse_by: float, error: float, freedom: float, size: float) -> Tested:
+    if error > 0.0:
+        p = float(_scipy_special().stdtr(freedom, -worse_by / error))
+    else:
+        p = 0.0 if worse_by > _ROUNDING * size else 1.0
+    return Tested(name, count, worse_by, error, freedom, p)
 
 
-def _without_rounding(deviation: float | None, size: float) -> float:
-    assert deviation is not None  # there are two values or more
+def _without_rounding(deviation: float, size: float) -> float:
     return deviation if deviation > _ROUNDING * size else 0.0
 
 
-def _size(*samples: Mapping[int, float]) -> float:
-    return max(abs(value) for sample in samples for value in sample.values())
-
-
-def _scipy(name: str) -> ModuleType:
+def _scipy_special() -> ModuleType:
     try:
-        from scipy import optimize, stats
+        from scipy import special
     except ImportError as error:
         raise ConfigError(
             f"compare tests with scipy, which is not installed ({error}): pip install 'amp-recipes[report]'."
         ) from error
-    return {"stats": stats, "optimize": optimize}[name]
+    return special

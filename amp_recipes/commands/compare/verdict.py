@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
-import statistics
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean, median
 from typing import Any
 
 from amp_recipes.commands.compare.curves import loss_curves, metric_curves
 from amp_recipes.commands.compare.outcome import PLACES, Outcome
 from amp_recipes.commands.compare.plan import Metric, Plan
-from amp_recipes.commands.compare.significance import ALPHA, POWER, Tested, holm, mean, spread, worse_than
+from amp_recipes.commands.compare.significance import ALPHA, POWER, Tested, holm, spread, worse_than
 from amp_recipes.errors import ConfigError
 
 SCHEMA_VERSION = 1
 """Version of the layout of `compare.json`."""
 
+# What is to be the same for all runs, and where environment.json has it.
+_COMPARED = {
+    "torch": ("packages", "torch"),
+    "amp_recipes": ("packages", "amp_recipes"),
+    "git commits": ("git", "commit"),
+    "CPUs": ("cpu",),
+    "GPUs": ("gpus",),
+}
 REFERENCE, EQUAL, WORSE, NONE = "reference", "no different", "worse", "no verdict"
 
 
@@ -37,12 +45,15 @@ def compared(plan: Plan, outcomes: Sequence[Outcome], command: str) -> dict[str,
 
     outcomes: of all runs of the plan. Raises ConfigError where the metric is not among what the runs logged.
     """
-    place, name = find_place(plan.metric, outcomes), metric_name(plan.metric)
+    place, name = find_place(plan.metric, outcomes), plan.metric.key
     outcomes = [_judgeable(outcome, place, name) for outcome in outcomes]
-    of: dict[str, list[Outcome]] = {precision: [] for precision in plan.precisions}
-    for outcome in outcomes:
-        of[outcome.precision].append(outcome)
-    values = {precision: _final_values(made, place, name) for precision, made in of.items()}
+    of = {
+        precision: [outcome for outcome in outcomes if outcome.precision == precision] for precision in plan.precisions
+    }
+    values = {
+        precision: {outcome.seed: outcome.final(place)[name] for outcome in made if outcome.finished}
+        for precision, made in of.items()
+    }
     judged = judge(plan, of, values, place)
     reference = of[plan.reference]
     listed = [_of_precision(of[precision], values[precision], judged[precision], reference) for precision in of]
@@ -55,20 +66,19 @@ def compared(plan: Plan, outcomes: Sequence[Outcome], command: str) -> dict[str,
         "reference": plan.reference,
         "seeds": list(plan.seeds),
         "metric": {"name": name, "place": place, "mode": plan.metric.mode},
-        "eval_precision": plan.eval_precision,
+        "eval_precision": plan.settings.get("eval_precision", "fp32"),
         "alpha": ALPHA,
         "power": POWER,
         "precisions": listed,
         "curves": {"loss": loss_curves(of), "metric": metric_curves(of, place, name)},
-        "worse": [precision for precision in of if judged[precision].verdict == WORSE],
-        "undecided": [precision for precision in of if judged[precision].verdict == NONE],
+        "worse": _with_verdict(WORSE, judged),
+        "undecided": _with_verdict(NONE, judged),
         "notes": list(_notes(plan, outcomes)),
     }
 
 
-def _final_values(made: Sequence[Outcome], place: str, name: str) -> dict[int, float]:
-    """The final metric of the runs that finished, by seed."""
-    return {outcome.seed: outcome.final(place)[name] for outcome in made if outcome.finished}
+def _with_verdict(verdict: str, judged: Mapping[str, Judged]) -> list[str]:
+    return [precision for precision, found in judged.items() if found.verdict == verdict]
 
 
 def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
@@ -77,7 +87,7 @@ def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
     Raises ConfigError where there is none.
     """
     finished = [outcome for outcome in outcomes if outcome.finished]
-    name = metric_name(metric)
+    name = metric.key
     for place in _places(metric):
         if all(name in outcome.final(place) for outcome in finished):
             return place
@@ -89,17 +99,10 @@ def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
 
 def _places(metric: Metric) -> Sequence[str]:
     """Where the metric is looked for, the best place first."""
-    stage, _, _ = metric.name.partition(".")
-    if metric_name(metric) != metric.name:
-        return (stage,)
+    if metric.stage:
+        return (metric.stage,)
     # Without a metric to watch, the loss is that of validation: what a test has is not what was trained for.
     return PLACES if metric.chosen else ("valid", "train")
-
-
-def metric_name(metric: Metric) -> str:
-    """The metric without the stage before it: `accuracy` of `valid.accuracy`."""
-    stage, _, name = metric.name.partition(".")
-    return name if name and stage in ("test", "valid", "train") else metric.name
 
 
 def judge(
@@ -117,7 +120,7 @@ def judge(
             found[name] = Judged(NONE, _too_few(plan, name, len(reference), len(values[name])))
         else:
             held[name] = tested
-    unit, noise = _named(place, metric_name(plan.metric)), spread([*reference.values()])
+    unit, noise = f"{place} {plan.metric.key}", spread([*reference.values()])
     for (name, tested), p in zip(held.items(), holm([tested.p for tested in held.values()]), strict=True):
         reason = _reason(plan, tested, p, len(held), unit, noise)
         verdict = WORSE if p <= ALPHA else EQUAL
@@ -132,7 +135,7 @@ def _without_test(plan: Plan, of: Mapping[str, Sequence[Outcome]], name: str, te
     # A recipe that does not finish at the reference either is no worse for that.
     if len(failed) > failed_at_reference:
         count = f"{len(failed)} of {len(of[name])} runs did not finish"
-        return Judged(WORSE, f"{count} ({_first_sentence(failed[0].message)})", tested)
+        return Judged(WORSE, f"{count} ({failed[0].message.partition('. ')[0]})", tested)
     same = [precision for precision in (plan.reference, name) if seeds_change_nothing(of[precision])]
     if same:
         return Judged(NONE, f"all seeds give the same losses in {', '.join(same)}, so they say nothing of seed noise")
@@ -145,16 +148,12 @@ def seeds_change_nothing(made: Sequence[Outcome]) -> bool:
     return len(curves) > 1 and len({array("d", curve).tobytes() for curve in curves}) == 1
 
 
-def _first_sentence(message: str) -> str:
-    return message.partition(". ")[0]
-
-
 def _judgeable(outcome: Outcome, place: str, name: str) -> Outcome:
     """The outcome, as one that did not finish where its final metric is no finite number."""
     value = outcome.final(place).get(name, math.nan)
     if not outcome.finished or math.isfinite(value):
         return outcome
-    return replace(outcome, message=f"its {_named(place, name)} is {value}")
+    return replace(outcome, message=f"its {place} {name} is {value}")
 
 
 def _reason(plan: Plan, tested: Tested, p: float, tests: int, unit: str, noise: float | None) -> str:
@@ -196,37 +195,40 @@ def _too_few(plan: Plan, name: str, reference: int, tested: int) -> str:
 def _of_precision(
     made: Sequence[Outcome], values: Mapping[int, float], judged: Judged, reference: Sequence[Outcome]
 ) -> dict[str, Any]:
-    step, memory = (
-        _median(made, lambda outcome: outcome.step_seconds),
-        _median(made, lambda outcome: outcome.memory_bytes),
-    )
-    of_step = _median(reference, lambda outcome: outcome.step_seconds)
-    of_memory = _median(reference, lambda outcome: outcome.memory_bytes)
-    tested = judged.tested
+    step, of_step = (_median(outcome.step_seconds for outcome in runs) for runs in (made, reference))
+    memory, of_memory = (_median(outcome.memory_bytes for outcome in runs) for runs in (made, reference))
     return {
         "precision": made[0].precision,
         "verdict": judged.verdict,
         "headline": _headline(made[0].precision, judged, reference[0].precision),
         "reason": judged.reason,
-        "mean": mean([*values.values()]) if values else None,
+        "mean": fmean(values.values()) if values else None,
         "spread": spread([*values.values()]),
-        "test": None
-        if tested is None
-        else {
-            "name": tested.name,
-            "worse_by": tested.worse_by,
-            "degrees_of_freedom": tested.freedom,
-            "p": tested.p,
-            "p_holm": judged.p,
-            "detectable": judged.detectable,
-        },
+        "test": _test(judged),
         "step_seconds": step,
-        "step_ratio": step / of_step if step and of_step else None,
+        "step_ratio": _ratio(step, of_step),
         "memory_bytes": memory,
-        "memory_ratio": memory / of_memory if memory and of_memory else None,
+        "memory_ratio": _ratio(memory, of_memory),
         "memory_of": next((outcome.memory_of for outcome in made if outcome.memory_of), None),
         "runs": [_of_run(outcome, values) for outcome in made],
     }
+
+
+def _test(judged: Judged) -> dict[str, Any] | None:
+    if judged.tested is None:
+        return None
+    return {
+        "name": judged.tested.name,
+        "worse_by": judged.tested.worse_by,
+        "degrees_of_freedom": judged.tested.freedom,
+        "p": judged.tested.p,
+        "p_holm": judged.p,
+        "detectable": judged.detectable,
+    }
+
+
+def _ratio(value: float | None, reference: float | None) -> float | None:
+    return value / reference if value and reference else None
 
 
 def _of_run(outcome: Outcome, values: Mapping[int, float]) -> dict[str, Any]:
@@ -243,9 +245,9 @@ def _of_run(outcome: Outcome, values: Mapping[int, float]) -> dict[str, Any]:
     }
 
 
-def _median(made: Sequence[Outcome], what: Callable[[Outcome], float | None]) -> float | None:
-    told = [value for outcome in made if (value := what(outcome)) is not None]
-    return statistics.median(told) if told else None
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 # ---------------------------------------------------------------------- notes
@@ -258,13 +260,7 @@ def _notes(plan: Plan, outcomes: Sequence[Outcome]) -> Iterable[str]:
             yield f"{outcome.precision} seed {outcome.seed}, of the reference, did not finish: {outcome.message}"
     if len({outcome.script for outcome in outcomes}) > 1:
         yield f"{plan.script.name} changed between the runs: remove those made before, and compare again."
-    for what, keys in {
-        "torch": ("packages", "torch"),
-        "amp_recipes": ("packages", "amp_recipes"),
-        "git commits": ("git", "commit"),
-        "CPUs": ("cpu",),
-        "GPUs": ("gpus",),
-    }.items():
+    for what, keys in _COMPARED.items():
         found = {repr(_entry(outcome.environment, *keys)) for outcome in outcomes if outcome.environment}
         if len(found) > 1:
             yield f"Not all runs had the same {what}: {', '.join(sorted(found))}."
@@ -274,7 +270,3 @@ def _entry(tree: Any, *keys: str) -> Any:
     for key in keys:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
-
-
-def _named(place: str, name: str) -> str:
-    return f"{place} {name}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from amp_recipes.commands.report.bars import Bar, bars_with_values, label_rows
 from amp_recipes.commands.report.drawing import (
     GREY,
     MARKERS,
@@ -16,7 +19,7 @@ from amp_recipes.commands.report.drawing import (
     finite,
     finite_list,
     is_wide,
-    label_ends,
+    legend_beside,
     page,
     part,
     read_report,
@@ -35,80 +38,67 @@ def draw_comparison(folder: Path) -> Path | None:
 
     Raises ConfigError for a file that cannot be read or written, and where matplotlib is not installed.
     """
-    found = read_report(folder / JSON_FILE)
-    entries = dicts(found.get("precisions")) if found else []
-    if found is None or not entries:
+    found = read_report(folder / JSON_FILE) or {}
+    entries = dicts(found.get("precisions"))
+    if not entries:
         return None
     colours = {str(it.get("precision")): SERIES[index % len(SERIES)] for index, it in enumerate(entries)}
     headline = "\n".join(wrapped(str(entry.get("headline")), _VERDICT_CHARACTERS, 3) for entry in entries[1:])
-    inches = [0.3 + 0.155 * (headline.count("\n") + 1), 3.9, 3.2]
-    with page(12, sum(inches)) as figure:
-        rows = figure.add_gridspec(len(inches), 1, height_ratios=inches)
-        top = figure.add_subplot(rows[0])
-        top.set_axis_off()
-        top.set_title(f"Compared with {words(found.get('reference'), 20)}, over seeds", fontsize=12)
-        top.text(0, 1, headline, va="top", transform=top.transAxes)
-        metric, curves = part(found, "metric"), part(found, "curves")
-        by_epoch = part(curves, "metric")
-        above = rows[1].subgridspec(1, 2 if by_epoch else 1)
-        _losses(figure.add_subplot(above[0]), part(curves, "loss"), colours)
-        if by_epoch:
-            _by_epoch(figure.add_subplot(above[1]), by_epoch, metric, colours)
-        below = rows[2].subgridspec(1, 3, width_ratios=[1.5, 1, 1])
-        _results(figure.add_subplot(below[0]), entries, metric, colours)
-        axes = figure.add_subplot(below[1])
-        axes.set_title("Time per update")
-        _bars(axes, entries, ("step_seconds", "step_ratio"), (1e3, "ms"), colours)
-        axes = figure.add_subplot(below[2])
-        counted = next((words(entry.get("memory_of"), 20) for entry in entries if entry.get("memory_of")), "")
-        axes.set_title(f"Peak memory of the {counted}" if counted else "Peak memory")
-        _bars(axes, entries, ("memory_bytes", "memory_ratio"), (2**-20, "MiB"), colours)
+    title = f"Compared with {words(found.get('reference'), 20)}, over seeds"
+    with page(title, headline, width=12, rows=[3.9, 3.2]) as (figure, (upper, lower)):
+        _curves(figure.add_subfigure(upper), found, colours)
+        _endings(figure.add_subfigure(lower), entries, part(found, "metric"), colours)
         return save(figure, folder / PICTURE_FILE)
 
 
-def _losses(axes: Any, curves: dict[str, Any], colours: dict[str, str]) -> None:
-    axes.set_title("Training loss: mean and range over seeds")
-    axes.set_xlabel("updates")
-    _bands(axes, finite_list(curves.get("updates")), part(curves, "by_precision"), colours)
+def _curves(figure: Any, found: dict[str, Any], colours: dict[str, str]) -> None:
+    """The loss on the way, and the metric after each epoch if there are such."""
+    curves = part(found, "curves")
+    loss, by_epoch = part(curves, "loss"), part(curves, "metric")
+    left, *others = figure.subplots(1, 2 if by_epoch else 1, squeeze=False)[0]
+    left.set_title("Training loss: mean and range over seeds")
+    left.set_xlabel("updates")
+    _bands(left, finite_list(loss.get("updates")), part(loss, "by_precision"), colours)
+    for right in others:
+        right.set_title(f"{words(by_epoch.get('stage'))} {words(part(found, 'metric').get('name'))} after each epoch")
+        right.set_xlabel("epoch")
+        right.xaxis.get_major_locator().set_params(integer=True)
+        _bands(right, finite_list(by_epoch.get("epochs")), part(by_epoch, "by_precision"), colours)
 
 
-def _by_epoch(axes: Any, curves: dict[str, Any], metric: dict[str, Any], colours: dict[str, str]) -> None:
-    axes.set_title(f"{words(curves.get('stage'))} {words(metric.get('name'))} after each epoch")
-    axes.set_xlabel("epoch")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    _bands(axes, finite_list(curves.get("epochs")), part(curves, "by_precision"), colours)
+def _endings(figure: Any, entries: Sequence[dict[str, Any]], metric: dict[str, Any], colours: dict[str, str]) -> None:
+    results, time, memory = figure.subplots(1, 3, width_ratios=[1.5, 1, 1])
+    _results(results, entries, metric, colours)
+    time.set_title("Time per update")
+    _bars(time, entries, ("step_seconds", "step_ratio"), (1e3, "ms"), colours)
+    counted = next((words(entry.get("memory_of"), 20) for entry in entries if entry.get("memory_of")), "")
+    memory.set_title(f"Peak memory of the {counted}" if counted else "Peak memory")
+    _bars(memory, entries, ("memory_bytes", "memory_ratio"), (2**-20, "MiB"), colours)
 
 
 def _bands(axes: Any, x: Sequence[float], by_precision: dict[str, Any], colours: dict[str, str]) -> None:
     """A line for each precision's mean over seeds, and a band from its lowest to its highest seed."""
-    shown = {name: points for name, runs in by_precision.items() if (points := _points_of(runs, x))}
+    shown = {name: _by_point(runs)[: len(x)] for name, runs in by_precision.items()}
+    shown = {name: values for name, values in shown.items() if values.count()}
     if not shown:
         axes.text(0.5, 0.5, "no values", ha="center", color=GREY, transform=axes.transAxes)
         return
     axes.margins(x=0.01)
-    if is_wide([value for points in shown.values() for _, values in points for value in values]):
+    if is_wide(np.concatenate([values.compressed() for values in shown.values()])):
         axes.set_yscale("log")
-    labels = []
-    for index, (name, points) in enumerate(shown.items()):
+    for index, (name, values) in enumerate(shown.items()):
+        at, means = x[: len(values)], values.mean(axis=1)
         colour, style = colours.get(name, GREY), ("-", "--", "-.", ":")[index % 4]
-        at, values = zip(*points, strict=True)
-        means = [sum(there) / len(there) for there in values]
-        marker = MARKERS[index % len(MARKERS)] if len(at) == 1 else ""
-        axes.plot(at, means, color=colour, linestyle=style, marker=marker, linewidth=1.6)
-        axes.fill_between(at, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, linewidth=0)
-        labels.append((words(name), colour, means[-1]))
-    label_ends(axes, labels)
+        marker = MARKERS[index % len(MARKERS)] if means.count() == 1 else ""
+        axes.plot(at, means, color=colour, linestyle=style, marker=marker, linewidth=1.6, label=words(name))
+        axes.fill_between(at, values.min(axis=1), values.max(axis=1), color=colour, alpha=0.15, linewidth=0)
+    legend_beside(axes)
 
 
-def _points_of(runs: Any, x: Sequence[float]) -> list[tuple[float, list[float]]]:
-    """The places of a curve at which some seed has a value, with those values."""
+def _by_point(runs: Any) -> np.ma.MaskedArray:
+    """The curves of several seeds as a table of points and seeds, with a mask where there is no value."""
     curves = [finite_list(run) for run in runs] if isinstance(runs, list) else []
-    points = []
-    for at, column in zip(x, zip(*curves, strict=False), strict=False):
-        values = [value for value in column if math.isfinite(value)]
-        if values:
-            points.append((at, values))
-    return points
+    return np.ma.masked_invalid(np.array(list(zip(*curves, strict=False)), ndmin=2))
 
 
 def _results(axes: Any, entries: Sequence[dict[str, Any]], metric: dict[str, Any], colours: dict[str, str]) -> None:
@@ -125,16 +115,17 @@ def _results(axes: Any, entries: Sequence[dict[str, Any]], metric: dict[str, Any
         axes.scatter([place] * len(values), values, color=colour, marker=MARKERS[place % len(MARKERS)], zorder=3, s=34)
         if values:
             axes.hlines(sum(values) / len(values), place - 0.22, place + 0.22, color=colour, linewidth=2, zorder=2)
-        lost = sum(not run.get("finished") for run in dicts(entry.get("runs")))
-        if lost:
-            text = f"{lost} did not finish"
-            axes.annotate(
-                text, (place, 0), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points",
-                ha="center", va="bottom", color=VERMILION, fontsize=8.5, fontweight="bold",
-            )  # fmt: skip
+        _tell_lost(axes, place, sum(not run.get("finished") for run in dicts(entry.get("runs"))))
     axes.set_xticks(range(len(entries)), [words(entry.get("precision"), 12) for entry in entries])
     axes.set_xlim(-0.6, len(entries) - 0.4)
     axes.margins(y=0.18)
+
+
+def _tell_lost(axes: Any, place: int, count: int) -> None:
+    if count:
+        at = {"xycoords": ("data", "axes fraction"), "xytext": (0, 4), "textcoords": "offset points"}
+        style = {"ha": "center", "va": "bottom", "color": VERMILION, "fontsize": 8.5, "fontweight": "bold"}
+        axes.annotate(f"{count} did not finish", (place, 0), **at, **style)
 
 
 def _values_by_seed(entries: Sequence[dict[str, Any]]) -> dict[Any, list[tuple[int, float]]]:
@@ -159,20 +150,17 @@ def _bars(
 
     keys: of the value and of the ratio in an entry; unit: what the value is multiplied by, and then measured in.
     """
-    amounts, ratios = ([finite(entry.get(key)) for entry in entries] for key in keys)
     factor, name = unit
-    highest = max((amount for amount in amounts if amount is not None), default=0.0) * factor
-    for place, (entry, amount, ratio) in enumerate(zip(entries, amounts, ratios, strict=True)):
-        length = 0.0 if amount is None else amount * factor
-        axes.barh(place, length, color=colours[str(entry.get("precision"))], height=0.55, alpha=0.85)
-        text = "not known" if amount is None else f"{_amount(length)} {name}"
-        text += f"  (x{ratio:.2f})" if ratio is not None and place else ""
-        axes.annotate(text, (length, place), xytext=(4, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(entries)), [words(entry.get("precision"), 12) for entry in entries])
-    axes.invert_yaxis()
-    axes.set_xlim(0, highest * 1.75 or 1.0)
+    bars = []
+    for place, entry in enumerate(entries):
+        amount, ratio = (finite(entry.get(key)) for key in keys)
+        times = f"  (x{ratio:.2f})" if ratio is not None and place else ""
+        value = entry.get(keys[0]) if amount is None else amount * factor
+        bars.append(Bar(value, colours[str(entry.get("precision"))], partial(_amount, f" {name}{times}")))
+    bars_with_values(axes, bars, room=0.75)
+    label_rows(axes, [words(entry.get("precision"), 12) for entry in entries])
     axes.set_xlabel(name)
 
 
-def _amount(number: float) -> str:
-    return f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.3g}"
+def _amount(behind: str, number: float) -> str:
+    return (f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.3g}") + behind

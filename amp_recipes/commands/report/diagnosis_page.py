@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from amp_recipes.commands.report.bars import bars_with_values, label_rows, share_cells, stacked_bars
+from amp_recipes.commands.report.bars import Bar, bars_with_values, label_rows, share_cells, stacked_bars
 from amp_recipes.commands.report.drawing import (
     BLACK,
     BLUE,
@@ -21,7 +21,7 @@ from amp_recipes.commands.report.drawing import (
     finite,
     finite_list,
     is_wide,
-    label_ends,
+    legend_beside,
     module_names,
     page,
     part,
@@ -41,16 +41,10 @@ _WIDTH_INCHES = 13.0
 _ROW_INCHES = 0.235
 _PINS_LISTED = 12
 _LARGEST_FP16 = 65504.0
-_FLUSHED_MORE = 1e-3  # the share of extra zeros from which a scale is too low
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """One picture of the page. wide: it has a row for itself; inches: its height."""
-
-    draw: Callable[[Any], None]
-    inches: float
-    wide: bool = False
+# How to draw a picture into a figure, and its height in inches.
+_Panel: TypeAlias = "tuple[Callable[[Any], None], float]"
 
 
 def draw_diagnosis(folder: Path) -> Path | None:
@@ -59,64 +53,43 @@ def draw_diagnosis(folder: Path) -> Path | None:
     What the file does not have is left out. Raises ConfigError for a file that cannot be read or written, and where
     matplotlib is not installed.
     """
-    found = read_report(folder / JSON_FILE)
-    panels = _panels(found) if found else []
-    if found is None or not panels:
+    found = read_report(folder / JSON_FILE) or {}
+    panels = _panels(found)
+    rows = [*_drift_panel(found), *(panels[first : first + 2] for first in range(0, len(panels), 2))]
+    if not rows:
         return None
-    rows = _rows(panels)
-    headline = _headline(found)
-    inches = [0.3 + 0.155 * (headline.count("\n") + 1), *(max(panel.inches for panel in row) for row in rows)]
-    with page(_WIDTH_INCHES, sum(inches)) as figure:
-        grid = figure.add_gridspec(len(inches), 1, height_ratios=inches)
-        top = figure.add_subplot(grid[0])
-        top.set_axis_off()
-        top.set_title(_title(found), fontsize=12)
-        top.text(0, 1, headline, va="top", transform=top.transAxes)
-        for place, row in enumerate(rows, start=1):
-            cells = grid[place].subgridspec(1, len(row))
-            for column, panel in enumerate(row):
-                panel.draw(figure.add_subfigure(cells[column]))
+    inches = [max(height for _, height in row) for row in rows]
+    with page(_title(found), _headline(found), _WIDTH_INCHES, inches) as (figure, cells):
+        for cell, row in zip(cells, rows, strict=True):
+            places = cell.subgridspec(1, len(row))
+            for column, (draw, _) in enumerate(row):
+                draw(figure.add_subfigure(places[column]))
         return save(figure, folder / PICTURE_FILE)
 
 
-def _panels(found: dict[str, Any]) -> list[_Panel]:
-    """The pictures for which the file has something, in the order of the page."""
-    panels = []
+def _drift_panel(found: dict[str, Any]) -> list[list[_Panel]]:
+    """The picture that has a row for itself."""
     drift = dicts(found.get("drift"))
-    if drift:
-        shown = min(len(drift), _MODULES_SHOWN)
-        panels.append(_Panel(lambda figure: _drift(figure, drift), 1.2 + shown * _ROW_INCHES, wide=True))
-    underflow = part(found, "underflow")
+    height = 1.2 + min(len(drift), _MODULES_SHOWN) * _ROW_INCHES
+    return [[(partial(_drift, drift), height)]] if drift else []
+
+
+def _panels(found: dict[str, Any]) -> list[_Panel]:
+    """The other pictures for which the file has something, in the order of the page."""
+    panels: list[_Panel] = []
+    underflow, casts, pins = part(found, "underflow"), dicts(found.get("casts")), part(found, "pins")
     if finite_list(underflow.get("scales")) and finite_list(underflow.get("flushed")):
-        panels.append(_Panel(lambda figure: _underflow(figure.add_subplot(), underflow), 3.2))
-    casts = dicts(found.get("casts"))
+        panels.append((partial(_underflow, underflow), 3.2))
     if casts:
         count = min(_CASTING_SHOWN, len({str(row.get("module")) for row in casts}))
-        panels.append(_Panel(lambda figure: _casts(figure.add_subplot(), casts), 1.2 + 0.2 * count))
-    return [*panels, *_panels_of_pins(found)]
-
-
-def _panels_of_pins(found: dict[str, Any]) -> list[_Panel]:
-    panels = []
-    pins = part(found, "pins")
+        panels.append((partial(_casts, casts), 1.2 + 0.2 * count))
     if any(finite(pins.get(name)) is not None for name in ("error", "held_out_error")):
-        panels.append(_Panel(lambda figure: _pins(figure.add_subplot(), pins), 3.0))
+        panels.append((partial(_pins, pins), 3.0))
     curves = part(pins, "curves")
     if _curves(curves.get("reference")) or _curves(curves.get("pinned")):
         low = f"{words(found.get('precision') or 'low', 12)}{', pinned' if pins.get('modules') else ''}"
-        panels.append(_Panel(lambda figure: _training(figure.add_subplot(), curves, low), 3.0))
+        panels.append((partial(_training, curves, low), 3.0))
     return panels
-
-
-def _rows(panels: Sequence[_Panel]) -> list[list[_Panel]]:
-    """Two pictures in a row, where none of them is wide."""
-    rows: list[list[_Panel]] = []
-    for panel in panels:
-        if panel.wide or not rows or rows[-1][0].wide or len(rows[-1]) == 2:
-            rows.append([panel])
-        else:
-            rows[-1].append(panel)
-    return rows
 
 
 def _title(found: dict[str, Any]) -> str:
@@ -138,19 +111,20 @@ def _headline(found: dict[str, Any]) -> str:
 # ---------------------------------------------------------------------- drift
 
 
-def _drift(figure: Any, drift: Sequence[dict[str, Any]]) -> None:
+def _drift(drift: Sequence[dict[str, Any]], figure: Any) -> None:
     """Each module a row: sensitivity, gradient error, and the shares outside of fp16's range."""
     shown = drift[:_MODULES_SHOWN]
     names, above = module_names([row.get("module") or "(the whole model)" for row in shown], _NAME_CHARACTERS)
     left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=[1.25, 1, 0.62])
     of = f"the first {len(shown)} of {len(drift)} modules" if len(drift) > len(shown) else "all modules"
-    bars_with_values(left, [row.get("sensitivity") for row in shown], BLUE, "{:.2g}".format)
+    bars_with_values(left, [Bar(row.get("sensitivity"), BLUE, "{:.2g}".format) for row in shown])
     left.set_title(f"Sensitivity, {of}")
     left.set_xlabel("|dL/dy| * |error|")
-    bars_with_values(middle, [row.get("gradient_error") for row in shown], GREEN, "{:.2g}".format)
+    bars_with_values(middle, [Bar(row.get("gradient_error"), GREEN, "{:.2g}".format) for row in shown])
     middle.set_title("Gradient error")
     middle.set_xlabel("relative to the gradient in fp32")
-    share_cells(right, [("above_max", "> 65504"), ("below_normal", "< 6.1e-5")], shown)
+    shares = [[row.get("above_max"), row.get("below_normal")] for row in shown]
+    share_cells(right, ["> 65504", "< 6.1e-5"], shares)
     right.set_title("Share beyond fp16")
     right.set_xlabel("of the module's values")
     label_rows(left, names, above)
@@ -159,8 +133,9 @@ def _drift(figure: Any, drift: Sequence[dict[str, Any]]) -> None:
 # ---------------------------------------------------------------------- underflow
 
 
-def _underflow(axes: Any, underflow: dict[str, Any]) -> None:
+def _underflow(underflow: dict[str, Any], figure: Any) -> None:
     """The share of the gradients that fp16 would flush, by loss scale, and the window between too low and too high."""
+    axes = figure.add_subplot()
     octaves = [math.log2(scale) if scale > 0 else math.nan for scale in finite_list(underflow.get("scales"))]
     zeros = finite(underflow.get("exact_zeros"))
     flushed = [share - (zeros or 0.0) for share in finite_list(underflow.get("flushed"))]
@@ -173,36 +148,33 @@ def _underflow(axes: Any, underflow: dict[str, Any]) -> None:
     ticks = [0, 1e-4, 1e-3, 1e-2, 1e-1, 1]
     axes.set_yticks(ticks, [percent(tick) for tick in ticks])
     axes.minorticks_off()
-    labels = []
     for name, colour, style, shares in (
         ("flushed to 0", BLUE, "-", flushed),
         ("subnormal", PURPLE, "--", finite_list(underflow.get("subnormal"))),
     ):
-        points = [point for point in zip(octaves, shares, strict=False) if all(map(math.isfinite, point))]
-        if points:
-            axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=".", linewidth=1.6)
-            labels.append((name, colour, points[0][1]))
-    _scales(axes, underflow, octaves, _overflow(octaves, underflow))
-    label_ends(axes, labels, left=True)
+        count = min(len(octaves), len(shares))
+        axes.plot(octaves[:count], shares[:count], color=colour, linestyle=style, marker=".", linewidth=1.6, label=name)
+    _mark_scales(axes, underflow)
+    legend_beside(axes)
 
 
-def _scales(axes: Any, underflow: dict[str, Any], octaves: Sequence[float], overflow: float | None) -> None:
+def _mark_scales(axes: Any, underflow: dict[str, Any]) -> None:
     """Mark the scale from which there is overflow, the window below it, and the scale to begin with."""
     least, most = axes.get_xlim()
-    if overflow is not None and overflow < most:
+    largest, width = finite(underflow.get("largest")), finite(underflow.get("window_octaves"))
+    overflow = math.log2(_LARGEST_FP16 / largest) if largest is not None and largest > 0 else math.inf
+    if overflow < most:
         axes.axvspan(overflow, most, facecolor="none", edgecolor=VERMILION, hatch="//", linewidth=0, alpha=0.5)
         axes.text(most, 0.012, "overflow", color=VERMILION, fontweight="bold", ha="right", backgroundcolor="white")
-    width = finite(underflow.get("window_octaves"))
-    if width is not None and width > 0:
-        high = overflow if overflow is not None else _opens(octaves, underflow, most) + width
-        axes.axvspan(high - width, high, color=GREEN, alpha=0.15, linewidth=0)
-        middle = (max(least, high - width) + min(most, high)) / 2
+    if width is not None and width > 0 and overflow < math.inf:
+        axes.axvspan(overflow - width, overflow, color=GREEN, alpha=0.15, linewidth=0)
+        middle = (max(least, overflow - width) + min(most, overflow)) / 2
         axes.text(middle, 4, f"window: {width:.1f} octaves", ha="center", va="top", color=GREEN)
-    _init_scale(axes, finite(underflow.get("init_scale")), middle=(least + most) / 2)
+    _mark_init_scale(axes, finite(underflow.get("init_scale")), middle=(least + most) / 2)
     axes.set_xlim(least, most)
 
 
-def _init_scale(axes: Any, scale: float | None, middle: float) -> None:
+def _mark_init_scale(axes: Any, scale: float | None, middle: float) -> None:
     """Mark the scale to begin with, its name on the side of the picture's middle."""
     if scale is None or scale <= 0:
         return
@@ -216,31 +188,12 @@ def _init_scale(axes: Any, scale: float | None, middle: float) -> None:
     )  # fmt: skip
 
 
-def _overflow(octaves: Sequence[float], underflow: dict[str, Any]) -> float | None:
-    """The scale, as a power of two, from which gradients overflow; None if none does, or it is not known."""
-    largest = finite(underflow.get("largest"))
-    if largest is not None and largest > 0:
-        return math.log2(_LARGEST_FP16 / largest)
-    told = underflow.get("overflows", underflow.get("overflow"))
-    told = told if isinstance(told, list) else []
-    return next(
-        (at for at, share in zip(octaves, told, strict=False) if share is True or (finite(share) or 0) > 0), None
-    )
-
-
-def _opens(octaves: Sequence[float], underflow: dict[str, Any], otherwise: float) -> float:
-    """The scale, as a power of two, from which hardly more is flushed than at the highest."""
-    flushed = finite_list(underflow.get("flushed"))
-    least = min((share for share in flushed if math.isfinite(share)), default=math.nan)
-    pairs = zip(octaves, flushed, strict=False)
-    return next((at for at, share in pairs if share - least < _FLUSHED_MORE), otherwise)
-
-
 # ---------------------------------------------------------------------- casts
 
 
-def _casts(axes: Any, casts: Sequence[dict[str, Any]]) -> None:
+def _casts(casts: Sequence[dict[str, Any]], figure: Any) -> None:
     """Bytes that each module casts in a step, by who asked for the casts."""
+    axes = figure.add_subplot()
     of: dict[str, Counter[str]] = {}
     for row in casts:
         size = finite(row.get("bytes"))
@@ -257,8 +210,9 @@ def _casts(axes: Any, casts: Sequence[dict[str, Any]]) -> None:
 # ---------------------------------------------------------------------- pins and training
 
 
-def _pins(axes: Any, pins: dict[str, Any]) -> None:
+def _pins(pins: dict[str, Any], figure: Any) -> None:
     """The gradient error with the pins, on the batches of the search and on others, against the tolerance."""
+    axes = figure.add_subplot()
     modules = pins.get("modules")
     modules = modules if isinstance(modules, list) else []
     axes.set_title(_title_of_pins(len(modules), pins.get("verified")))
@@ -266,7 +220,7 @@ def _pins(axes: Any, pins: dict[str, Any]) -> None:
     if modules and "error_without" in pins:
         rows = {"error_without": "without them", **rows}
     tolerance = finite(pins.get("tolerance"))
-    bars_with_values(axes, [pins.get(key) for key in rows], BLUE, percent, tolerance)
+    bars_with_values(axes, [Bar(pins.get(key), BLUE, percent) for key in rows], beside=tolerance)
     axes.xaxis.set_major_formatter(lambda share, _: percent(share))
     if tolerance is not None and tolerance > 0:
         axes.axvline(tolerance, color=VERMILION, linestyle="--", linewidth=1.4)
@@ -297,34 +251,26 @@ def _told_of_pins(pins: dict[str, Any], modules: Sequence[Any]) -> list[str]:
     return [*lines, *([f"a step takes {' and '.join(told)}"] if told else [])]
 
 
-def _training(axes: Any, curves: dict[str, Any], low: str) -> None:
+def _training(curves: dict[str, Any], low: str, figure: Any) -> None:
     """Losses of the seeds in fp32, and of the run in low precision. low: its name."""
+    axes = figure.add_subplot()
     reference, pinned = _curves(curves.get("reference")), _curves(curves.get("pinned"))
     axes.set_title(f"Training check: {len(reference)} fp32 seed{'' if len(reference) == 1 else 's'} and {low}")
     axes.set_xlabel("updates")
     axes.set_ylabel("loss")
     if is_wide([value for curve in [*reference, *pinned] for value in curve]):
         axes.set_yscale("log")
-    labels = []
     for colour, style, width, name, group in (
         (GREY, "-", 1.0, "fp32 seeds", reference),
         (VERMILION, "--", 1.8, low, pinned),
     ):
+        is_finite = all(math.isfinite(loss) for curve in group for loss in curve)
+        name += "" if is_finite else "\n(nonfinite)"
         for curve in group:
-            updates = range(1, len(curve) + 1)
-            axes.plot(updates, curve, color=colour, linestyle=style, linewidth=width, marker="." * (len(curve) < 20))
-        if group:
-            labels.append((f"{name}{_broken(group)}", colour, sum(map(_end, group)) / len(group)))
-    label_ends(axes, labels)
-
-
-def _end(curve: Sequence[float]) -> float:
-    return [loss for loss in curve if math.isfinite(loss)][-1]
-
-
-def _broken(curves: Sequence[Sequence[float]]) -> str:
-    """What to add to the name of curves of which one has a value that is not finite."""
-    return "" if all(math.isfinite(loss) for curve in curves for loss in curve) else "\n(nonfinite)"
+            updates, marker = range(1, len(curve) + 1), "." * (len(curve) < 20)
+            axes.plot(updates, curve, color=colour, linestyle=style, linewidth=width, marker=marker, label=name)
+            name = "_"  # a curve without a name of its own is left out of the legend
+    legend_beside(axes)
 
 
 def _curves(value: Any) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Provides what all pages share: colours, labels that do not overlap, numbers from files, and saving.
+"""Provides what all pages share: colours, the head of a page, numbers from files, and saving.
 
 The colours are those of M. Okabe and K. Ito (Color Universal Design, 2008), which people who see fewer colours can
 tell apart; and no page leaves a meaning to colour alone.
@@ -28,7 +28,6 @@ _DOTS_PER_INCH = 110
 _FILE_BYTES = 1 << 28  # the census of a model with thousands of modules has some MB
 _LARGEST = 1e100  # above it, matplotlib's own arithmetic overflows
 _PART_CHARACTERS = 5  # that stay of each part of a long name
-_LABEL_GAP = 0.075  # between labels beside an axes, as a share of its height
 
 
 def read_report(file: Path) -> dict[str, Any] | None:
@@ -49,10 +48,11 @@ def read_report(file: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def page(width: float, height: float) -> Iterator[Any]:
-    """A matplotlib figure of that many inches, in matplotlib's own style whatever the user's settings are.
+def page(title: str, text: str, width: float, rows: Sequence[float]) -> Iterator[tuple[Any, list[Any]]]:
+    """A matplotlib figure with a title and a text, and the cells of the rows below, all measured in inches.
 
-    Raises ConfigError where matplotlib is not installed.
+    It has matplotlib's own style, whatever the user's settings are. Raises ConfigError where matplotlib is not
+    installed.
     """
     try:
         import matplotlib
@@ -73,8 +73,15 @@ def page(width: float, height: float) -> Iterator[Any]:
         "legend.fontsize": 8.5,
         "legend.frameon": False,
     }
+    heights = [0.3 + 0.155 * (text.count("\n") + 1), *rows]
     with matplotlib.rc_context(style):
-        yield Figure(figsize=(width, height), layout="constrained")
+        figure = Figure(figsize=(width, sum(heights)), layout="constrained")
+        top, *cells = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+        head = figure.add_subplot(top)
+        head.set_axis_off()
+        head.set_title(title, fontsize=12)
+        head.text(0, 1, text, va="top", transform=head.transAxes)
+        yield figure, cells
 
 
 def save(figure: Any, file: Path) -> Path:
@@ -175,47 +182,15 @@ def wrapped(text: str, characters: int, lines: int) -> str:
     return "\n".join(textwrap.wrap(words(text), characters, max_lines=lines, placeholder=" …"))
 
 
-# ---------------------------------------------------------------------- labels
+# ---------------------------------------------------------------------- axes
 
 
-def label_ends(axes: Any, labels: Sequence[tuple[str, str, float]], left: bool = False) -> None:
-    """Write (text, colour, value) beside the right end of the axes, each near its value, none over another.
-
-    left: inside the axes, above the values at its left end.
-
-    Called when the limits of the axes are final.
-    """
-    low, high = axes.get_ylim()
-    scale = axes.yaxis.get_transform()
-    bottom, top = (float(scale.transform([end])[0]) for end in (low, high))
-    heights = []
-    for text, colour, value in labels:
-        at = (float(scale.transform([value])[0]) - bottom) / (top - bottom)
-        heights.append([min(1.0, max(0.0, at)) if math.isfinite(at) else 0.0, text, colour])
-    heights.sort(key=lambda label: label[0])
-    places = _apart([label[0] for label in heights])
-    for place, (_, text, colour) in zip(places, heights, strict=True):
-        axes.annotate(
-            text, (0.0 if left else 1.0, place), xycoords="axes fraction", xytext=(5, 5 if left else 0),
-            textcoords="offset points", va="bottom" if left else "center", color=colour, fontweight="bold",
-            annotation_clip=False,
-        )  # fmt: skip
+def legend_beside(axes: Any) -> None:
+    """Name the curves to the right of the axes, where the names cover nothing."""
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), handlelength=1.8)
 
 
 def is_wide(values: Iterable[float]) -> bool:
     """Whether positive values differ so much that a logarithmic axis shows them better."""
     there = [value for value in values if math.isfinite(value)]
     return bool(there) and min(there) > 0 and max(there) > 20 * min(there)
-
-
-def _apart(heights: Sequence[float]) -> list[float]:
-    """Heights in ascending order, moved as little as keeps the gap between them."""
-    gap = min(_LABEL_GAP, 1.0 / max(1, len(heights)))
-    places: list[float] = []
-    for height in heights:
-        places.append(max(height, places[-1] + gap) if places else height)
-    if places and places[-1] > 1.0:  # push back down from the top
-        places[-1] = 1.0
-        for index in range(len(places) - 2, -1, -1):
-            places[index] = min(places[index], places[index + 1] - gap)
-    return places

@@ -196,10 +196,9 @@ def _distinct(texts: Sequence[str]) -> tuple[Choice, ...]:
     choices: dict[str, Choice] = {}
     for text in texts:
         choice = Choice(text, parse_value(text))
-        if repr(choice.value) in choices:
-            earlier = choices[repr(choice.value)].text
-            raise ValueError(f"{earlier} and {text} are the same value, and a run is made once for each.")
-        choices[repr(choice.value)] = choice
+        same = choices.setdefault(repr(choice.value), choice)
+        if same is not choice:
+            raise ValueError(f"{same.text} and {text} are the same value, and a run is made once for each.")
     return tuple(choices.values())
 
 
@@ -214,14 +213,20 @@ def _read_range(key: str, text: str) -> Range | None:
         raise ValueError(
             f"both ends of a range are finite numbers, as in 1e-5..1e-2; {text} has only one. A value is quoted."
         )
-    if colon and scale not in _SCALES:
+    _refuse_range(low, high, below, above, scale if colon else "linear")
+    if isinstance(low, float) or isinstance(high, float):
+        low, high = float(low), float(high)
+    return Range(key, low, high, scale == "log")
+
+
+def _refuse_range(low: float, high: float, below: str, above: str, scale: str) -> None:
+    """Raise ValueError for ends that make no range, or a scale that there is not."""
+    if scale not in _SCALES:
         raise ValueError(f"{scale!r} is no scale of a range; expected log or linear.{did_you_mean(scale, _SCALES)}")
     if low >= high:
         raise ValueError(f"a range goes from the smaller number to the larger: {above}..{below}.")
     if scale == "log" and low <= 0:
         raise ValueError(f"a range on a log scale has ends greater than 0, not {below}.")
-    is_whole = isinstance(low, int) and isinstance(high, int)
-    return Range(key, low, high, scale == "log") if is_whole else Range(key, float(low), float(high), scale == "log")
 
 
 def _number(text: str) -> float | int | None:

@@ -6,20 +6,20 @@ folder, so that the same command goes on where it was ended.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from amp_recipes.commands.child_runs import OUTPUT_FILE, ChildRuns, killed_by
+from amp_recipes.commands.child_runs import OUTPUT_FILE, ChildRuns, killed_by, runs_in
+from amp_recipes.commands.run_files import as_number, read_object, write_object
 from amp_recipes.commands.sweep.axes import (
     Axis,
-    Choice,
     Combination,
     covering,
     describe,
@@ -32,8 +32,7 @@ from amp_recipes.commands.sweep.trials import import_optuna, open_study, run_tri
 from amp_recipes.commands.tables import markdown_table
 from amp_recipes.config.yaml.mistakes import join_mistakes
 from amp_recipes.errors import ConfigError
-from amp_recipes.files.folder_lock import lock_folder, unlock_folder
-from amp_recipes.files.run_files import read_json, write_atomically
+from amp_recipes.files.run_files import write_atomically
 
 SCHEMA_VERSION = 1
 """Version of the layout of `sweep.json` and `sweep_run.json`."""
@@ -82,14 +81,20 @@ class Result:
     best: dict[str, Any] | None = None
     interrupted: bool = False
 
-    def score(self, metric: str) -> float | None:
+    def value(self, metric: str) -> Any:
         """The metric in the best epoch if it was watched, else after the last; None if the run has none."""
-        if self.exit_status != 0:
-            return None
-        for values in (self.best or {}, self.last.get("valid", {}), self.last.get("train", {})):
-            if metric in values:
-                return _as_float(values[metric])
-        return None
+        places = (self.best or {}, self.last.get("valid", {}), self.last.get("train", {}))
+        return next((values[metric] for values in places if metric in values), None)
+
+    def score(self, metric: str) -> float | None:
+        """The metric as a number; None if the run failed, or its metric is not a finite number."""
+        score = as_number(self.value(metric))
+        return score if self.exit_status == 0 and math.isfinite(score) else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as the files of the sweep have it."""
+        values = {key: choice.value for key, choice in self.values.items()}
+        return {**vars(self), "folder": str(self.folder), "values": values, "seconds": round(self.seconds, 3)}
 
     @property
     def status(self) -> str:
@@ -124,19 +129,15 @@ def run_sweep(
             "a sweep needs a folder for its runs: give --output_folder=PATH, or output_folder in the YAML."
         )
     folder = Path(settings.output_folder) / "sweep"
-    lock_folder(folder)
-    try:
-        with ChildRuns() as children:
-            runs = _Runs([sys.executable, script, hparams_file, *options], options, folder, settings, children)
-            if optuna is None:
-                _run_grid(axes, runs)
-            else:
-                assert sweep.trials is not None
-                study = open_study(optuna, folder, settings.mode, of=[repr(axes), settings.metric, runs.under])
-                run_trials(optuna, study, axes, sweep.trials, settings.seed, runs.score, lambda: runs.interrupted)
-            _report(runs, [script, hparams_file, *options], sweep)
-    finally:
-        unlock_folder(folder)
+    with runs_in(folder) as children:
+        runs = _Runs([sys.executable, script, hparams_file, *options], options, folder, settings, children)
+        if optuna is None:
+            _run_grid(axes, runs)
+        else:
+            assert sweep.trials is not None
+            study = open_study(optuna, folder, settings.mode, of=[repr(axes), settings.metric, runs.under])
+            run_trials(optuna, study, axes, sweep.trials, settings.seed, runs.score, lambda: runs.interrupted)
+        _report(runs, [script, hparams_file, *options], sweep)
     if children.requested is not None:
         print(f"{children.requested.name}: the sweep ends here; the same command goes on with it.", flush=True)
         return 128 + children.requested
@@ -145,26 +146,30 @@ def run_sweep(
 
 def _check_all(axes: Sequence[Axis], trials: int | None, check: Callable[[dict[str, Any]], RunSettings]) -> RunSettings:
     """The YAML's own settings, once the YAML has been checked with what will run. Raises ConfigError."""
-    settings, own_mistake = None, None
-    try:
-        settings = check({})
-    except ConfigError as error:  # it may lack just what the sweep gives, as a !PLACEHOLDER does
-        own_mistake = error
+    own = _checked(check, {})  # it may lack just what the sweep gives, as a !PLACEHOLDER does
+    settings = own
     mistakes: dict[str, str] = {}
     for combination in grid(axes) if trials is None else covering(axes):
-        try:
-            checked = check({key: choice.value for key, choice in combination.items()})
-            settings = settings or checked
-        except ConfigError as error:
-            mistakes.setdefault(str(error), f"--sweep with {describe(combination)}: {error}")
+        checked = _checked(check, combination)
+        if isinstance(checked, ConfigError):
+            mistakes.setdefault(str(checked), f"--sweep with {describe(combination)}: {checked}")
+        elif isinstance(settings, ConfigError):
+            settings = checked
         if len(mistakes) == _MISTAKES_SHOWN:
             break
-    if own_mistake is not None and str(own_mistake) in mistakes:
-        raise own_mistake
+    if isinstance(own, ConfigError) and str(own) in mistakes:
+        raise own
     if mistakes:
         raise ConfigError(join_mistakes(list(mistakes.values()), "the sweep"))
-    assert settings is not None
+    assert isinstance(settings, RunSettings)
     return settings
+
+
+def _checked(check: Callable[[dict[str, Any]], RunSettings], values: Combination) -> RunSettings | ConfigError:
+    try:
+        return check({key: choice.value for key, choice in values.items()})
+    except ConfigError as error:
+        return error
 
 
 class _Runs:
@@ -206,8 +211,7 @@ class _Runs:
 
     def score(self, values: Combination, number: int, total: int) -> float | None:
         """How well the run with these values did; None if it failed, or its metric is not a finite number."""
-        score = self.run(values, number, total).score(self.settings.metric)
-        return score if score is not None and math.isfinite(score) else None
+        return self.run(values, number, total).score(self.settings.metric)
 
     def _make(self, folder: Path, values: Combination, number: int, earlier_seconds: float) -> Result:
         folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +224,7 @@ class _Runs:
         if ended.status == 0:
             summary = _read_summary(folder)
             result.last, result.best = summary.get("last") or {}, summary.get("best")
-        self._write_record(result)
+        write_object(folder / RECORD_FILE, {"schema_version": SCHEMA_VERSION, **self.under, **result.as_dict()})
         print(self._outcome(result), flush=True)
         if ended.status != 0 and not interrupted:
             lines = ended.last_lines[-_TAIL_LINES:] or ["(nothing)"]
@@ -232,9 +236,9 @@ class _Runs:
         if result.status:
             return f"{result.status} after {took}"
         metric = self.settings.metric
-        score = result.score(metric)
-        if score is not None:
-            return f"{metric} {score:.4g}, {took}"
+        value = result.value(metric)
+        if value is not None:
+            return f"{metric} {as_number(value):.4g}, {took}"
         known = sorted(set().union(*result.last.values()))
         return f"no {metric} in its summary (which has {', '.join(known) or 'no metrics'}), {took}"
 
@@ -242,12 +246,6 @@ class _Runs:
         """What was noted when a run in the folder ended; empty if it has not, or ran under other settings."""
         record = _read_json(folder / RECORD_FILE)
         return record if all(record.get(name) == value for name, value in self.under.items()) else {}
-
-    def _write_record(self, result: Result) -> None:
-        _write(
-            result.folder / RECORD_FILE,
-            _to_json({"schema_version": SCHEMA_VERSION, **self.under, **_as_dict(result)}),
-        )
 
 
 def _run_grid(axes: Sequence[Axis], runs: _Runs) -> None:
@@ -262,98 +260,57 @@ def _report(runs: _Runs, words: list[str], sweep: SweepRequest) -> None:
     """Print the table, best run first, and write it into the sweep's folder."""
     metric, mode = runs.settings.metric, runs.settings.mode
     results = sorted(runs.results.values(), key=lambda result: _rank(result, metric, mode))
-    best = results[0] if results and _has_score(results[0], metric) else None
+    best = results[0] if results and results[0].score(metric) is not None else None
     table = markdown_table(_rows(results, best, metric))
     better = "higher" if mode == "max" else "lower"
     stage = "validation" if any("valid" in result.last for result in results) else "training"
     ranking = f"By {metric} on the {stage} set, {better} is better; in the best epoch if the run watched it."
     trials = [] if sweep.trials is None else ["--sweep-trials", str(sweep.trials)]
     command = shlex.join(["python", *words, "--sweep", *sweep.axes, *trials])
-    _write(runs.folder / "sweep.md", f"# Sweep\n\n    {command}\n\n{ranking}\n\n{table}\n")
+    page = f"# Sweep\n\n    {command}\n\n{ranking}\n\n{table}\n"
+    write_atomically(runs.folder / "sweep.md", page.encode())
     listed = {
         "schema_version": SCHEMA_VERSION,
         "command": command,
         "metric": metric,
         "mode": mode,
         "best": None if best is None else best.number,
-        "runs": [_as_dict(result) for result in results],
+        "runs": [result.as_dict() for result in results],
     }
-    _write(runs.folder / "sweep.json", _to_json(listed))
+    write_object(runs.folder / "sweep.json", listed)
     print(f"\n{table}\n\n{ranking}\nWritten to {runs.folder / 'sweep.md'} and sweep.json.", flush=True)
     if best is not None:
         print(f"The best is run {best.number}: {best.folder}", flush=True)
 
 
-def _has_score(result: Result, metric: str) -> bool:
-    score = result.score(metric)
-    return score is not None and math.isfinite(score)
-
-
 def _rank(result: Result, metric: str, mode: str) -> tuple[bool, float, int]:
     """What results are sorted by, the best first; those without a score come last, in the order of their numbers."""
-    if not _has_score(result, metric):
+    score = result.score(metric)
+    if score is None:
         return True, 0.0, result.number
-    score = float(result.score(metric) or 0.0)
     return False, -score if mode == "max" else score, result.number
 
 
 def _rows(results: Sequence[Result], best: Result | None, metric: str) -> list[list[str]]:
     """The rows of the table: values, the watched metric, the metrics of validation (or training) and test."""
-    keys = list(dict.fromkeys(key for result in results for key in result.values))
-    metrics = _stage_metrics(results)
-    watched = [f"best {metric}"] if any(metric in (result.best or {}) for result in results) else []
-    rows = [["run", *keys, *watched, *(f"{stage} {name}" for stage, name in metrics), "minutes", ""]]
-    for result in results:
-        values = [describe_value(result.values[key]) for key in keys]
-        numbers = [result.last.get(stage, {}).get(name) for stage, name in metrics]
-        if watched:
-            numbers.insert(0, (result.best or {}).get(metric))
+    was_validated = any("valid" in result.last for result in results)
+    stages = ("valid", "test") if was_validated else ("train", "test")
+    cells = [_cells(result, metric, stages) for result in results]
+    titles = list(dict.fromkeys(title for row in cells for title in row))
+    rows = [["run", *titles, "minutes", ""]]
+    for result, row in zip(results, cells, strict=True):
         note = "best" if result is best else result.status
-        rows.append([str(result.number), *values, *map(_cell, numbers), f"{result.seconds / 60:.1f}", note])
+        shown = (row.get(title, "") for title in titles)
+        rows.append([str(result.number), *shown, f"{result.seconds / 60:.1f}", note])
     return rows
 
 
-def _stage_metrics(results: Sequence[Result]) -> list[tuple[str, str]]:
-    """The stages and metrics that have a column: those of training only where nothing was validated."""
-    stages = [stage for stage in ("valid", "test") if any(stage in result.last for result in results)]
-    if "valid" not in stages:
-        stages.insert(0, "train")
-    found = [(stage, name) for stage in stages for result in results for name in result.last.get(stage, {})]
-    return list(dict.fromkeys(found))
-
-
-def _cell(number: Any) -> str:
-    return "" if number is None else f"{_as_float(number):.4g}"
-
-
-def _as_dict(result: Result) -> dict[str, Any]:
-    return {
-        "number": result.number,
-        "folder": str(result.folder),
-        "values": {key: _plain(choice) for key, choice in result.values.items()},
-        "exit_status": result.exit_status,
-        "interrupted": result.interrupted,
-        "seconds": round(result.seconds, 3),
-        "last": result.last,
-        "best": result.best,
-    }
-
-
-def _plain(choice: Choice) -> Any:
-    """The value, or its text where strict JSON has no such value (`.inf`)."""
-    try:
-        json.dumps(choice.value, allow_nan=False)
-    except ValueError:
-        return choice.text
-    return choice.value
-
-
-def _as_float(value: Any) -> float:
-    """A number of a summary, in which a NaN is the text "nan"."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan
+def _cells(result: Result, metric: str, stages: Sequence[str]) -> dict[str, str]:
+    """What a run has in the columns that not every sweep has, by their titles."""
+    values = {key: describe_value(choice) for key, choice in result.values.items()}
+    watched = {f"best {metric}": value for name, value in (result.best or {}).items() if name == metric}
+    last = {f"{stage} {name}": value for stage in stages for name, value in result.last.get(stage, {}).items()}
+    return values | {title: f"{as_number(value):.4g}" for title, value in (watched | last).items()}
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
@@ -363,16 +320,6 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = read_json(file)
-    except (OSError, ConfigError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _to_json(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=2, allow_nan=False) + "\n"
-
-
-def _write(file: Path, text: str) -> None:
-    write_atomically(file, text.encode())
+    with suppress(ConfigError):  # a file that is damaged is none
+        return read_object(file)
+    return {}

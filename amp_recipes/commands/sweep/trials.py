@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -41,23 +42,14 @@ def open_study(optuna: ModuleType, folder: Path, mode: str, of: Sequence[Any]) -
         lines = file.read_bytes()
         if not lines.endswith(b"\n"):  # a crash of the machine can leave half a line, which Optuna does not get over
             os.truncate(file, lines.rfind(b"\n") + 1)
-    backend = optuna.storages.journal.JournalFileBackend(str(file), lock_obj=_NoLock())
+    # The sweep holds the lock of its folder. Optuna's own outlives a process that is killed.
+    backend = optuna.storages.journal.JournalFileBackend(str(file), lock_obj=threading.Lock())
     return optuna.create_study(
         storage=optuna.storages.JournalStorage(backend),
         study_name=hashlib.sha256(json.dumps([mode, *of]).encode()).hexdigest()[:16],
         direction="maximize" if mode == "max" else "minimize",
         load_if_exists=True,
     )
-
-
-class _NoLock:
-    """The sweep holds the lock of its folder. Optuna's own outlives a process that is killed."""
-
-    def acquire(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        return None
 
 
 def run_trials(
@@ -80,22 +72,23 @@ def run_trials(
     for slot in range(trials):
         if interrupted():
             return
-        if slot < len(earlier):
-            trial = earlier[slot]
-            state = trial.state
-        else:
-            # A seed for each: a sweep that goes on chooses as one that was never ended.
-            study.sampler = optuna.samplers.TPESampler(seed=_seed_of(seed, slot))
-            trial = study.ask(distributions)
-            state = states.RUNNING
+        is_new = slot >= len(earlier)
+        trial = _new_trial(optuna, study, distributions, seed, slot) if is_new else earlier[slot]
         value = score(_values(axes, trial.params), slot + 1, trials)
         if value is None and interrupted():
             return
-        if state == states.RUNNING:
+        if is_new or trial.state == states.RUNNING:
             study.tell(trial.number, value, states.FAIL if value is None else states.COMPLETE)
-        elif state == states.FAIL and value is not None and trial.number not in mended:
+        elif trial.state == states.FAIL and value is not None and trial.number not in mended:
             mend = {"value": value, "user_attrs": {"again": trial.number}}
             study.add_trial(optuna.trial.create_trial(params=trial.params, distributions=distributions, **mend))
+
+
+def _new_trial(optuna: ModuleType, study: Any, distributions: dict[str, Any], seed: int | None, slot: int) -> Any:
+    """A trial with a seed of its own: a sweep that goes on chooses as one that was never ended."""
+    own_seed = None if seed is None else int(np.random.SeedSequence([seed, slot]).generate_state(1)[0])
+    study.sampler = optuna.samplers.TPESampler(seed=own_seed)
+    return study.ask(distributions)
 
 
 def _earlier_trials(optuna: ModuleType, study: Any, keys: set[str]) -> tuple[list[Any], set[int]]:
@@ -128,7 +121,3 @@ def _values(axes: Sequence[Axis], params: Mapping[str, Any]) -> Combination:
         else:
             values[axis.key] = Choice(repr(chosen), chosen)
     return values
-
-
-def _seed_of(seed: int | None, slot: int) -> int | None:
-    return None if seed is None else int(np.random.SeedSequence([seed, slot]).generate_state(1)[0])

@@ -9,18 +9,20 @@ from typing import Any
 from amp_recipes.commands.verify_resume.compare import TRAIN_SET, Difference
 
 _MAX_NAMES = 5
-_KINDS = {
-    "place": "the place in the data",
-    "data": "the batches' contents",
-    "random": "the global random generators",
-    "modules": "the modules' tensors",
-    "optimizers": "the optimizers' state",
-    "schedulers": "the schedulers' state",
-    "scaler": "the loss scaler's state",
-    "ema": "the averaged weights (ema_decay)",
-    "loss": "the loss",
-    "length": "the number of updates",
+KINDS = {
+    "place": "place in the data",
+    "data": "batches' contents",
+    "random": "global random generators",
+    "modules": "modules' tensors",
+    "optimizers": "optimizers' state",
+    "schedulers": "schedulers' state",
+    "scaler": "loss scaler's state",
+    "ema": "averaged weights (ema_decay)",
+    "loss": "loss",
+    "length": "number of updates",
 }
+SAVED = ("modules", "optimizers", "schedulers", "scaler", "ema")
+"""The sections that a checkpoint holds."""
 _REPLAY = re.compile(r"going on inside an epoch: (.+)")
 _NO_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -28,55 +30,57 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 def describe(difference: Difference) -> list[str]:
     """What differs first, for people; one line each."""
-    at = f"before update {difference.update}"
-    if difference.section == "loss":
-        at = f"at update {difference.update}"
-    names = listed(difference.names)
-    lines = [f"First difference: {_KINDS[difference.section]}, {at} ({difference.place})"]
+    at = "at" if difference.section == "loss" else "before"
+    lines = [f"First difference: the {KINDS[difference.section]}, {at} update {difference.update} ({difference.place})"]
     if difference.section not in ("place", "loss", "length"):
+        names = ", ".join(_first_few(difference.names, "and {} more"))
         lines.append(f"  {names}" + (f"; {difference.equal} more are equal" if difference.equal else ""))
     if difference.one or difference.other:
         lines.append(f"  {difference.one or '(something)'} | {difference.other or '(something)'}")
     if difference.also:
-        lines.append(f"  in the same moment also: {', '.join(_KINDS[name] for name in difference.also)}")
+        lines.append(f"  in the same moment also: {', '.join(f'the {KINDS[name]}' for name in difference.also)}")
     return lines
 
 
 def why_not_reproducible(difference: Difference, unseeded: Sequence[str]) -> list[str]:
     """Why two runs differ that were started alike and not interrupted; unseeded: generators that may be why."""
     found = [f"  {place}" for place in unseeded]
-    if difference.section == "place" or difference.section == "length":
-        return [
-            "The two runs cut the data into other batches: the number of samples or the lengths that a sampler sees "
-            "change from start to start (a listing or a split that is not seeded or not sorted).",
-            *found,
-        ]
     if difference.section == "data":
         return _why_data_differ("random" in difference.also, found)
+    return [_why_runs_differ(difference), *found]
+
+
+def _why_runs_differ(difference: Difference) -> str:
+    if difference.section in ("place", "length"):
+        return (
+            "The two runs cut the data into other batches: the number of samples or the lengths that a sampler sees "
+            "change from start to start (a listing or a split that is not seeded or not sorted)."
+        )
     if difference.section == "random":
-        return [
+        return (
             "Something seeds the global generators from the clock or the machine, or draws from them more often in one "
-            "run than in the other.",
-            *found,
-        ]
+            "run than in the other."
+        )
     if difference.index == 0 and difference.section != "loss":
-        return [
+        return (
             "The runs begin with other values: something is initialized before the seed is set, or from a generator "
-            "without a seed.",
-            *found,
-        ]
-    return [
+            "without a seed."
+        )
+    return (
         "The data and the generators are equal, so the computation is not: an operation whose result changes from run "
-        "to run (sums in parallel, in any order), or a value from outside (time, the order of a set).",
-        *found,
-    ]
+        "to run (sums in parallel, in any order), or a value from outside (time, the order of a set)."
+    )
 
 
 def _why_data_differ(generators_too: bool, found: list[str]) -> list[str]:
     if found:
         return ["The data set draws from a generator that has no seed:", *found, _DRAW_PER_SAMPLE]
     if generators_too:
-        return ["The data are drawn from the global generators, which differ too.", *_UNSEEDED_GENERATORS]
+        return [
+            "The data are drawn from the global generators, which differ too.",
+            "Something seeds them from the clock or the machine (random.seed(), numpy.random.seed(), torch.seed()), or "
+            "they are used before `load_hparams` seeds them.",
+        ]
     return [
         "The data set or its loader is not a function of the seed. Look for a generator of its own without a seed "
         "(numpy.random.default_rng(), random.Random(), torch.Generator().seed()), for time or os.urandom, for the "
@@ -90,10 +94,6 @@ _DRAW_PER_SAMPLE = (
     "In a data set draw from the global generators (`random`, `numpy.random`, torch), which the framework seeds per "
     "sample, from (seed, epoch, index), or make a generator per sample: `np.random.default_rng([seed, index])`."
 )
-_UNSEEDED_GENERATORS = [
-    "Something seeds them from the clock or the machine (random.seed(), numpy.random.seed(), torch.seed()), or they "
-    "are used before `load_hparams` seeds them."
-]
 
 
 def what_determinism_says(returncode: int, stderr: str, equal: bool | None) -> list[str]:
@@ -110,14 +110,6 @@ def what_determinism_says(returncode: int, stderr: str, equal: bool | None) -> l
     return ["Also with --deterministic true they differ, so it is no operation of torch that it knows of."]
 
 
-def _why_data_did_not_go_on(suspects: Mapping[str, tuple[str, str]], log: str) -> list[str]:
-    replay = _REPLAY.search(log)
-    if replay:
-        return [f"The loader cannot be put at its place: {replay[1]}"]
-    told = "The loader did not go on with the batch after the checkpoint's, or the data set draws or counts"
-    return [f"{told} in a way that a new process does not repeat.", *_kept_outside(suspects)]
-
-
 def why_not_resumed(
     difference: Difference, first_resumed: bool, suspects: Mapping[str, tuple[str, str]], log: str
 ) -> list[str]:
@@ -126,36 +118,43 @@ def why_not_resumed(
     first_resumed: whether the difference stands right at the resume; suspects: what the recipe remembers that was not
     restored; log: what the resumed run wrote to stderr.
     """
-    section = difference.section
-    if section == "place":
+    if difference.section == "place":
         return ["The resumed run did not go on at the batch at which the checkpoint was made."]
-    if section == "data":
-        return _why_data_did_not_go_on(suspects, log)
-    if section == "random":
-        told = (
-            "They were not where the checkpoint says: something draws from them, or seeds them, after the resume."
-            if first_resumed
-            else "The resumed run draws more, or less: what it draws depends on something that was not restored."
-        )
-        return [told, *_kept_outside(suspects)]
-    if first_resumed and section in SAVED:
-        aside = any("persistent=False" in name for name in difference.names)
-        return [
+    if difference.section == "data" and (replay := _REPLAY.search(log)):
+        return [f"The loader cannot be put at its place: {replay[1]}"]
+    if first_resumed and difference.section in SAVED:
+        return [_why_not_as_saved(difference)]
+    return [_why_it_went_another_way(difference.section, first_resumed, bool(suspects)), *_kept_outside(suspects)]
+
+
+def _why_not_as_saved(difference: Difference) -> str:
+    if any("persistent=False" in name for name in difference.names):
+        return (
             "A buffer with persistent=False is in no state_dict, so no checkpoint holds it: make it persistent, if "
             "training changes it."
-            if aside
-            else f"{_KINDS[section][0].upper()}{_KINDS[section][1:]} are not what was saved: the recipe's own "
-            "checkpointer does not hold them, or the recipe changes them after the resume (in on_fit_start, say).",
-        ]
-    if suspects:
-        return [
-            "All that decides about the update was equal, but for what the recipe remembers.",
-            *_kept_outside(suspects),
-        ]
-    return [
+        )
+    return (
+        f"The {KINDS[difference.section]} are not what was saved: the recipe's own checkpointer does not hold them, or "
+        "the recipe changes them after the resume (in on_fit_start, say)."
+    )
+
+
+def _why_it_went_another_way(section: str, first_resumed: bool, remembers: bool) -> str:
+    if section == "data":
+        return (
+            "The loader did not go on with the batch after the checkpoint's, or the data set draws or counts in a way "
+            "that a new process does not repeat."
+        )
+    if section == "random" and first_resumed:
+        return "They were not where the checkpoint says: something draws from them, or seeds them, after the resume."
+    if section == "random":
+        return "The resumed run draws more, or less: what it draws depends on something that was not restored."
+    if remembers:
+        return "All that decides about the update was equal, but for what the recipe remembers."
+    return (
         "All that decides about the update was equal, but for something that the recipe keeps where neither a "
         "checkpoint nor this check can see it: in a file, in an object of a library, in a generator's frame."
-    ]
+    )
 
 
 def why_metrics_differ(metrics: Mapping[str, tuple[Any, Any]], suspects: Mapping[str, tuple[str, str]]) -> list[str]:
@@ -166,9 +165,6 @@ def why_metrics_differ(metrics: Mapping[str, tuple[Any, Any]], suspects: Mapping
         "Every update was equal, so it is a counter that the recipe keeps where the checkpoint does not hold it.",
         *_kept_outside(suspects),
     ]
-
-
-SAVED = ("modules", "optimizers", "schedulers", "scaler", "ema")
 
 
 def _kept_outside(suspects: Mapping[str, tuple[str, str]]) -> list[str]:
@@ -191,12 +187,10 @@ def _kept_outside(suspects: Mapping[str, tuple[str, str]]) -> list[str]:
 
 def suspect_lines(suspects: Mapping[str, tuple[str, str]]) -> list[str]:
     """Each value with its two texts."""
-    lines = [f"  {name}: {one} | {other}" for name, (one, other) in list(suspects.items())[:_MAX_NAMES]]
-    more = len(suspects) - _MAX_NAMES
-    return lines + ([f"  and {more} more"] if more > 0 else [])
+    return _first_few([f"  {name}: {one} | {other}" for name, (one, other) in suspects.items()], "  and {} more")
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    more = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+def _first_few(items: Sequence[str], more: str) -> list[str]:
+    """The first items, and how many more there are."""
+    left = len(items) - _MAX_NAMES
+    return [*items[:_MAX_NAMES], *([more.format(left)] if left > 0 else [])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def read_trace(path: Path) -> Trace:
             break
         kind = record.pop("kind")
         if kind == "loss":
-            windows[-1] = Window(**{**vars(windows[-1]), "losses": tuple(record["losses"])})
+            windows[-1] = replace(windows[-1], losses=tuple(record["losses"]))
         elif kind == "window":
             windows.append(Window(**record))
         else:
@@ -186,32 +186,21 @@ def _at(trace: Trace, index: int) -> Mapping[str, str]:
     return trace.end.remembered if trace.end is not None else {}
 
 
-def read_stages(file: Path) -> dict[tuple[str, int | None], dict[str, Any]]:
-    """Loss and metrics of each finished stage in a `metrics.jsonl`, by stage and epoch; of two the later."""
-    stages: dict[tuple[str, int | None], dict[str, Any]] = {}
+def read_stages(file: Path) -> dict[str, Any]:
+    """`valid accuracy of epoch 2` -> its value, from the stages in a `metrics.jsonl`; of two records the later."""
+    found: dict[str, Any] = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
         record = json.loads(line)
         if record.get("kind") == "stage":
-            stages[record["stage"], record["epoch"]] = {"loss": record["loss"], **record["metrics"]}
-    return stages
-
-
-def differing_metrics(
-    one: Mapping[tuple[str, int | None], Mapping[str, Any]], other: Mapping[tuple[str, int | None], Mapping[str, Any]]
-) -> dict[str, tuple[Any, Any]]:
-    """`valid accuracy of epoch 2` -> its two values, where they are not equal."""
-    found = {}
-    for stage, epoch in dict.fromkeys([*one, *other]):
-        left, right = one.get((stage, epoch), {}), other.get((stage, epoch), {})
-        for name in dict.fromkeys([*left, *right]):
-            values = left.get(name), right.get(name)
-            if not _same_number(*values):
-                found[f"{stage} {name}" + ("" if epoch is None else f" of epoch {epoch}")] = values
+            epoch = "" if record["epoch"] is None else f" of epoch {record['epoch']}"
+            for name, value in {"loss": record["loss"], **record["metrics"]}.items():
+                found[f"{record['stage']} {name}{epoch}"] = value
     return found
 
 
-def _same_number(one: Any, other: Any) -> bool:
-    return one == other or (one != one and other != other)  # NaN is equal to itself here
+def differing_metrics(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The metrics that are not equal, with both values. NaN is a text in these files, and equal to itself."""
+    return {name: (one.get(name), other.get(name)) for name in _differing(one, other)}
 
 
 def totals(windows: Iterable[Window]) -> dict[str, tuple[int, int, int]]:

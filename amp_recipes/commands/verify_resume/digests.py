@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections import UserList, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -13,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+from amp_recipes.state.randomness import GENERATORS, generator_state
+
 SEQUENCES = (list, tuple, deque, UserList)
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray, np.generic)
@@ -49,9 +49,9 @@ class Digests(dict[str, str]):
             self.bytes += data.nbytes
             self[path] = _digest(str(value.dtype), str(tuple(value.shape)), data)
         elif is_flat(value):
-            self[path] = digest_of_plain(value)
+            self[path] = _digest(_text(value))
         elif isinstance(value, GENERATORS):
-            self[path] = digest_of_generator(value)
+            self[path] = digest_of_tree(generator_state(value))
         elif depth < _MAX_DEPTH and (children := _children(value)) is not None:
             for name, child in children:
                 self._add(child, f"{path}.{name}" if path else str(name), depth + 1)
@@ -71,24 +71,6 @@ def is_flat(value: Any) -> bool:
 def is_scalar(value: Any) -> bool:
     """Whether `value` is one number, string, or nothing."""
     return isinstance(value, _SCALARS)
-
-
-def digest_of_plain(value: Any) -> str:
-    """The digest of a flat value; numbers of another type, and -0.0 and 0.0, are others."""
-    return _digest(_text(value))
-
-
-def digest_of_generator(generator: Any) -> str:
-    """The digest of a random generator's state."""
-    if isinstance(generator, torch.Generator):
-        state = generator.get_state()
-    elif isinstance(generator, np.random.Generator):
-        state = generator.bit_generator.state
-    elif isinstance(generator, np.random.RandomState):
-        state = generator.get_state(legacy=False)
-    else:
-        state = generator.getstate()
-    return digest_of_tree(state)
 
 
 def digest_of_tree(value: Any) -> str:

@@ -28,12 +28,13 @@ import numpy as np
 import torch
 
 from amp_recipes.checkpoint import clean_names
-from amp_recipes.commands.verify_resume.compare import UNSEEDED_SUFFIX
+from amp_recipes.commands.verify_resume.compare import SECTIONS, UNSEEDED_SUFFIX
 from amp_recipes.commands.verify_resume.digests import Digests, digest_of_tree
 from amp_recipes.commands.verify_resume.remembered import remembered_values
 from amp_recipes.loop import tasks
 from amp_recipes.loop.tasks import Train
 from amp_recipes.stage import Stage
+from amp_recipes.state.randomness import random_state
 
 VALID_BATCHES = 3
 
@@ -55,6 +56,7 @@ class Probe:
 
     def __init__(self, trace: TextIO, steps: int, kill_at: int, script_folder: Path) -> None:
         self._training = Train()
+        self.evaluate = self._training.evaluate
         self.trains, self.watch = True, self
         self._trace = trace
         self._steps = steps
@@ -67,10 +69,6 @@ class Probe:
         self._training.fit(run, call)
         self._write("end", run, [])
         raise SystemExit(0)
-
-    def evaluate(self, run: Any, *asked: Any) -> float:
-        """Evaluate."""
-        return self._training.evaluate(run, *asked)
 
     @property
     def is_over(self) -> bool:
@@ -105,7 +103,7 @@ class Probe:
 
     def _write(self, kind: str, run: Any, batches: Sequence[Any]) -> None:
         run.pending.settle()  # so that the schedulers and the averages of the update before have followed
-        sections = {**_data(batches), **_state(run)}
+        sections = _sections(run, batches)
         self._line(
             {
                 "kind": kind,
@@ -125,23 +123,14 @@ class Probe:
         self._trace.flush()
 
 
-def _data(batches: Sequence[Any]) -> dict[str, Digests]:
-    data = Digests()
+def _sections(run: Any, batches: Sequence[Any]) -> dict[str, Digests]:
+    """Everything that decides about the update of these batches, in the order in which it is compared."""
+    sections = {name: Digests() for name in SECTIONS}
     for index, batch in enumerate(batches):
-        data.add(batch, f"batch {index + 1}" if len(batches) > 1 else "batch")
-    return {"data": data}
-
-
-def _state(run: Any) -> dict[str, Digests]:
-    sections = {name: Digests() for name in ("random", "modules", "optimizers", "schedulers", "scaler", "ema")}
+        sections["data"].add(batch, f"batch {index + 1}" if len(batches) > 1 else "batch")
     sections["random"].update(generators(run.device))
-    state = run.modules.state_dict()
+    _add_modules(sections["modules"], run.modules)
     names = clean_names(run.modules)
-    for name, value in state.items():
-        sections["modules"].add(value, names.get(name, name))
-    for name, buffer in run.modules.named_buffers():
-        if name not in state:
-            sections["modules"].add(buffer, f"{name} (a buffer with persistent=False)")
     parameters = {id(parameter): names.get(name, name) for name, parameter in run.modules.named_parameters()}
     for name, optimizer in run.recipe.optimizers_dict.items():
         _add_optimizer(sections["optimizers"], name, optimizer, parameters)
@@ -151,6 +140,15 @@ def _state(run: Any) -> dict[str, Digests]:
         sections["scaler"].add(run.plan.scaler.state_dict(), "scaler")
     sections["ema"].add(run.ema.state_dict())
     return sections
+
+
+def _add_modules(found: Digests, modules: torch.nn.Module) -> None:
+    state, names = modules.state_dict(), clean_names(modules)
+    for name, value in state.items():
+        found.add(value, names.get(name, name))
+    for name, buffer in modules.named_buffers():
+        if name not in state:
+            found.add(buffer, f"{name} (a buffer with persistent=False)")
 
 
 def _add_optimizer(found: Digests, name: str, optimizer: Any, parameters: dict[int, str]) -> None:
@@ -164,18 +162,7 @@ def _add_optimizer(found: Digests, name: str, optimizer: Any, parameters: dict[i
 
 def generators(device: torch.device) -> dict[str, str]:
     """The digest of each global random generator's state."""
-    found = {
-        "python": digest_of_tree(random.getstate()),
-        "numpy": digest_of_tree(np.random.get_state(legacy=False)),
-        "torch": digest_of_tree(torch.get_rng_state()),
-    }
-    if device.type == "mps":
-        found["mps"] = digest_of_tree(torch.mps.get_rng_state())
-    elif device.type != "cpu":
-        devices = torch.get_device_module(device)
-        for index in range(devices.device_count()):
-            found[f"{device.type}:{index}"] = digest_of_tree(devices.get_rng_state(index))
-    return found
+    return {name: digest_of_tree(state) for name, state in random_state(device).items()}
 
 
 @contextmanager

@@ -23,14 +23,12 @@ from torch import Tensor, nn
 from amp_recipes.brain import Brain
 from amp_recipes.commands.verify_resume.compare import GENERATOR, TRAIN_SET
 from amp_recipes.commands.verify_resume.digests import (
-    GENERATORS,
     SEQUENCES,
-    digest_of_generator,
-    digest_of_plain,
     digest_of_tree,
     is_flat,
     is_scalar,
 )
+from amp_recipes.state.randomness import GENERATORS
 
 _MAX_ENTRIES = 2000
 _MAX_DEPTH = 5
@@ -53,7 +51,8 @@ def remembered_values(run: Any, script_folder: Path) -> dict[str, str]:
     walk.visit_all(vars(brain.hparams), "hparams.")
     for name, module in brain.modules.named_modules():
         if walk.is_the_recipes(type(module)):
-            walk.visit_attributes(module, f"modules.{name}")
+            own = {key: value for key, value in vars(module).items() if key not in _TORCHS_OWN}
+            walk.visit_all(own, f"modules.{name}.")
     dataset = getattr(run.fit.loaders.get("train"), "dataset", None)
     while dataset is not None:  # a Subset holds the one that reads the samples
         walk.visit(dataset, TRAIN_SET)
@@ -77,7 +76,8 @@ class _Walk:
         if not isinstance(module, ModuleType) or not isinstance(file, str):
             return False
         path = Path(file).resolve()
-        return path.is_relative_to(self._folder) and "site-packages" not in path.parts and not _is_ours(module)
+        is_own = path.is_relative_to(self._folder) and "site-packages" not in path.parts
+        return is_own and module.__name__.partition(".")[0] != "amp_recipes"
 
     def is_the_recipes(self, kind: Any) -> bool:
         """Whether a class or function was written in the recipe."""
@@ -99,17 +99,11 @@ class _Walk:
                 self._seen[id(value)] = value
                 self._visit_inside(value, path, depth + 1)
 
-    def visit_all(self, values: Mapping[str, Any], prefix: str) -> None:
+    def visit_all(self, values: Mapping[str, Any], prefix: str, depth: int = 0) -> None:
         """Enter values by their names, but for what Python itself keeps under `__names__`."""
         for name, value in list(values.items()):
             if not name.startswith("__"):
-                self.visit(value, f"{prefix}{name}")
-
-    def visit_attributes(self, owner: Any, path: str, depth: int = 0) -> None:
-        """Enter what stands in the `__dict__` of an object."""
-        for name, value in list(vars(owner).items()):
-            if not name.startswith("__") and not (isinstance(owner, nn.Module) and name in _TORCHS_OWN):
-                self.visit(value, f"{path}.{name}", depth)
+                self.visit(value, f"{prefix}{name}", depth)
 
     def _visit_inside(self, value: Any, path: str, depth: int) -> None:
         if isinstance(value, (Mapping, *SEQUENCES)):
@@ -120,8 +114,8 @@ class _Walk:
             self._visit_code(value, path, depth)
         elif isinstance(value, nn.Module):
             return  # its state is compared tensor by tensor
-        elif hasattr(value, "__dict__") and (isinstance(value, SimpleNamespace) or self._holds_values(value)):
-            self.visit_attributes(value, path, depth)
+        elif isinstance(value, SimpleNamespace) or (hasattr(value, "__dict__") and self._holds_values(value)):
+            self.visit_all(vars(value), f"{path}.", depth)
 
     def _visit_code(self, value: Any, path: str, depth: int) -> None:
         if isinstance(value, functools.partial):
@@ -156,28 +150,21 @@ _CODE = (functools.partial, FunctionType, MethodType, staticmethod, classmethod,
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
-def _is_ours(module: ModuleType) -> bool:
-    return module.__name__.partition(".")[0] == "amp_recipes"
-
-
 def _text(value: Any) -> str | None:
     """A value as text if it is short, else its digest; None for what has to be looked into."""
     if isinstance(value, itertools.count):
         return repr(value)
     if isinstance(value, GENERATORS):
         # The module-level generator of Python is compared as such.
-        return None if value is getattr(random, "_inst", None) else f"{GENERATOR} {digest_of_generator(value)}"
+        return None if value is getattr(random, "_inst", None) else f"{GENERATOR} {digest_of_tree(value)}"
     if isinstance(value, (Tensor, np.ndarray)):
         small = math.prod(value.shape) * value.itemsize <= _MAX_BYTES
         return f"{type(value).__name__} {digest_of_tree(value)}" if small else None
-    if is_scalar(value):
-        return _plain_text(value)
-    if not is_flat(value) or isinstance(value, type):
-        return None
-    long = hasattr(value, "__len__") and len(value) > _MAX_ITEMS
-    return f"{type(value).__name__} of {len(value)}" if long else _plain_text(value)
+    return _plain_text(value) if is_flat(value) and not isinstance(value, type) else None
 
 
 def _plain_text(value: Any) -> str:
+    if not is_scalar(value) and hasattr(value, "__len__") and len(value) > _MAX_ITEMS:
+        return f"{type(value).__name__} of {len(value)}"
     text = repr(value)
-    return text if len(text) <= _MAX_TEXT else f"{type(value).__name__} {digest_of_plain(value)}"
+    return text if len(text) <= _MAX_TEXT else f"{type(value).__name__} {digest_of_tree(value)}"

@@ -2,56 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from amp_recipes.commands.verify_resume.causes import (
-    SAVED,
-    describe,
-    suspect_lines,
-    what_determinism_says,
-    why_metrics_differ,
-    why_not_reproducible,
-    why_not_resumed,
-)
-from amp_recipes.commands.verify_resume.compare import (
-    SECTIONS,
-    Difference,
-    Trace,
-    differing_metrics,
-    first_difference,
-    not_restored,
-    read_stages,
-    read_trace,
-    spliced,
-    totals,
-    unequal_generators,
-)
+from amp_recipes.commands.child_runs import ChildRuns, EndedChild
+from amp_recipes.commands.tables import columns
+from amp_recipes.commands.verify_resume import causes, compare
+from amp_recipes.commands.verify_resume.compare import Difference, Trace, first_difference, read_trace
 from amp_recipes.config import parse_arguments
 from amp_recipes.config.trust.checking import read_settings
 from amp_recipes.errors import ConfigError
 
 EQUAL, DIFFERENT, FAILED = 0, 1, 2
 _TAIL_LINES = 20
-_NOT_EQUAL = "NOT EQUAL: the resumed run did something else than the one without interruption."
-_TITLES = {
-    "data": "batches' contents",
-    "random": "random generators",
-    "modules": "modules' tensors",
-    "optimizers": "optimizers' state",
-    "schedulers": "schedulers' state",
-    "scaler": "loss scaler",
-    "ema": "averaged weights",
-}
 
 
 class _RunFailed(Exception):
@@ -60,17 +28,28 @@ class _RunFailed(Exception):
 
 @dataclass(frozen=True)
 class _Run:
-    """One process of the recipe that has ended."""
+    """What a run of the recipe did, and how it ended."""
 
     trace: Trace
-    returncode: int
-    stderr: str
-    seconds: float
+    ended: EndedChild
+
+    @property
+    def last_words(self) -> list[str]:
+        return [f"  {line}" for line in self.ended.last_lines[-_TAIL_LINES:]]
+
+    def refuse_failure(self, name: str) -> None:
+        """Raise _RunFailed if it ended with a failure."""
+        if self.ended.status:
+            tail = "\n".join(self.last_words)
+            raise _RunFailed(f"The run '{name}' failed with status {self.ended.status}:\n{tail}")
 
 
 @dataclass(frozen=True)
 class ResumeCheck:
-    """What is run: the recipe's command, for `steps` updates, saved after `save_at`, killed after `kill_at`."""
+    """What is run: the recipe's command, for `steps` updates, saved after `save_at`, killed after `kill_at`.
+
+    say: called with each line for the user.
+    """
 
     script: Path
     hparams_file: Path
@@ -79,11 +58,21 @@ class ResumeCheck:
     save_at: int
     kill_at: int
     folder: Path
+    children: ChildRuns
+    say: Callable[[str], None]
+
+    def say_all(self, lines: Iterable[str]) -> None:
+        """Say each of the lines."""
+        for line in lines:
+            self.say(line)
 
     def run(
-        self, name: str, output: str, kill_at: int = 0, more: Sequence[str] = (), env: Mapping[str, str] = {}
+        self, name: str, output: str, kill_at: int = 0, more: Sequence[str] = (), env: Mapping[str, str] | None = None
     ) -> _Run:
-        """Start the recipe and wait for its end; its trace and what it says lie in the folder under `name`."""
+        """Start the recipe and wait for its end; its trace and what it says lie in the folder under `name`.
+
+        Raises SystemExit if a signal asked this process to end meanwhile.
+        """
         trace = self.folder / f"{name}.jsonl"
         command = [
             *(sys.executable, "-m", "amp_recipes.commands.verify_resume.probe"),
@@ -94,18 +83,22 @@ class ResumeCheck:
             f"--ckpt_interval_steps={self.save_at}",
             *("--resume=auto", "--test_only=false", "--debug=false", "--noprogressbar=true"),
         ]
-        began = time.perf_counter()
-        stdout, stderr = self.folder / f"{name}.stdout", self.folder / f"{name}.stderr"
-        # Files and not pipes: loader workers that outlive a killed run would hold a pipe open.
-        with open(stdout, "wb") as out, open(stderr, "wb") as err:
-            done = subprocess.run(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env={**os.environ, **env})
-        text = stderr.read_text(encoding="utf-8", errors="replace")
-        return _Run(read_trace(trace), done.returncode, text, time.perf_counter() - began)
+        output_file, errors_file = self.folder / f"{name}.stdout", self.folder / f"{name}.stderr"
+        ended = self.children.run(command, output_file, errors_file, env=env)
+        if self.children.requested is not None:
+            raise SystemExit(128 + self.children.requested)
+        return _Run(read_trace(trace), ended)
 
-    def whole(self, name: str, output: str, more: Sequence[str] = ()) -> _Run:
+    def told(self, what: str, name: str, kill_at: int = 0) -> _Run:
+        """A run, in the folder of that name, whose length is told."""
+        run = self.run(name, "killed" if name == "resumed" else name, kill_at)
+        self.say(f"  {what:<26}{len(run.trace.windows):>4} updates {run.ended.seconds:>7.1f} s")
+        return run
+
+    def whole(self, what: str, name: str) -> _Run:
         """A run that has to come to its end."""
-        run = self.run(name, output, more=more)
-        _refuse_failure(run, name)
+        run = self.told(what, name)
+        run.refuse_failure(name)
         if run.trace.end is None:
             raise _RunFailed(f"{self.script} ended without a call of Brain.fit that returned.")
         return run
@@ -138,104 +131,107 @@ def verify_resume(
     if not script.is_file():
         raise ConfigError(f"{script} is not a file; expected the recipe's script, such as train.py.")
     options = [*options, *_seed_if_none(hparams_file, options, say)]
-    with _folder(keep) as folder:
-        check = ResumeCheck(script, hparams_file, options, steps, save_at, kill_at, folder)
+    with _folder(keep) as folder, ChildRuns() as children:
+        check = ResumeCheck(script, hparams_file, options, steps, save_at, kill_at, folder, children, say)
         try:
-            return _verify(check, say)
+            return _verify(check)
         except _RunFailed as error:
             say(str(error))
             return FAILED
 
 
-def _verify(check: ResumeCheck, say: Callable[[str], None]) -> int:
-    say(f"{check.script} {check.hparams_file}: {check.steps} updates, killed after {check.kill_at}, then resumed")
-    one = _told(say, "without interruption", check.whole("whole", "whole"))
-    if len(one.trace.windows) <= check.kill_at:
+def _verify(check: ResumeCheck) -> int:
+    check.say(f"{check.script} {check.hparams_file}: {check.steps} updates, killed after {check.kill_at}, then resumed")
+    one = check.whole("without interruption", "whole").trace
+    if len(one.windows) <= check.kill_at:
         raise _RunFailed(
-            f"The recipe ended after {len(one.trace.windows)} updates, before it could be killed after "
-            f"{check.kill_at}: give a larger number of epochs or steps, or smaller --kill_at and --save_at."
+            f"The recipe ended after {len(one.windows)} updates, before it could be killed after {check.kill_at}: give "
+            "a larger number of epochs or steps, or smaller --kill_at and --save_at."
         )
-    again = _told(say, "the same again", check.whole("again", "again"))
-    difference = first_difference(one.trace, again.trace)
-    if difference is not None:
-        return _not_reproducible(check, difference, one.trace, again.trace, say)
+    again = check.whole("the same again", "again").trace
+    if difference := first_difference(one, again):
+        return _not_reproducible(check, difference, one, again)
 
-    killed = _told(say, f"killed after {check.kill_at} updates", check.run("killed", "killed", check.kill_at))
-    if killed.returncode != -signal.SIGKILL:
-        _refuse_failure(killed, "killed")
+    killed = check.told(f"killed after {check.kill_at} updates", "killed", check.kill_at)
+    if killed.ended.status != -signal.SIGKILL:
+        killed.refuse_failure("killed")
         raise _RunFailed(f"The run that was to be killed ended after {len(killed.trace.windows)} updates.")
-    difference = first_difference(one.trace, killed.trace, both_ended=False)
-    if difference is not None:
-        return _not_reproducible(check, difference, one.trace, killed.trace, say)
-    resumed = _told(say, "that one, resumed", check.whole("resumed", "killed"))
-    whole, resumed_at = spliced(killed.trace, resumed.trace)
+    if difference := first_difference(one, killed.trace, both_ended=False):
+        return _not_reproducible(check, difference, one, killed.trace)
+    resumed = check.whole("that one, resumed", "resumed")
+    whole, resumed_at = compare.spliced(killed.trace, resumed.trace)
+    check.say("")
     if resumed_at == 0:
-        say("")
-        say("The resumed run began at its first update: it did not go on from the checkpoint. Does the recipe give its")
-        say("Brain a checkpointer of its own in another folder, or change output_folder? Its last lines were:")
-        _say_tail(resumed, say)
+        check.say(
+            "The resumed run began at its first update: it did not go on from the checkpoint. Does the recipe give its"
+            "\nBrain a checkpointer of its own in another folder, or change output_folder? Its last lines were:"
+        )
+        check.say_all(resumed.last_words)
         return DIFFERENT
-    return _judge(check, one.trace, again.trace, whole, resumed_at, resumed.stderr, say)
+    return _judge(check, one, again, whole, resumed_at, resumed.ended.said)
 
 
-def _judge(
-    check: ResumeCheck, one: Trace, again: Trace, whole: Trace, resumed_at: int, log: str, say: Callable[[str], None]
-) -> int:
+def _judge(check: ResumeCheck, one: Trace, again: Trace, whole: Trace, resumed_at: int, log: str) -> int:
     """Compare the uninterrupted run with the one that was killed and resumed."""
     difference = first_difference(one, whole)
-    stages = {name: read_stages(check.folder / name / "metrics.jsonl") for name in ("whole", "again", "killed")}
-    by_chance = differing_metrics(stages["whole"], stages["again"])
-    metrics = differing_metrics(stages["whole"], stages["killed"])
+    stages = {name: compare.read_stages(check.folder / name / "metrics.jsonl") for name in ("whole", "again", "killed")}
+    by_chance = compare.differing_metrics(stages["whole"], stages["again"])
+    metrics = compare.differing_metrics(stages["whole"], stages["killed"])
     metrics = {name: values for name, values in metrics.items() if name not in by_chance}
     until = len(one.windows) if difference is None else difference.index
-    suspects = not_restored(one, again, whole, resumed_at, until)
-    say("")
-    _say_table(one, resumed_at, len(stages["whole"]), say)
-    _say_what_was_not_compared(one, by_chance, say)
-    say("")
-    if difference is None and not metrics:
-        if suspects:
-            say("Not restored by the resume, but without effect in these updates (without interruption | resumed):")
-            _say_all(suspect_lines(suspects), say)
-        say(
-            f"EQUAL bit for bit: the run that was killed after update {check.kill_at} went on from update {resumed_at}."
-        )
-        return EQUAL
-    if difference is None:
-        _say_all(why_metrics_differ(metrics, suspects), say)
+    suspects = compare.not_restored(one, again, whole, resumed_at, until)
+    check.say_all(_what_was_compared(one, resumed_at, len(stages["whole"])))
+    check.say_all(_what_was_not_compared(one, by_chance))
+    check.say("")
+    if difference is not None:
+        check.say_all(causes.describe(difference))
+        check.say_all(causes.why_not_resumed(difference, difference.index == resumed_at, suspects, log))
+    elif metrics:
+        check.say_all(causes.why_metrics_differ(metrics, suspects))
     else:
-        _say_all(describe(difference), say)
-        _say_all(why_not_resumed(difference, difference.index == resumed_at, suspects, log), say)
-    say(_NOT_EQUAL)
+        check.say_all(_equal(check, resumed_at, suspects))
+        return EQUAL
+    check.say("NOT EQUAL: the resumed run did something else than the one without interruption.")
     return DIFFERENT
 
 
-def _say_what_was_not_compared(one: Trace, by_chance: Iterable[str], say: Callable[[str], None]) -> None:
+def _equal(check: ResumeCheck, resumed_at: int, suspects: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    if suspects:
+        yield "Not restored by the resume, but without effect in these updates (without interruption | resumed):"
+        yield from causes.suspect_lines(suspects)
+    yield f"EQUAL bit for bit: the run that was killed after update {check.kill_at} went on from update {resumed_at}."
+
+
+def _what_was_compared(one: Trace, resumed_at: int, metrics: int) -> Iterator[str]:
+    batches = sum(window.batches for window in one.windows)
+    yield f"compared: {len(one.windows)} updates of {batches} batches, {len(one.windows) - resumed_at} after the resume"
+    windows = [*one.windows, *([one.end] if one.end is not None else [])]
+    rows = [["", "values", "tensors", "MB"]]
+    for name, (entries, tensors, size) in compare.totals(windows).items():
+        if entries:
+            rows.append([f"  {causes.KINDS[name]}", str(entries), str(tensors), f"{size / 1e6:.2f}"])
+    rows.append(["  losses", str(sum(len(window.losses) for window in one.windows)), "", ""])
+    rows.append(["  metrics of stages", str(metrics), "", ""])
+    yield columns(rows)
+
+
+def _what_was_not_compared(one: Trace, by_chance: Iterable[str]) -> Iterator[str]:
     if by_chance:
-        say(f"not compared, as they differ without interruption too: {', '.join(by_chance)}")
+        yield f"not compared, as they differ without interruption too: {', '.join(by_chance)}"
     unread = sorted({name for window in one.windows for name in window.unread})
     if unread:
-        say(f"not compared, as there was nothing to read in them: objects of type {', '.join(unread)}")
+        yield f"not compared, as there was nothing to read in them: objects of type {', '.join(unread)}"
 
 
-def _say_all(lines: Iterable[str], say: Callable[[str], None]) -> None:
-    for line in lines:
-        say(line)
-
-
-def _not_reproducible(
-    check: ResumeCheck, difference: Difference, one: Trace, other: Trace, say: Callable[[str], None]
-) -> int:
-    held = [f"the generator {name}" for name in unequal_generators(one, other, difference.index)]
+def _not_reproducible(check: ResumeCheck, difference: Difference, one: Trace, other: Trace) -> int:
+    held = [f"the generator {name}" for name in compare.unequal_generators(one, other, difference.index)]
     suspects = sorted({*one.unseeded, *other.unseeded, *held})
-    say("")
-    for line in [*describe(difference), *why_not_reproducible(difference, suspects)]:
-        say(line)
-    computed = difference.section in SAVED and difference.index > 0
-    if computed or difference.section == "loss":
-        for line in _ask_determinism(check):
-            say(line)
-    say("NOT REPRODUCIBLE: two runs without interruption differ already, so a resume cannot be judged.")
+    check.say("")
+    check.say_all(causes.describe(difference))
+    check.say_all(causes.why_not_reproducible(difference, suspects))
+    if difference.section == "loss" or (difference.section in causes.SAVED and difference.index > 0):  # it was computed
+        check.say_all(_ask_determinism(check))
+    check.say("NOT REPRODUCIBLE: two runs without interruption differ already, so a resume cannot be judged.")
     return DIFFERENT
 
 
@@ -243,11 +239,11 @@ def _ask_determinism(check: ResumeCheck) -> list[str]:
     """What torch says about the operations, and whether two deterministic runs are equal."""
     more, env = ["--deterministic=true"], {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     one = check.run("deterministic", "deterministic", more=more, env=env)
-    if one.returncode:
-        return what_determinism_says(one.returncode, one.stderr, None)
+    if one.ended.status:
+        return causes.what_determinism_says(one.ended.status, one.ended.said, None)
     again = check.run("deterministic_again", "deterministic_again", more=more, env=env)
-    equal = again.returncode == 0 and first_difference(one.trace, again.trace) is None
-    return what_determinism_says(0, "", equal)
+    equal = again.ended.status == 0 and first_difference(one.trace, again.trace) is None
+    return causes.what_determinism_says(0, "", equal)
 
 
 def _seed_if_none(hparams_file: Path, options: Sequence[str], say: Callable[[str], None]) -> list[str]:
@@ -262,7 +258,7 @@ def _seed_if_none(hparams_file: Path, options: Sequence[str], say: Callable[[str
 
 
 @contextmanager
-def _folder(keep: str | Path | None) -> Any:
+def _folder(keep: str | Path | None) -> Iterator[Path]:
     """The folder of the runs; one that is kept must be new or empty, since runs would go on from what is in it."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="amp-resume-", ignore_cleanup_errors=True) as folder:
@@ -277,40 +273,3 @@ def _folder(keep: str | Path | None) -> Any:
     if taken:
         raise ConfigError(f"--keep {folder} is not empty; give a new folder, so that the runs begin afresh.")
     yield folder
-
-
-def _told(say: Callable[[str], None], what: str, run: _Run) -> _Run:
-    say(f"  {what:<26}{len(run.trace.windows):>4} updates {run.seconds:>7.1f} s")
-    return run
-
-
-def _refuse_failure(run: _Run, name: str) -> None:
-    if run.returncode:
-        tail = "\n".join(f"  {line}" for line in _tail(run))
-        raise _RunFailed(f"The run '{name}' failed with status {run.returncode}:\n{tail}")
-
-
-def _say_tail(run: _Run, say: Callable[[str], None]) -> None:
-    for line in _tail(run):
-        say(f"  {line}")
-
-
-def _tail(run: _Run) -> list[str]:
-    return run.stderr.rstrip().splitlines()[-_TAIL_LINES:]
-
-
-def _say_table(one: Trace, resumed_at: int, stages: int, say: Callable[[str], None]) -> None:
-    """What was compared, in numbers."""
-    windows = [*one.windows, *([one.end] if one.end is not None else [])]
-    batches = sum(window.batches for window in one.windows)
-    say(f"compared: {len(one.windows)} updates of {batches} batches, {len(one.windows) - resumed_at} after the resume")
-    say(f"  {'':<22}{'values':>9}{'tensors':>9}{'MB':>10}")
-    for name, (entries, tensors, size) in totals(windows).items():
-        if entries:
-            say(f"  {_TITLES[name]:<22}{entries:>9}{tensors:>9}{size / 1e6:>10.2f}")
-    losses = sum(len(window.losses) for window in one.windows)
-    say(f"  {'losses':<22}{losses:>9}")
-    say(f"  {'stages with metrics':<22}{stages:>9}")
-
-
-assert set(_TITLES) == set(SECTIONS)

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from amp_recipes.config.options.help import print_help
 from amp_recipes.config.options.other_names import instead_of
 from amp_recipes.config.options.plain_errors import show_mistakes_plainly
-from amp_recipes.config.options.requests import FLAGS, Request, RequestWords, is_flag
-from amp_recipes.config.options.run_options import (
-    OPTION_NAMES,
-    OPTION_TYPES,
-    RunOptions,
-    near_misses,
-    validate_options,
-)
+from amp_recipes.config.options.requests import FLAGS, Request, RequestWords
+from amp_recipes.config.options.run_options import OPTION_NAMES, OPTION_TYPES, RunOptions, near_misses, validate_options
 from amp_recipes.config.options.typed_values import option_value, parse_value
 from amp_recipes.config.yaml.mistakes import did_you_mean, join_mistakes, reader_may_leave
 from amp_recipes.config.yaml.nodes import COMMAND_LINE
@@ -33,6 +27,10 @@ __all__ = ["Overrides", "Request", "loading", "parse_arguments", "parse_value", 
 _ALIASES = {"allow-config-change": "accept_changes", "allow_config_change": "accept_changes"}
 # The words that OmegaConf reads as a bool: only these are taken as the value of a boolean option.
 _BOOL_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "1", "0"})
+
+
+AnyOverrides: TypeAlias = "Mapping[str, Any] | str | None"
+"""Overrides as `load_hparams` takes them: `Overrides`, another mapping, YAML text."""
 
 
 class Overrides(dict[str, Any]):
@@ -53,7 +51,7 @@ class Overrides(dict[str, Any]):
         """These overrides and further values by dotted names, run options among them. Raises ConfigError."""
         mistakes: list[str] = []
         overrides = Overrides(copy.deepcopy(dict(self)), request=self.request)
-        options = {name: self.run_options[name] for name in self.run_options.explicit}
+        options = explicit_options(self)
         for name, value in values.items():
             if name in OPTION_NAMES:
                 options[name] = option_value(name, value) if isinstance(value, str) else value
@@ -63,6 +61,12 @@ class Overrides(dict[str, Any]):
             raise ConfigError(join_mistakes(mistakes, "the command line"))
         overrides.run_options = RunOptions.from_mapping(options, COMMAND_LINE, self.run_options.purpose)
         return overrides
+
+
+def explicit_options(overrides: AnyOverrides) -> dict[str, Any]:
+    """The run options that were set beside overrides of the command line."""
+    options = overrides.run_options if isinstance(overrides, Overrides) else RunOptions()
+    return {name: value for name, value in options.items() if name in options.explicit}
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions, Overrides]:
@@ -77,7 +81,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
     with status 0 on `--help`; every other mistake is in one ConfigError. Of a script's own command line (`argv` is
     None) a ConfigError that nobody catches is shown without a traceback.
     """
-    if loading:
+    if _loads:
         raise ConfigError(
             "parse_arguments is called by what a YAML names, whose words, --trust among them, would then be its own. "
             "Call it from the script, below `if __name__ == '__main__':` if a YAML names something of that script."
@@ -171,7 +175,7 @@ def _texts_behind(name: str, words: deque[str]) -> list[str | None]:
     elif OPTION_TYPES.get(name) is bool:
         takes = following.lower() in _BOOL_WORDS
     else:
-        takes = not is_flag(name) and not following.startswith("--")
+        takes = name.replace("_", "-") not in FLAGS and not following.startswith("--")
     if takes:
         return [words.popleft()]
     return ["true" if OPTION_TYPES.get(name) is bool else None]
@@ -184,26 +188,18 @@ def _axes_behind(words: deque[str]) -> list[str | None]:
     return axes or [None]
 
 
-class _Loading:
-    """Whether a YAML is being checked or built somewhere in this process: true inside its `with`."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._count += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._count -= 1
-
-    def __bool__(self) -> bool:
-        return self._count > 0
+_loads: list[object] = []  # one for each YAML that is being checked or built, in any thread
 
 
-loading = _Loading()
+@contextmanager
+def loading() -> Iterator[None]:
+    """While a YAML is checked or built: what it names may not read a command line in this process."""
+    load = object()
+    _loads.append(load)
+    try:
+        yield
+    finally:
+        _loads.remove(load)
 
 
 def _without_value(name: str) -> str:

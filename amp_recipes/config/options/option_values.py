@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from amp_recipes.config.options.other_names import value_here
-from amp_recipes.config.yaml.mistakes import did_you_mean
+from amp_recipes.config.yaml.mistakes import did_you_mean, shown
 
 _INTEGER_BITS = 64  # no option counts further
 _SHOWN_CHARACTERS = 200  # of a value, in a message
@@ -115,11 +115,7 @@ def _shown(value: Any) -> str:
     """A value for a message: not at length, and not where Python refuses to write it (a number of 10,000 digits)."""
     if _is_huge(value):
         return f"a whole number of {value.bit_length():,} bits"
-    try:
-        text = repr(value)
-    except ValueError:  # such a number in a list
-        return f"a {type(value).__name__}"
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    return shown(value, _SHOWN_CHARACTERS)
 
 
 def _expected(option: Field[Any]) -> str:

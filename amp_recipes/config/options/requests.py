@@ -32,38 +32,30 @@ class Request:
     words: tuple[str, ...] = ()
 
 
-def is_flag(name: str) -> bool:
-    """Whether an option of this name is one that takes no value, such as `--check`."""
-    return name.replace("_", "-") in FLAGS
-
-
 class RequestWords:
-    """What of a command line is neither a run option nor an override, as it is read word by word.
-
-    values: what `--trust`, `--sweep`, `--sweep-trials` and `--replay` were given, each time.
-    """
+    """What of a command line is neither a run option nor an override, as it is read word by word."""
 
     def __init__(self) -> None:
-        self.flags: list[str] = []
-        self.values: dict[str, list[str]] = {"trust": [], "sweep": [], "sweep-trials": [], "replay": []}
-        self.mistakes: list[str] = []
+        self._flags: list[str] = []
+        self._values: dict[str, list[str]] = {"trust": [], "sweep": [], "sweep-trials": [], "replay": []}
+        self._mistakes: list[str] = []
 
     def takes(self, name: str, text: str | None) -> bool:
         """Whether an option is one of these words; its value is kept."""
         name = name.replace("_", "-")
         if name in FLAGS:
             if text is not None:
-                self.mistakes.append(f"--{name} takes no value, but is given {text!r}.")
-            self.flags.append(name)
-        elif name in self.values and text is not None:
-            self.values[name].append(text)
-        else:
-            return False
-        return True
+                self._mistakes.append(f"--{name} takes no value, but is given {text!r}.")
+            self._flags.append(name)
+            return True
+        if name in self._values and text is not None:
+            self._values[name].append(text)
+            return True
+        return False
 
     def all_mistakes(self) -> Iterator[str]:
         """What is wrong with the words, also with those that go together."""
-        yield from self.mistakes
+        yield from self._mistakes
         # A YAML has no way to the words that started this process, nor to its variables.
         granted = granted_trust()
         if foreign := [name for name in self._trust if name not in granted]:
@@ -71,39 +63,31 @@ class RequestWords:
                 f"--trust {','.join(foreign)} is not on the command line that started this process, and only that can "
                 "grant trust: other words may be a YAML's. Give it there, or in the script, to load_hparams(trust=...)."
             )
-        yield from self._wrong_trials()
-        actions = [*dict.fromkeys(self.flags), *(name for name in ("sweep", "replay") if self.values[name])]
+        for trials in self._values["sweep-trials"][-1:]:
+            if not trials.isdecimal() or int(trials) == 0:
+                yield f"--sweep-trials is {trials!r}, but must be a whole number, 1 or more."
+            if not self._values["sweep"]:
+                yield "--sweep-trials needs --sweep with the keys to try: --sweep 'lr=1e-5..1e-2:log'."
+        actions = [*dict.fromkeys(self._flags), *(name for name in ("sweep", "replay") if self._values[name])]
         if len(actions) > 1:
             yield f"{' and '.join(f'--{action}' for action in actions)} cannot be done at once; give one of them."
 
-    def _wrong_trials(self) -> Iterator[str]:
-        trials = self._trials
-        if trials is None:
-            return
-        if not trials.isdecimal() or int(trials) == 0:
-            yield f"--sweep-trials is {trials!r}, but must be a whole number, 1 or more."
-        if not self.values["sweep"]:
-            yield "--sweep-trials needs --sweep with the keys to try: --sweep 'lr=1e-5..1e-2:log'."
-
     def request(self, words: list[str]) -> Request:
         """What is asked for. words: the other words of the command line."""
-        trust, axes = tuple(self._trust), tuple(self.values["sweep"])
+        trust, axes = tuple(self._trust), tuple(self._values["sweep"])
         if axes:
-            trials = None if self._trials is None else int(self._trials)
-            return Request("sweep", trust, axes, trials, (*words, *(f"--trust={name}" for name in trust)))
-        instead = [flag.replace("-", "_") for flag in self.flags if flag != "diagnose"]
+            trials = self._values["sweep-trials"][-1:]
+            granted = [f"--trust={name}" for name in trust]
+            return Request("sweep", trust, axes, int(trials[0]) if trials else None, (*words, *granted))
+        instead = [flag.replace("-", "_") for flag in self._flags if flag != "diagnose"]
         return Request(instead[0] if instead else "run", trust)  # type: ignore[arg-type]
 
     def purpose(self) -> Purpose:
         """What a run is started for."""
-        if self.values["replay"]:
-            return Purpose("replay", self.values["replay"][-1])
-        return Purpose("diagnose") if "diagnose" in self.flags else Purpose()
+        if self._values["replay"]:
+            return Purpose("replay", self._values["replay"][-1])
+        return Purpose("diagnose") if "diagnose" in self._flags else Purpose()
 
     @property
     def _trust(self) -> list[str]:
-        return [name for text in self.values["trust"] for name in names_in(text)]
-
-    @property
-    def _trials(self) -> str | None:
-        return self.values["sweep-trials"][-1] if self.values["sweep-trials"] else None
+        return [name for text in self._values["trust"] for name in names_in(text)]

@@ -138,7 +138,8 @@ def validate_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     if not isinstance(options, Mapping):
         kind = type(options).__name__
         return {}, {"": f"run options must be a mapping of names to values, but are a {kind}"}
-    values, mistakes = {name: _default_of(declared) for name, declared in OPTIONS.items()}, {}
+    values, mistakes = {name: option.default for name, option in OPTIONS.items()}, {}
+    values |= {name: make() for name, option in OPTIONS.items() if (make := option.default_factory) is not MISSING}
     for name, value in options.items():
         if name not in OPTIONS:
             mistakes[name] = f"there is no run option {name!r}.{instead_of(name) or did_you_mean(name, OPTIONS)}"
@@ -182,12 +183,9 @@ def display(value: Any) -> str:
 
 def near_misses(keys: Iterable[str]) -> list[str]:
     """What to say of keys that are no run options but look like a misspelt one: a YAML may have keys of its own."""
-    said = []
-    for key in keys:
-        known = key in OPTION_NAMES | FRAMEWORK_KEYS
-        near = [] if known else difflib.get_close_matches(str(key), sorted(OPTION_NAMES), 1, cutoff=0.8)
-        said += [f"{key!r} is no run option; did you mean {name!r}?" for name in near]
-    return said
+    strange = [key for key in keys if key not in OPTION_NAMES | FRAMEWORK_KEYS]
+    near = {key: difflib.get_close_matches(str(key), sorted(OPTION_NAMES), 1, cutoff=0.8) for key in strange}
+    return [f"{key!r} is no run option; did you mean {names[0]!r}?" for key, names in near.items() if names]
 
 
 def _attributes(options: Mapping[str, Any], where: str, purpose: Purpose) -> dict[str, Any]:
@@ -196,7 +194,3 @@ def _attributes(options: Mapping[str, Any], where: str, purpose: Purpose) -> dic
     if mistakes:
         raise ConfigError(join_mistakes([f"{where}: {text}" for text in mistakes.values()], where))
     return {**values, "_explicit": frozenset(options), "_purpose": purpose}
-
-
-def _default_of(declared: Field[Any]) -> Any:
-    return declared.default if declared.default_factory is MISSING else declared.default_factory()

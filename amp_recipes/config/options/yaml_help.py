@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from amp_recipes.config.changes import written
+from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.config.yaml.nodes import KeyPath, Mapping, Node, Scalar, Sequence, children, dotted, is_plain_mapping
 from amp_recipes.config.yaml.tags import CALLS, TUPLE
 
@@ -16,82 +16,64 @@ _VALUE_CHARACTERS = 40
 _LEAST_COMMENT_COLUMNS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One key: its option or, where no value can be given to it, its name; the value as it is written; the comment."""
-
-    name: str
-    value: str
-    comment: str
-
-    @property
-    def left(self) -> str:
-        return f"  {self.name} {self.value}".rstrip()
-
-
 def keys_help(root: Mapping, width: int | None = None) -> str:
     """The YAML's own keys, one a line: dotted name, value as it is written, comment; empty where there are none.
 
     `--name` marks what takes a value on the command line;
     an object is named without dashes above its arguments. width: of the terminal, by default.
     """
-    rows = list(_Rows(root))
+    rows = [(f"  {name} {value}".rstrip(), comment) for name, value, comment in _Rows().below(root, ())]
     width = shutil.get_terminal_size().columns - 2 if width is None else width
-    commented = [len(row.left) for row in rows if row.comment and len(row.left) <= _NAME_COLUMNS]
+    commented = [len(left) for left, comment in rows if comment and len(left) <= _NAME_COLUMNS]
     column = max(commented, default=0) + 2
     columns = max(width - column, _LEAST_COMMENT_COLUMNS)
     lines: list[str] = []
-    for row in rows:
-        comment = textwrap.wrap(row.comment, columns)
-        if comment and len(row.left) + 2 <= column:
-            lines.append(f"{row.left:<{column}}{comment.pop(0)}")
-        else:
-            lines.append(row.left)
-        lines += [" " * column + line for line in comment]
+    for left, comment in rows:
+        wrapped = textwrap.wrap(comment, columns)
+        if wrapped and len(left) + 2 <= column:
+            left = f"{left:<{column}}{wrapped.pop(0)}"
+        lines += [left, *(" " * column + line for line in wrapped)]
     return "\n".join(lines)
 
 
 class _Rows:
     """Every key, in the order of the file; a node that several keys share is entered once."""
 
-    def __init__(self, root: Mapping) -> None:
-        self.root = root
-        self._entered: dict[int, KeyPath] = {}
-        self._named: dict[int, bool] = {}
+    def __init__(self) -> None:
+        self._entered: dict[Node, KeyPath] = {}
+        self._named: dict[Node, bool] = {}
 
-    def __iter__(self) -> Iterator[_Row]:
-        return self._below(self.root, ())
-
-    def _below(self, parent: Node, parent_path: KeyPath) -> Iterator[_Row]:
+    def below(self, parent: Node, parent_path: KeyPath) -> Iterator[tuple[str, str, str]]:
+        """Of each key: its option or, where no value can be given to it, its name; its value; the comment."""
         for key, node in children(parent):
             path = (*parent_path, str(key))
-            name = _visible(dotted(path))
-            comment = _visible(parent.comments.get(key, "")) if isinstance(parent, Mapping) else ""
-            if id(node) in self._entered:
-                yield _Row(name, f"as {_visible(dotted(self._entered[id(node)]))}", comment)
+            name = one_line(dotted(path))
+            comment = one_line(parent.comments.get(key, "")) if isinstance(parent, Mapping) else ""
+            if node in self._entered:
+                yield name, f"as {one_line(dotted(self._entered[node]))}", comment
                 continue
-            self._entered[id(node)] = path
+            self._entered[node] = path
             if not self._has_names(node) or node.tag:
                 # An object takes no plain value, only its arguments do.
-                yield _Row(name if node.tag.startswith(CALLS) else f"--{name}", self._as_written(node), comment)
+                yield (name if node.tag.startswith(CALLS) else f"--{name}"), self._as_written(node), comment
             elif comment:  # else the keys below say all there is
-                yield _Row(name, "", comment)
+                yield name, "", comment
             if self._has_names(node):
-                yield from self._below(node, path)
+                yield from self.below(node, path)
 
     def _has_names(self, node: Node) -> bool:
         """Whether keys stand below a node; a list of values is one value."""
-        if id(node) not in self._named:
+        if node not in self._named:
             below = [child for _, child in children(node)]
             named = bool(below) if isinstance(node, Mapping) else any(map(self._has_names, below))
-            self._named[id(node)] = named or any(child.tag.startswith(CALLS) for child in below)
-        return self._named[id(node)]
+            self._named[node] = named or any(child.tag.startswith(CALLS) for child in below)
+        return self._named[node]
 
     def _as_written(self, node: Node) -> str:
         """A value in one line, cut where it is long; of what has keys below it, the tag."""
         text = ""
         for piece in self._pieces(node):
-            text += _visible(piece)
+            text += one_line(piece)
             if len(text) > _VALUE_CHARACTERS:
                 return text[: _VALUE_CHARACTERS - 3] + "..."
         return text
@@ -109,8 +91,3 @@ class _Rows:
             yield written(node.value) if is_text else f"{node.tag} {node.text}".strip() or "null"
         else:
             yield "{}" if is_plain_mapping(node) else node.tag
-
-
-def _visible(text: str) -> str:
-    """`text` in one line, without the characters that steer a terminal."""
-    return "".join(char if char.isprintable() else " " for char in text)

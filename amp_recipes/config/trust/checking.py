@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from amp_recipes.config.options.arguments import Overrides
+from amp_recipes.config.options.arguments import AnyOverrides, Overrides, explicit_options
 from amp_recipes.config.options.run_options import OPTION_NAMES, validate_options
 from amp_recipes.config.trust.targets import check_targets
 from amp_recipes.config.trust.trust import Trust
@@ -71,48 +71,31 @@ class Settings:
         while pending:  # aliases are followed each time: `limits.EXPANDED_NODES` bounds it
             path, node = pending.pop()
             if path:
-                found[dotted(path)] = _place(node)
+                found[dotted(path)] = str(Source(node.source.file, node.source.line))
             if node.tag != ATTRIBUTE:
                 pending += [((*path, str(key)), child) for key, child in reversed(children(node))]
         return found
 
 
-def read_tree(
-    path: str | os.PathLike[str], folders: Iterable[str], mistakes: Mistakes, budget: Budget
-) -> MappingNode | None:
-    """The YAML at `path` with the files that it includes; None, with a mistake, where it cannot be read.
-
-    folders: from where it may include files, beside its own.
-    """
-    root = read_file(os.fspath(path), mistakes, budget)
-    if root is not None:
-        expand_includes(root, tuple(folders), mistakes, budget)
-    return root
-
-
 def read_settings(
     path: str | os.PathLike[str],
-    overrides: Mapping[str, Any] | str | None = None,
+    overrides: AnyOverrides = None,
     folders: Iterable[str] = (),
     tree: MappingNode | None = None,
 ) -> Settings:
     """The YAML at `path` with its includes and overrides, without a look at the objects that it names.
 
-    tree: what `read_tree` gave, which is changed; None: read the file. Raises ConfigError that names every mistake.
+    folders: from where it may include files, beside its own; tree: of an earlier check, which is changed; None: read
+    the file. Raises ConfigError that names every mistake.
     """
     mistakes, budget = Mistakes(), Budget()
-    root = tree or read_tree(path, folders, mistakes, budget)
-    settings = None if root is None else _settings(path, root, overrides, mistakes, budget)
+    settings = _settings(tree or _tree(path, folders, mistakes, budget), path, overrides, mistakes, budget)
     mistakes.raise_if_any(os.fspath(path))
-    assert settings is not None  # a file that cannot be read is a mistake
     return settings
 
 
 def check_settings(
-    path: str | os.PathLike[str],
-    overrides: Mapping[str, Any] | str | None,
-    trust: Trust,
-    recipe_folder: str | None = None,
+    path: str | os.PathLike[str], overrides: AnyOverrides, trust: Trust, recipe_folder: str | None = None
 ) -> Settings:
     """As `read_settings`, and the objects that the YAML names are looked up and their arguments compared.
 
@@ -122,12 +105,9 @@ def check_settings(
     nothing.
     """
     mistakes, budget = Mistakes(), Budget()
-    root = read_tree(path, trust.folders, mistakes, budget)
-    if root is None:
-        mistakes.raise_if_any(os.fspath(path))
-        raise AssertionError("a file that cannot be read is a mistake")
+    root = _tree(path, trust.folders, mistakes, budget)
     tree = copy.deepcopy(root)
-    settings = _settings(path, root, overrides, mistakes, budget)
+    settings = _settings(root, path, overrides, mistakes, budget)
     objects = check_targets(settings.resolved, trust, mistakes)
     unread = () if recipe_folder is None else find_unread_keys(settings.root, recipe_folder, mistakes)
     mistakes.raise_if_any(settings.file)
@@ -147,20 +127,15 @@ def resolve_all(settings: Settings, trust: Trust | None, call: Call) -> Settings
     return dataclasses.replace(settings, resolved=resolved, options=options | settings.options, objects=objects)
 
 
-def as_mapping(overrides: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+def as_mapping(overrides: AnyOverrides, mistakes: Mistakes) -> Mapping[str, Any]:
     """Overrides in any of the forms that `load_hparams` takes, as a mapping. Raises ConfigError."""
-    mistakes = Mistakes()
-    found = _as_mapping(overrides, mistakes)
-    mistakes.raise_if_any("overrides")
-    return found
-
-
-def explicit_options(overrides: Any) -> dict[str, Any]:
-    """The run options that were set beside overrides of the command line."""
-    if not isinstance(overrides, Overrides):
+    if isinstance(overrides, str):
+        return overrides_from_text(overrides, mistakes, Budget())
+    if overrides is None:
         return {}
-    options = overrides.run_options
-    return {name: value for name, value in options.items() if name in options.explicit}
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f"overrides must be a mapping of keys to values, but are {overrides!r}.")
+    return overrides
 
 
 def run_options_in(resolved: MappingNode, mistakes: Mistakes) -> dict[str, Any]:
@@ -174,33 +149,25 @@ def run_options_in(resolved: MappingNode, mistakes: Mistakes) -> dict[str, Any]:
     return {name: options[name] for name in found}
 
 
+def _tree(path: str | os.PathLike[str], folders: Iterable[str], mistakes: Mistakes, budget: Budget) -> MappingNode:
+    """The YAML at `path` with the files that it includes. Raises ConfigError where it cannot be read."""
+    root = read_file(os.fspath(path), mistakes, budget)
+    if root is None:
+        mistakes.raise_if_any(os.fspath(path))
+    assert root is not None  # a file that cannot be read is a mistake
+    expand_includes(root, tuple(folders), mistakes, budget)
+    return root
+
+
 def _settings(
-    path: str | os.PathLike[str],
-    root: MappingNode,
-    overrides: Mapping[str, Any] | str | None,
-    mistakes: Mistakes,
-    budget: Budget,
+    root: MappingNode, path: str | os.PathLike[str], overrides: AnyOverrides, mistakes: Mistakes, budget: Budget
 ) -> Settings:
     of_command_line = isinstance(overrides, Overrides)
     source = COMMAND_LINE if of_command_line else "overrides"
-    apply_overrides(root, _as_mapping(overrides, mistakes), mistakes, source, "--" if of_command_line else "")
+    apply_overrides(root, as_mapping(overrides, mistakes), mistakes, source, "--" if of_command_line else "")
     explicit = explicit_options(overrides)
     for name, value in explicit.items():
         if name in root.items:
             root.items[name] = to_nodes(value, Source(source), mistakes, name)
     resolved = resolve(root, mistakes, budget)
     return Settings(os.fspath(path), root, resolved, run_options_in(resolved, mistakes) | explicit)
-
-
-def _as_mapping(overrides: Mapping[str, Any] | str | None, mistakes: Mistakes) -> Mapping[str, Any]:
-    if isinstance(overrides, str):
-        return overrides_from_text(overrides, mistakes, Budget())
-    if overrides is None:
-        return {}
-    if not isinstance(overrides, Mapping):
-        raise ConfigError(f"overrides must be a mapping of keys to values, but are {overrides!r}.")
-    return overrides
-
-
-def _place(node: Node) -> str:
-    return str(Source(node.source.file, node.source.line))

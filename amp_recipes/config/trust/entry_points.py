@@ -10,15 +10,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-_READERS = (
-    "argparse.ArgumentParser",
-    "optparse.OptionParser",
-    "getopt.",
-    "click.",
-    "typer.",
-    "fire.",
-    "hydra.",
-)
+_READERS = ("argparse.ArgumentParser", "optparse.OptionParser", "getopt.", "click.", "typer.", "fire.", "hydra.")
 _CACHED = type(functools.cache(len))
 _READER_FUNCTIONS = ("main", "parse_arguments")
 

@@ -195,18 +195,20 @@ def _fits(node: Node, hint: Any) -> bool:
     """Whether a node may be of the type of an annotation; true where that cannot be known."""
     if not isinstance(node, Scalar | Sequence | Mapping) or node.tag not in ("", TUPLE):
         return True  # what a call gives is known once it is called
+    return any(_fits_kind(node, *kind) for kind in _kinds(hint))
+
+
+def _kinds(hint: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Each class (or `Literal`) that an annotation allows, with its parameters: dict, (str, int)."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(node, option) for option in inner)
-    if origin is typing.Annotated:
-        return _fits(node, inner[0])
-    if origin is typing.Literal:
-        return isinstance(node, Scalar) and _is_choice(node.value, inner)
-    return _fits_kind(node, origin or hint, inner)
+        return [kind for option in inner for kind in _kinds(option)]
+    return _kinds(inner[0]) if origin is typing.Annotated else [(origin or hint, inner)]
 
 
 def _fits_kind(node: Scalar | Sequence | Mapping, kind: Any, inner: tuple[Any, ...]) -> bool:
-    """The same for a class, whose parameters are `inner`: dict, (str, int)."""
+    if kind is typing.Literal:
+        return isinstance(node, Scalar) and _is_choice(node.value, inner)
     if kind in (None, type(None)):
         return _is_null(node)
     if kind in _NOT_PLAIN:
@@ -278,17 +280,12 @@ def _shown(node: Node) -> str:
 
 def _words(hint: Any) -> str:
     """An annotation in words."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(_words, inner)))
-    if origin is typing.Annotated:
-        return _words(inner[0])
-    if origin is typing.Literal:
-        return " or ".join(map(repr, inner))
-    return _kind_words(origin or hint, inner)
+    return " or ".join(dict.fromkeys(_kind_words(*kind) for kind in _kinds(hint)))
 
 
 def _kind_words(kind: Any, inner: tuple[Any, ...]) -> str:
+    if kind is typing.Literal:
+        return " or ".join(map(repr, inner))
     if kind in _NOT_PLAIN:
         return _NOT_PLAIN[kind]
     if kind in _LISTS or kind in _ANY_ITERABLE:
@@ -310,8 +307,7 @@ def _hint(node: Node, hint: Any) -> str:
     """What was probably meant: the nearest of a closed list of values, or a boolean of older YAML."""
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
         return ""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if bool in options and node.value.lower() in _OLD_BOOLEANS:
+    kinds = _kinds(hint)
+    if (bool, ()) in kinds and node.value.lower() in _OLD_BOOLEANS:
         return f" Text in YAML 1.2: write {str(node.value.lower() in ('yes', 'on', 'true')).lower()}."
-    literals = [option for option in options if typing.get_origin(option) is typing.Literal]
-    return did_you_mean(node.value, [choice for literal in literals for choice in typing.get_args(literal)])
+    return did_you_mean(node.value, [choice for kind, inner in kinds if kind is typing.Literal for choice in inner])

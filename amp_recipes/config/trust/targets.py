@@ -15,6 +15,14 @@ from amp_recipes.config.yaml.tags import ATTRIBUTE
 from amp_recipes.errors import ConfigError
 
 _ENOUGH_MISTAKES = 300  # of which the first are told; a file of nothing but mistakes must not take minutes
+_OBJECTS = ("!new", "!name", "!apply")
+_KINDS = (*_OBJECTS, "!module", "!applyref")
+# What a tag must name: as a test, and in words.
+_MUST_BE = {
+    "!new": (inspect.isclass, "makes an object of a class"),
+    "!apply": (inspect.isroutine, "calls a function"),
+    "!applyref": (inspect.isroutine, "calls a function"),
+}
 
 
 def check_targets(root: Mapping, trust: Trust, mistakes: Mistakes) -> int:
@@ -24,87 +32,131 @@ def check_targets(root: Mapping, trust: Trust, mistakes: Mistakes) -> int:
     mistakes.
     """
     count = 0
-    names = _Names(trust)
+    checking = _Checking(trust, mistakes)
     for _, node in walk(root):
         if len(mistakes) > _ENOUGH_MISTAKES:
             break
         kind, colon, name = node.tag.partition(":")
         if node.tag == ATTRIBUTE:
-            _check_attribute(node, names, mistakes)
-        elif colon and kind in _CHECKS:
-            count += kind in ("!new", "!name", "!apply")
+            checking.check_attribute(node)
+        elif colon and kind in _KINDS:
+            count += kind in _OBJECTS
             try:
-                _CHECKS[kind](name, node, names, mistakes)
+                checking.check_object(kind, name, node)
             except ConfigError as error:
                 mistakes.add(node.source, str(error))
     return count
 
 
-class _Names:
-    """What the names of one YAML lead to, each looked up and read once."""
+class _Checking:
+    """One check of one YAML: what its names lead to, each looked up and read once."""
 
-    def __init__(self, trust: Trust) -> None:
-        self.trust = trust
+    def __init__(self, trust: Trust, mistakes: Mistakes) -> None:
+        self._trust = trust
+        self._mistakes = mistakes
         self._targets: dict[str, Any] = {}
+        self._errors: dict[str, ConfigError] = {}
         self._callees: dict[str, Callee] = {}
-        self._attributes: dict[tuple[str, str], set[str]] = {}
+        self._attributes: dict[str, set[str]] = {}
 
-    def target(self, name: str) -> Any:
+    def check_object(self, kind: str, name: str, node: Node) -> None:
+        """Note what is wrong with `!new:`, `!name:`, ... of a name. Raises ConfigError if it may not be named."""
+        has_arguments = not isinstance(node, Scalar | Unknown) and bool(node.items)
+        if kind == "!module":
+            self._trust.module(name)
+            if has_arguments:
+                self._mistakes.add(node.source, f"!module:{name} takes no arguments.")
+            return
+        target = self._target(name)
+        if wrong := _wrong_kind(kind, name, target):
+            self._mistakes.add(node.source, wrong)
+        elif kind == "!name" and has_arguments and not (inspect.isclass(target) or inspect.isroutine(target)):
+            self._mistakes.add(node.source, f"only a class or function takes arguments, but {name} is {_what(target)}.")
+        elif kind in ("!new", "!apply") or (kind == "!name" and has_arguments):
+            self._check_arguments(name, node, partial=kind == "!name")
+
+    def check_attribute(self, node: Node) -> None:
+        """Check `!ref <key.attribute>`, which was resolved to a call of getattr; nobody else may call it."""
+        name = attribute_name(node)
+        if name is None:
+            text = "getattr takes an object and the name of an attribute; write !ref <key.attribute>."
+            self._mistakes.add(node.source, text)
+        elif not (name.isascii() and name.isidentifier()) or name.startswith("_"):
+            text = f"{name!r} is no public attribute: expected one name that begins with a letter."
+            self._mistakes.add(node.source, text)
+        else:
+            self._check_attribute_of(node.items[0].tag, name, node)
+
+    def _check_attribute_of(self, tag: str, name: str, node: Node) -> None:
+        kind, _, owner = tag.partition(":")
+        try:
+            module = self._trust.module(owner) if kind == "!module" else None
+            known = self._attributes_of(tag) if kind in ("!new", "!apply") else set()
+        except ConfigError:  # told where the object itself is checked
+            return
+        if module is not None:
+            try:
+                self._trust.attribute(module, name)
+            except ConfigError as error:
+                self._mistakes.add(node.source, str(error))
+        elif known and name not in known:
+            public = [attribute for attribute in known if not attribute.startswith("_")]
+            self._mistakes.add(node.source, f"{tag} gives no {name!r}.{did_you_mean(name, public)}")
+
+    def _check_arguments(self, name: str, node: Node, partial: bool) -> None:
+        for source, text in self._callee(name).check(node, partial):
+            self._mistakes.add(source, text)
+            if len(self._mistakes) > _ENOUGH_MISTAKES:
+                return
+
+    def _target(self, name: str) -> Any:
         """The object that a name leads to. Raises ConfigError, the same one each time."""
+        if name in self._errors:
+            raise self._errors[name]
         if name not in self._targets:
             try:
-                self._targets[name] = self.trust.locate(name)
+                self._targets[name] = self._trust.locate(name)
             except ConfigError as error:
-                self._targets[name] = _Failure(error)
-        found = self._targets[name]
-        if isinstance(found, _Failure):
-            raise found.error
-        return found
+                self._errors[name] = error
+                raise
+        return self._targets[name]
 
-    def callee(self, name: str) -> Callee:
-        """What is known of the class or function of that name."""
+    def _callee(self, name: str) -> Callee:
         if name not in self._callees:
-            self._callees[name] = Callee(self.target(name))
+            self._callees[name] = Callee(self._target(name))
         return self._callees[name]
 
-    def attributes(self, kind: str, name: str) -> set[str]:
+    def _attributes_of(self, tag: str) -> set[str]:
         """All attributes of what `!new:` or `!apply:` of a name gives; empty where only the object itself knows."""
-        if (kind, name) not in self._attributes:
-            target = self.target(name)
-            made = target if kind == "!new" else None
-            if kind == "!apply" and not inspect.iscoroutinefunction(target):
-                returned = self.callee(name).hints.get("return")
+        if tag not in self._attributes:
+            kind, _, name = tag.partition(":")
+            made = self._target(name)
+            if kind == "!apply":
+                returned = None if inspect.iscoroutinefunction(made) else self._callee(name).hints.get("return")
                 made = returned if _has_no_other_kind(returned) else None
-            self._attributes[kind, name] = set(dir(made)) | _fields_of(made) if _has_only_fields(made) else set()
-        return self._attributes[kind, name]
+            self._attributes[tag] = set(dir(made)) | _fields_of(made) if _has_only_fields(made) else set()
+        return self._attributes[tag]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Failure:
-    error: ConfigError
+def _wrong_kind(kind: str, name: str, target: Any) -> str:
+    """Why a tag cannot be that of an object, and which one can; empty if nothing is wrong."""
+    fits, does = _MUST_BE.get(kind, (None, ""))
+    if fits is not None and not fits(target):
+        use = f"!apply:{name} calls it" if inspect.isroutine(target) else f"!name:{name} gives it"
+        use = f"!new:{name} makes an object of it" if inspect.isclass(target) else use
+        return f"{kind}: {does}, but {name} is {_what(target)}; {use}."
+    if kind == "!new" and inspect.isabstract(target):
+        methods = ", ".join(sorted(target.__abstractmethods__))
+        return f"{name} is abstract: name a class that also defines {methods}."
+    return ""
 
 
-def _check_attribute(node: Node, names: _Names, mistakes: Mistakes) -> None:
-    """`!ref <key.attribute>`, which was resolved to a call of getattr; nobody else may call it."""
-    name = attribute_name(node)
-    if name is None:
-        mistakes.add(node.source, "getattr takes an object and the name of an attribute; write !ref <key.attribute>.")
-        return
-    if not (name.isascii() and name.isidentifier()) or name.startswith("_"):
-        mistakes.add(node.source, f"{name!r} is no public attribute: expected one name that begins with a letter.")
-        return
-    owner_tag = node.items[0].tag
-    kind, _, owner = owner_tag.partition(":")
-    if kind == "!module":
-        _check_member(node, owner, name, names, mistakes)
-        return
-    try:
-        known = names.attributes(kind, owner) if kind in ("!new", "!apply") else set()
-    except ConfigError:  # told where the object itself is checked
-        return
-    if known and name not in known:
-        public = [attribute for attribute in known if not attribute.startswith("_")]
-        mistakes.add(node.source, f"{owner_tag} gives no {name!r}.{did_you_mean(name, public)}")
+def _what(target: Any) -> str:
+    if inspect.isclass(target):
+        return "a class"
+    if inspect.isroutine(target):
+        return "a function"
+    return "a module" if isinstance(target, ModuleType) else f"a {type(target).__name__}"
 
 
 def _has_only_fields(made: Any) -> bool:
@@ -134,84 +186,3 @@ def _has_no_other_kind(returned: Any) -> bool:
 
 def _fields_of(made: type) -> set[str]:
     return {field.name for field in dataclasses.fields(made)} if dataclasses.is_dataclass(made) else set()
-
-
-def _check_new(name: str, node: Node, names: _Names, mistakes: Mistakes) -> None:
-    target = names.target(name)
-    if not inspect.isclass(target):
-        use = f"!apply:{name} calls it" if inspect.isroutine(target) else f"!name:{name} gives it"
-        mistakes.add(node.source, f"!new: makes an object of a class, but {name} is {_what(target)}; {use}.")
-    elif inspect.isabstract(target):
-        methods = ", ".join(sorted(target.__abstractmethods__))
-        mistakes.add(node.source, f"{name} is abstract: name a class that also defines {methods}.")
-    else:
-        _add_all(names.callee(name).check(node, partial=False), mistakes)
-
-
-def _check_apply(name: str, node: Node, names: _Names, mistakes: Mistakes) -> None:
-    target = names.target(name)
-    if inspect.isroutine(target):
-        _add_all(names.callee(name).check(node, partial=False), mistakes)
-    else:
-        use = f"!new:{name} makes an object of it" if inspect.isclass(target) else f"!name:{name} gives it"
-        mistakes.add(node.source, f"!apply: calls a function, but {name} is {_what(target)}; {use}.")
-
-
-def _check_member(node: Node, module: str, name: str, names: _Names, mistakes: Mistakes) -> None:
-    try:
-        owner = names.trust.module(module)
-    except ConfigError:  # told where the module itself is checked
-        return
-    try:
-        names.trust.attribute(owner, name)
-    except ConfigError as error:
-        mistakes.add(node.source, str(error))
-
-
-def _check_name(name: str, node: Node, names: _Names, mistakes: Mistakes) -> None:
-    target = names.target(name)
-    if inspect.isclass(target) or inspect.isroutine(target):
-        if _has_arguments(node):
-            _add_all(names.callee(name).check(node, partial=True), mistakes)
-    elif _has_arguments(node):
-        mistakes.add(node.source, f"only a class or function takes arguments, but {name} is {_what(target)}.")
-
-
-def _check_module(name: str, node: Node, names: _Names, mistakes: Mistakes) -> None:
-    names.trust.module(name)
-    if _has_arguments(node):
-        mistakes.add(node.source, f"!module:{name} takes no arguments.")
-
-
-def _check_applied_reference(name: str, node: Node, names: _Names, mistakes: Mistakes) -> None:
-    target = names.target(name)
-    if not inspect.isroutine(target):
-        mistakes.add(node.source, f"!applyref: calls a function, but {name} is {_what(target)}.")
-
-
-_CHECKS = {
-    "!new": _check_new,
-    "!apply": _check_apply,
-    "!name": _check_name,
-    "!module": _check_module,
-    "!applyref": _check_applied_reference,
-}
-
-
-def _has_arguments(node: Node) -> bool:
-    return not isinstance(node, Scalar | Unknown) and bool(node.items)
-
-
-def _add_all(found: Any, mistakes: Mistakes) -> None:
-    for source, text in found:
-        mistakes.add(source, text)
-        if len(mistakes) > _ENOUGH_MISTAKES:
-            return
-
-
-def _what(target: Any) -> str:
-    if inspect.isclass(target):
-        return "a class"
-    if inspect.isroutine(target):
-        return "a function"
-    return "a module" if isinstance(target, ModuleType) else f"a {type(target).__name__}"

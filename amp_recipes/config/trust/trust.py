@@ -16,7 +16,7 @@ import re
 import sys
 import sysconfig
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any
@@ -79,12 +79,8 @@ class Trust:
     """
 
     def __init__(self, packages: Iterable[str] = (), recipe_folders: Iterable[str | Path] = ()) -> None:
-        if isinstance(packages, str) or not isinstance(packages, Iterable):
-            raise ConfigError(f'trust is {packages!r}, but must be a list of names, such as trust=("sklearn",).')
         names, folders = [], []
-        for entry in packages:
-            if not isinstance(entry, str) or not entry:
-                raise ConfigError(f"trust must hold names of packages, modules or folders, but has {entry!r}.")
+        for entry in checked_entries(packages):
             if "/" in entry or entry.startswith("."):
                 folders.append(_existing_folder(entry))
             else:
@@ -429,6 +425,17 @@ def _parts_of(name: str) -> list[str]:
         if part.startswith("_") and (depth or part != "__main__"):
             raise NotTrusted(f"{name!r}: {part!r} begins with an underscore, which makes it private to Python code.")
     return parts
+
+
+def checked_entries(entries: Iterable[str]) -> tuple[str, ...]:
+    """The entries of a `trust`. Raises ConfigError where they are no texts."""
+    if isinstance(entries, str | Mapping) or not isinstance(entries, Iterable):
+        raise ConfigError(f'trust is {entries!r}, but must be a list of names, such as trust=("sklearn",).')
+    checked = tuple(entries)
+    for entry in checked:
+        if not isinstance(entry, str) or not entry:
+            raise ConfigError(f"trust must hold names of packages, modules or folders, but has {entry!r}.")
+    return checked
 
 
 def _existing_folder(entry: str) -> str:

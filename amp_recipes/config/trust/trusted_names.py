@@ -13,23 +13,16 @@ Nothing here bounds memory or time: a call with large arguments makes large valu
 from __future__ import annotations
 
 import builtins
-import collections
-import datetime
 import difflib
 import functools
 import inspect
 import math
-import operator
-import os
-import pathlib
-import random
-import string
+import pydoc
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.utils.parametrizations
 import torch.nn.utils.rnn
@@ -39,18 +32,6 @@ import torch.utils.data
 from torch import nn
 
 _UNBOUNDED = frozenset({"comb", "factorial", "perm", "prod"})
-_STANDARD_MODULES = {
-    "builtins": builtins,
-    "collections": collections,
-    "datetime": datetime,
-    "datetime.timezone": datetime.timezone,
-    "math": math,
-    "operator": operator,
-    "os.path": os.path,
-    "pathlib": pathlib,
-    "random": random,
-    "string": string,
-}
 STANDARD = {
     "builtins": """
         abs all any bool complex dict divmod enumerate float frozenset int len list max min range reversed round set
@@ -126,6 +107,7 @@ AMP_RECIPES = {
     "amp_recipes.loggers": "JsonlLogger ProgressLogger SummaryLogger make_loggers",
     "amp_recipes.precision": "AMPConfig TorchAutocast custom_bwd custom_fwd fwd_default_precision",
 }
+_AMP_RECIPES_NAMES = [f"{module}.{name}" for module, names in AMP_RECIPES.items() for name in names.split()]
 
 
 def key_of(value: Any) -> int:
@@ -137,7 +119,7 @@ def key_of(value: Any) -> int:
 def standard_objects() -> dict[str, Any]:
     """Every name of the standard library that a YAML may use, with its object; of builtins also the bare name."""
     found = {
-        f"{module}.{name}": getattr(_STANDARD_MODULES[module], name)
+        f"{module}.{name}": getattr(pydoc.locate(module), name)
         for module, names in STANDARD.items()
         for name in names.split()
     }
@@ -158,11 +140,12 @@ def _has_exchanged() -> bool:
 def _torch_objects(exchanged: bool) -> dict[str, Any]:
     found = _listed(TORCH)
     found |= {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-    found |= _classes(nn, nn.Module, "torch.nn.modules.")
-    found |= _classes(torch.optim, torch.optim.Optimizer, "torch.optim")
-    found |= _classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler, "torch.optim.lr_scheduler")
-    found |= _functions(nn.functional, {"torch.nn.functional", "torch._C._nn", "torch"})
-    found |= _functions(nn.init, {"torch.nn.init"})
+    found |= _public(nn, _is_class_of(nn.Module, "torch.nn.modules."))
+    found |= _public(torch.optim, _is_class_of(torch.optim.Optimizer, "torch.optim"))
+    schedulers = torch.optim.lr_scheduler
+    found |= _public(schedulers, _is_class_of(schedulers.LRScheduler, "torch.optim.lr_scheduler"))
+    found |= _public(nn.functional, _is_function_of("torch.nn.functional", "torch._C._nn", "torch"))
+    found |= _public(nn.init, _is_function_of("torch.nn.init"))
     return {name: value for name, value in found.items() if not inspect.ismodule(value) and name not in _NOT_OF_TORCH}
 
 
@@ -193,18 +176,16 @@ def walkable_modules() -> frozenset[str]:
 
     And `math`, of which nothing but numbers and functions of numbers can be had.
     """
-    names = [*torch_objects(), *(f"{module}.{name}" for module, names in AMP_RECIPES.items() for name in names.split())]
+    names = [*torch_objects(), *_AMP_RECIPES_NAMES]
     objects = [*torch_objects().values(), *amp_recipes_objects().values()]
     homes = {value.__module__ for value in objects if inspect.isclass(value) or inspect.isfunction(value)}
-    return frozenset(
-        {"math", *(name for name in parents([*names, *(f"{home}." for home in homes)]) if _is_of_lists(name))}
-    )
+    above = parents([*names, *(f"{home}." for home in homes)])
+    return frozenset({"math", *filter(_is_of_lists, above)})
 
 
 def listed_names() -> list[str]:
     """Every name that a YAML may use without being told to, also of amp_recipes' modules that are not imported."""
-    declared = [f"{module}.{name}" for module, names in AMP_RECIPES.items() for name in names.split()]
-    return [*torch_objects(), *declared, *standard_objects()]
+    return [*torch_objects(), *_AMP_RECIPES_NAMES, *standard_objects()]
 
 
 def nearest_listed(name: str, anywhere: bool = False) -> str:
@@ -241,38 +222,15 @@ def _listed(names: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def _classes(module: Any, base: type, home: str) -> dict[str, Any]:
-    return {
-        f"{module.__name__}.{name}": value
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and inspect.isclass(value)
-        and issubclass(value, base)
-        and value.__module__.startswith(home)
-    }
+def _public(module: Any, is_listed: Callable[[Any], bool]) -> dict[str, Any]:
+    """The public names of a module with their objects, as far as those are listed."""
+    found = {name: value for name, value in vars(module).items() if not name.startswith("_") and is_listed(value)}
+    return {f"{module.__name__}.{name}": value for name, value in found.items()}
 
 
-def _functions(module: Any, homes: set[str]) -> dict[str, Any]:
-    return {
-        f"{module.__name__}.{name}": value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and inspect.isroutine(value) and value.__module__ in homes
-    }
+def _is_class_of(base: type, home: str) -> Callable[[Any], bool]:
+    return lambda value: inspect.isclass(value) and issubclass(value, base) and value.__module__.startswith(home)
 
 
-# Values that hold no code: an attribute may be one, whatever object has it.
-VALUE_TYPES: tuple[type, ...] = (
-    np.ndarray,
-    np.generic,
-    torch.Tensor,
-    torch.Size,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    datetime.date,
-    datetime.time,
-    datetime.timedelta,
-    datetime.tzinfo,
-    pathlib.PurePath,
-)
+def _is_function_of(*homes: str) -> Callable[[Any], bool]:
+    return lambda value: inspect.isroutine(value) and value.__module__ in homes

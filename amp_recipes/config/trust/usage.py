@@ -70,7 +70,8 @@ def find_unread_keys(root: Mapping, folder: str, mistakes: Mistakes) -> tuple[st
 
 def _referred(root: Mapping) -> set[str]:
     """The keys that the YAML itself refers to."""
-    return {name for _, node in walk(root) if isinstance(node, Scalar) for name in _references(node)}
+    nodes = [node for _, node in walk(root) if isinstance(node, Scalar) and node.tag in REFERENCES]
+    return {name for node in nodes for name in _REFERENCE.findall(str(node.value))}
 
 
 def _is_public(key: Any) -> bool:
@@ -166,7 +167,3 @@ def _name_of(node: ast.AST) -> str:
 def _text(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
-
-
-def _references(node: Scalar) -> list[str]:
-    return _REFERENCE.findall(str(node.value)) if node.tag in REFERENCES else []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import functools
 import inspect
+import pathlib
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -12,9 +14,24 @@ import numpy as np
 import torch
 
 from amp_recipes.config.trust.late_building import LateClass
-from amp_recipes.config.trust.trusted_names import VALUE_TYPES
 
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
+# Values that hold no code: an attribute may be one, whatever object has it.
+_VALUE_TYPES: tuple[type, ...] = (
+    np.ndarray,
+    np.generic,
+    torch.Tensor,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    datetime.tzinfo,
+    pathlib.PurePath,
+)
 
 
 def subject_of(value: Any) -> Any:
@@ -31,7 +48,7 @@ def subject_of(value: Any) -> Any:
 def is_container(value: Any) -> bool:
     """Whether what a value holds decides about it. Not by isinstance: `__class__` can lie."""
     kind = type(value)
-    return kind in (dict, *_CONTAINERS) or issubclass(kind, VALUE_TYPES)
+    return kind in (dict, *_CONTAINERS) or issubclass(kind, _VALUE_TYPES)
 
 
 def held_by(value: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from amp_recipes.config.yaml.limits import NUMBER_BITS
-from amp_recipes.config.yaml.words import short
+from amp_recipes.config.yaml.mistakes import short
 from amp_recipes.errors import ConfigError
 
 CHARACTERS = 1_000  # of one formula
@@ -28,6 +28,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
+_NODES = (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant)
 _FORMULA = re.compile(r"(?:[0-9.eE_+*/%()\s-]|True|False)*")
 _PATH_SLASH = re.compile(r"(?<!/)/(?!/)(?:(?<!\s/)|(?!\s))")  # one slash without white space on both sides
 _NUMBER = re.compile(r"[0-9.e+-]{1,300}")
@@ -60,12 +61,14 @@ def evaluate(text: str) -> int | float | None:
             f"and {PARENTHESES} parentheses that are open at once."
         )
     try:
-        tree = ast.parse(text, mode="eval")
+        body = ast.parse(text, mode="eval").body
     except SyntaxError:
         return None
     except (RecursionError, MemoryError) as error:  # a thousand signs in a row
         raise ConfigError(f"{short(text)} is nested too deeply.") from error
-    return _result(tree.body, text)
+    nodes = list(ast.walk(body))
+    is_formula = "..." not in text and all(isinstance(node, _NODES) for node in nodes)
+    return _result(nodes, text) if is_formula else None
 
 
 def number_of(text: str) -> int | float | None:
@@ -85,27 +88,17 @@ def number_of(text: str) -> int | float | None:
     return None
 
 
-def _result(body: ast.expr, text: str) -> int | float | None:
-    # Without recursion: a sum of 500 terms is 500 levels deep.
-    nodes, pending = [], [body]
-    while pending:
-        node = pending.pop()
-        nodes.append(node)
-        if isinstance(node, ast.BinOp):
-            pending += [node.left, node.right]
-        elif isinstance(node, ast.UnaryOp):
-            pending.append(node.operand)
-        elif not isinstance(node, ast.Constant) or node.value is Ellipsis:
-            return None
-    values: dict[ast.expr, Any] = {}
+def _result(nodes: list[ast.AST], text: str) -> int | float:
+    values: dict[ast.AST, Any] = {}
+    # Operands first, and without recursion: a sum of 500 terms is 500 levels deep.
     for node in reversed(nodes):
         if isinstance(node, ast.BinOp):
             values[node] = _apply(node.op, [values[node.left], values[node.right]], text)
         elif isinstance(node, ast.UnaryOp):
             values[node] = _apply(node.op, [values[node.operand]], text)
-        else:
+        elif isinstance(node, ast.Constant):
             values[node] = _bounded(node.value, text)
-    return values[body]
+    return values[nodes[0]]
 
 
 def _apply(symbol: ast.AST, operands: list[Any], text: str) -> int | float:

@@ -52,10 +52,9 @@ class _Including:
         self.folders = [config_root, *map(os.path.realpath, trusted_folders)]
         self.mistakes = mistakes
         self.budget = budget
-        # By id; the nodes are kept, so that no other node gets the id of one that was dropped.
-        self.seen: dict[int, Node] = {}
-        self.included: dict[int, tuple[Node, Node]] = {}
-        self.scopes: dict[int, Mapping] = {}  # mappings in which references look up their `<key>`
+        self.seen: set[Node] = set()
+        self.included: dict[Node, Node] = {}
+        self.scopes: set[Mapping] = set()  # mappings in which references look up their `<key>`
 
     def expand(self, node: Node, chain: _Chain, path: KeyPath) -> None:
         """Replace each include below `node`, which stands at `path` in the last file of `chain`."""
@@ -68,21 +67,19 @@ class _Including:
             below = []
             for key, child in nodes:
                 child_path = (*path, str(key))
-                if _is_include(child):
+                if child.tag.startswith(INCLUDE) and not isinstance(child, Unknown):
                     parent.items[key] = self._root_for(child, chain, child_path)  # type: ignore[union-attr]
-                elif id(child) not in self.seen:
-                    self.seen[id(child)] = child
+                elif child not in self.seen:
+                    self.seen.add(child)
                     below.append((child, child_path))
             pending += reversed(below)
 
     def _root_for(self, node: Node, chain: _Chain, path: KeyPath) -> Node:
         """What comes in the place of an include; an alias of it gets the same."""
-        if id(node) not in self.included:
-            self.included[id(node)] = node, Unknown(node.tag, node.source)
-            root = self._read(node, chain, path)
-            if root is not None:
-                self.included[id(node)] = node, root
-        return self.included[id(node)][1]
+        if node not in self.included:
+            self.included[node] = Unknown(node.tag, node.source)
+            self.included[node] = self._read(node, chain, path) or self.included[node]
+        return self.included[node]
 
     def _read(self, node: Node, chain: _Chain, path: KeyPath) -> Mapping | None:
         self.budget.take_file(node.source)  # before going deeper: it bounds how deep that is
@@ -92,7 +89,7 @@ class _Including:
         root = None if file is None else read_file(file, self.mistakes, self.budget, node.source)
         if file is None or root is None:
             return None
-        self.scopes[id(root)] = root
+        self.scopes.add(root)
         if isinstance(node, Mapping):
             # Before the file's own includes: a value given here may take the place of one, or go into its file.
             self._merge(root, node, path)
@@ -145,7 +142,8 @@ class _Including:
             self._move_scope(given, target)
             for key, value in given.items.items():
                 old = target.items.get(key)
-                value = _keys_of_reference(value) if _holds_keys(old) else value
+                if isinstance(old, Mapping) or (old is not None and _is_call_without_arguments(old)):
+                    value = _keys_of_reference(value)
                 if isinstance(old, Mapping) and isinstance(value, Mapping) and value.tag in ("", old.tag):
                     pending.append((old, value, (*path, str(key))))
                 else:
@@ -178,8 +176,9 @@ class _Including:
 
     def _move_scope(self, old: Mapping, new: Mapping) -> None:
         """Let the references of a file whose root goes into another mapping follow what is given to that one."""
-        if self.scopes.pop(id(old), None) is not None:
-            self.scopes[id(new)] = new
+        if old in self.scopes:
+            self.scopes.remove(old)
+            self.scopes.add(new)
             for _, node in walk(old):
                 if isinstance(node, Scalar) and node.scope is old:
                     node.scope = new
@@ -198,17 +197,9 @@ def _put(target: Mapping, key: Key, value: Node, given: Mapping) -> None:
         target.comments[key] = given.comments[key]
 
 
-def _is_include(node: Node) -> bool:
-    return node.tag.startswith(INCLUDE) and not isinstance(node, Unknown)
-
-
 def _is_call_without_arguments(node: Node) -> bool:
     """`!new:X` or `!include:FILE` with nothing behind it: it may be given arguments, or values."""
     return isinstance(node, Scalar) and ":" in node.tag and node.value in (None, "")
-
-
-def _holds_keys(node: Node | None) -> bool:
-    return isinstance(node, Mapping) or (node is not None and _is_call_without_arguments(node))
 
 
 def _holds_nothing(node: Node) -> bool:

@@ -27,7 +27,7 @@ class LimitError(ConfigError):
 
 @dataclass
 class Budget:
-    """What is left of the limits that hold over all files of one load."""
+    """What is left of the limits that hold over all files of one load. Each method raises LimitError beyond one."""
 
     nodes: int = NODES
     files: int = INCLUDED_FILES
@@ -35,25 +35,25 @@ class Budget:
     formula_characters: int = FORMULA_CHARACTERS
 
     def take_nodes(self, count: int, where: object) -> None:
-        """Count nodes. Raises LimitError when there are more than NODES of them."""
+        """Count keys and values."""
         self.nodes -= count
         if self.nodes < 0:
             raise LimitError(f"{where}: the YAML has more than {NODES:,} keys and values; put data into a data file.")
 
     def take_file(self, where: object) -> None:
-        """Count a file that is included. Raises LimitError when there are more than INCLUDED_FILES of them."""
+        """Count a file that is included."""
         self.files -= 1
         if self.files < 0:
             raise LimitError(f"{where}: more than {INCLUDED_FILES} files are included.")
 
     def take_characters(self, count: int, where: object) -> None:
-        """Count text before it is read. Raises LimitError when all files have more than CHARACTERS."""
+        """Count text before it is read."""
         self.characters -= count
         if self.characters < 0:
             raise LimitError(f"{where}: all files together have more than {CHARACTERS:,} characters; include fewer.")
 
     def take_formula(self, count: int, where: object) -> None:
-        """Count the characters of a formula. Raises LimitError when all have more than FORMULA_CHARACTERS."""
+        """Count the characters of a formula."""
         self.formula_characters -= count
         if self.formula_characters < 0:
             raise LimitError(f"{where}: more than {FORMULA_CHARACTERS:,} characters of arithmetic; compute in Python.")

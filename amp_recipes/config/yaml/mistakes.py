@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _TOLD = 100  # mistakes in one message
 _COMPARED_CHARACTERS, _COMPARED_NAMES = 200, 3_000
+_SHOWN_CHARACTERS = 80
 
 
 @contextmanager
@@ -65,6 +64,25 @@ def join_mistakes(mistakes: list[str], where: str) -> str:
     return "\n  ".join([f"{len(mistakes)} mistakes in {printable(where)}:", *told, *more])
 
 
+def one_line(text: str) -> str:
+    """`text` with an escape for each character that does not just show, such as those that a terminal obeys."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 def printable(text: str) -> str:
-    """`text` with what a terminal would obey, and what turns the direction of writing, as escapes."""
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    """`one_line` of each line of `text`."""
+    return "\n".join(map(one_line, text.split("\n")))
+
+
+def short(text: str, characters: int = _SHOWN_CHARACTERS) -> str:
+    """Text for a message: in one line, cut where it is long."""
+    line = one_line(text[: characters + 1])
+    return line if len(line) <= characters else f"{line[: characters - 3]}..."
+
+
+def shown(value: Any, characters: int = _SHOWN_CHARACTERS) -> str:
+    """A value for a message: short, whatever it is."""
+    try:
+        return short(repr(value), characters)
+    except Exception:  # of an object that somebody else wrote, or an int too long for text
+        return f"a {type(value).__name__}"

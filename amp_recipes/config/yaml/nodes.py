@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeGuard
@@ -115,18 +116,17 @@ def children(node: Node) -> list[tuple[Key, Node]]:
 
 def walk(root: Node) -> Iterator[tuple[KeyPath, Node]]:
     """Every node below `root` with its path, in the order of the file; a node that several keys share comes once."""
-    seen: set[int] = {id(root)}
+    seen: set[Node] = {root}
     pending: list[tuple[KeyPath, Node]] = [((), root)]
     while pending:
         path, node = pending.pop()
         if path:
             yield path, node
-        below = [((*path, str(key)), child) for key, child in children(node) if id(child) not in seen]
         fresh = []
-        for child_path, child in below:
-            if id(child) not in seen:
-                seen.add(id(child))
-                fresh.append((child_path, child))
+        for key, child in children(node):
+            if child not in seen:
+                seen.add(child)
+                fresh.append(((*path, str(key)), child))
         pending += reversed(fresh)
 
 
@@ -142,6 +142,15 @@ def plain_data(node: Node) -> Any:
     if isinstance(node, Mapping):
         return dict(zip(node.items, values, strict=True))
     return tuple(values) if node.tag == TUPLE else values
+
+
+def scalar_text(value: Any) -> str:
+    """A plain value other than text, as a YAML has it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    return repr(value).replace("inf", ".inf").replace("nan", ".nan")
 
 
 def dotted(path: KeyPath) -> str:

@@ -13,7 +13,9 @@ from typing import Any
 from amp_recipes.config.options.other_names import instead_of
 from amp_recipes.config.options.run_options import OPTION_NAMES
 from amp_recipes.config.yaml.limits import DEPTH, NUMBER_BITS, TEXT_CHARACTERS, Budget
+from amp_recipes.config.yaml.mistakes import shown
 from amp_recipes.config.yaml.nodes import (
+    NOT_PLAIN,
     Key,
     KeyPath,
     Mapping,
@@ -27,6 +29,7 @@ from amp_recipes.config.yaml.nodes import (
     dotted,
     is_plain_mapping,
     is_plain_sequence,
+    scalar_text,
 )
 from amp_recipes.config.yaml.reading import read_text
 from amp_recipes.config.yaml.tags import PLACEHOLDER, REFERENCES, TUPLE
@@ -40,9 +43,7 @@ _SUGGESTED_KEYS = 1_000
 _SUGGESTED_ITEMS = 10  # of one list
 _SUGGESTED_LEAVES = 100  # keys of the same last part
 _SUGGESTIONS = 10
-_SHOWN_CHARACTERS = 80
 _NAME_CHARACTERS = 200
-_NOT_PLAIN = object()
 _KeyTypes = str | int | float | None
 
 
@@ -167,7 +168,7 @@ class _Overriding:
             self.below(old, value, path, where)
         elif not isinstance(old, Unknown):  # of those nothing is known, and a mistake is told already
             given = self._name((*path, *map(str, list(value)[:1])))
-            written = f"{old.tag} {old.value}".strip() if old.tag else _shown(old.value)
+            written = f"{old.tag} {old.value}".strip() if old.tag else shown(old.value)
             known = "; override what it refers to" if old.tag in REFERENCES else ", which has no keys"
             self.mistakes.add(self.source, f"{given}: {_standing(path, where)} is {written}{known}.")
 
@@ -213,11 +214,11 @@ def _nearest_of(wanted: str, names: list[str]) -> str:
 def _wrong_replacement(old: Node, value: Any, where: Source) -> str:
     """Why a value cannot replace what stands at the line `where`; empty if it can."""
     if old.tag.startswith(_OBJECTS) and not (value is None or value is False):
-        text = f"replaces the {old.tag} at {_line(where)} by {_shown(value)}, and plain data is no object"
+        text = f"replaces the {old.tag} at {_line(where)} by {shown(value)}, and plain data is no object"
         return f"{text}; null or false leaves it out."
     if isinstance(old, Sequence) and isinstance(value, str) and re.fullmatch(r"\(.*\)", value):
         # On a command line this is text, which no call that wants two numbers would understand.
-        return f"is the text {_shown(value)}, but replaces the list at {_line(where)}; expected a list, [1, 2]."
+        return f"is the text {shown(value)}, but replaces the list at {_line(where)}; expected a list, [1, 2]."
     return ""
 
 
@@ -260,7 +261,7 @@ def _node(value: Any, source: Source, mistakes: Mistakes, name: str, budget: Bud
     keys = _plain_keys(value)
     wrong = [key for key in keys if not isinstance(key, _KeyTypes)]
     if wrong:
-        mistakes.add(source, f"{name} has the key {_shown(wrong[0])}; expected a string, a number, true or false.")
+        mistakes.add(source, f"{name} has the key {shown(wrong[0])}; expected a string, a number, true or false.")
         return None
     if depth >= DEPTH:
         mistakes.add(source, f"{name} goes down more than {DEPTH} levels.")
@@ -283,26 +284,24 @@ def _plain_keys(value: AnyMapping[Any, Any] | list[Any] | tuple[Any, ...]) -> li
     if not isinstance(value, AnyMapping):
         return list(range(len(value)))
     plain = [_scalar_value(key) for key in value]
-    return [key if found is _NOT_PLAIN else found for key, found in zip(value, plain, strict=True)]
+    return [key if found is NOT_PLAIN else found for key, found in zip(value, plain, strict=True)]
 
 
 def _scalar_node(value: Any, source: Source, mistakes: Mistakes, name: str) -> Scalar | None:
     plain = _scalar_value(value)
-    if plain is _NOT_PLAIN:
-        mistakes.add(source, f"{name} is {_shown(value)}, a {type(value).__name__}; expected {_PLAIN_VALUES}.")
+    if plain is NOT_PLAIN:
+        mistakes.add(source, f"{name} is {shown(value)}, a {type(value).__name__}; expected {_PLAIN_VALUES}.")
     elif isinstance(plain, str) and (wrong := _wrong_text(plain)):
         mistakes.add(source, f"{name} {wrong}.")
     elif isinstance(plain, int) and plain.bit_length() > NUMBER_BITS:
         mistakes.add(source, f"{name} has {plain.bit_length():,} bits; a whole number has at most {NUMBER_BITS:,}.")
     else:
-        words = {None: "null", True: "true", False: "false"}
-        text = words[plain] if plain is None or isinstance(plain, bool) else str(plain)
-        return Scalar("", plain, source, text)
+        return Scalar("", plain, source, plain if isinstance(plain, str) else scalar_text(plain))
     return None
 
 
 def _scalar_value(value: Any) -> Any:
-    """A single value as Python's own type; `_NOT_PLAIN` for every other object."""
+    """A single value as Python's own type; `NOT_PLAIN` for every other object."""
     if value is None or isinstance(value, bool) or type(value) in (datetime.date, datetime.datetime):
         return value
     if isinstance(value, os.PathLike):
@@ -312,7 +311,7 @@ def _scalar_value(value: Any) -> Any:
         return str.__str__(value)
     if isinstance(value, int):
         return int.__int__(value)
-    return float.__float__(value) if isinstance(value, float) else _NOT_PLAIN
+    return float.__float__(value) if isinstance(value, float) else NOT_PLAIN
 
 
 def _wrong_text(text: str) -> str:
@@ -321,7 +320,7 @@ def _wrong_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return f"is {_shown(text)}, which holds a byte that is not UTF-8"
+        return f"is {shown(text)}, which holds a byte that is not UTF-8"
     return ""
 
 
@@ -362,13 +361,4 @@ def _plain_spelling(name: str) -> str:
 
 
 def _no_mapping(values: Any) -> str:
-    return f"overrides must be a mapping of keys to values, but are {_shown(values)}."
-
-
-def _shown(value: Any) -> str:
-    """A value for a message: short, whatever it is."""
-    try:
-        text = repr(value)
-    except Exception:  # of an object that somebody else wrote, or an int too long for text
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    return f"overrides must be a mapping of keys to values, but are {shown(values)}."

@@ -24,10 +24,10 @@ from ruamel.yaml.reader import Reader
 from ruamel.yaml.scanner import Scanner
 
 from amp_recipes.config.yaml.limits import DEPTH, FILE_BYTES, NUMBER_BITS, TEXT_CHARACTERS, Budget, LimitError
-from amp_recipes.config.yaml.mistakes import did_you_mean
+from amp_recipes.config.yaml.mistakes import did_you_mean, short
 from amp_recipes.config.yaml.nodes import Mapping, Mistakes, Node, Scalar, Sequence, Source, is_plain_mapping
 from amp_recipes.config.yaml.tags import REFERENCES, TUPLE
-from amp_recipes.config.yaml.words import SCALARS, STANDARD, TUPLE_TEXT, begins_as_a_tag, explain, short, wrong_tag
+from amp_recipes.config.yaml.words import SCALARS, STANDARD, TUPLE_TEXT, begins_as_a_tag, explain, wrong_tag
 from amp_recipes.errors import ConfigError
 
 _LINE_BREAK = re.compile(r"\r\n|\n|\r")
@@ -400,7 +400,7 @@ def _text_of(path: str, mistakes: Mistakes, where: Source) -> str | None:
     """What stands in a regular file, as text."""
     try:
         # Without O_NONBLOCK, opening a named pipe waits for whoever writes into it.
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as stream:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 mistakes.add(where, f"{path} cannot be read: it is no regular file.")
                 return None

@@ -29,7 +29,7 @@ from amp_recipes.config.yaml.limits import (
     Budget,
     LimitError,
 )
-from amp_recipes.config.yaml.mistakes import did_you_mean, printable
+from amp_recipes.config.yaml.mistakes import did_you_mean, printable, short
 from amp_recipes.config.yaml.nodes import (
     NOT_PLAIN,
     Key,
@@ -50,7 +50,6 @@ from amp_recipes.config.yaml.nodes import (
 from amp_recipes.config.yaml.overriding import to_nodes
 from amp_recipes.config.yaml.reading import read_tuple
 from amp_recipes.config.yaml.tags import APPLYREF, ATTRIBUTE, COPY, INCLUDE, PLACEHOLDER, REF, REFERENCES, TUPLE
-from amp_recipes.config.yaml.words import short
 from amp_recipes.errors import AmpRecipesError, ConfigError
 
 Call = Callable[[str, list[Any], dict[str, Any]], Any]

@@ -7,6 +7,7 @@ import re
 
 from ruamel.yaml.error import MarkedYAMLError, StringMark
 
+from amp_recipes.config.yaml.mistakes import short
 from amp_recipes.config.yaml.tags import CALLS, INCLUDE, PLACEHOLDER, REFERENCES, TAGS, TUPLE
 
 STANDARD = "tag:yaml.org,2002:"
@@ -18,13 +19,6 @@ _INSTEAD = {"object/apply": "!apply:", "object/new": "!new:", "name": "!name:", 
 _WORDS = {tag.strip("!:").lower(): tag for tag in TAGS}
 _BEFORE_A_WORD = re.compile(rf"(?:{'|'.join(_WORDS)})\b", re.IGNORECASE)
 _IN_FLOW = re.compile(r"[],[]")  # YAML takes these for a part of a tag that they follow
-_SHOWN_CHARACTERS = 80
-
-
-def short(text: str) -> str:
-    """Text for a message: in one line, cut where it is long."""
-    text = text if text.isprintable() else repr(text)[1:-1]
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
 def begins_as_a_tag(text: str) -> bool:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
+from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.config.yaml.nodes import (
     Key,
     KeyPath,
@@ -19,6 +20,8 @@ from amp_recipes.config.yaml.nodes import (
     Unknown,
     children,
     is_plain_scalar,
+    scalar_text,
+    walk,
 )
 from amp_recipes.config.yaml.reading import plain_value
 from amp_recipes.config.yaml.tags import TUPLE
@@ -45,7 +48,7 @@ def to_yaml(root: Mapping, header: Iterable[str] = ()) -> str:
 
     header: lines of comment above it.
     """
-    comments = [f"# {_printable(line)}".rstrip() for text in header for line in text.splitlines() or [""]]
+    comments = [f"# {one_line(line)}".rstrip() for text in header for line in text.splitlines() or [""]]
     return "\n".join([*comments, *(line for line, _ in _document(root)), ""])
 
 
@@ -58,7 +61,7 @@ def with_sources(root: Mapping, source_of: Callable[[KeyPath], str]) -> str:
             columns[path[:-1]] = max(len(line), columns.get(path[:-1], 0))
     shown = []
     for line, path in lines:
-        source = _printable(source_of(path)) if path else ""
+        source = one_line(source_of(path)) if path else ""
         shown.append(f"{line:<{columns.get(path[:-1], 0)}}  # {source}" if path and source else line)
     return "\n".join([*shown, ""])
 
@@ -72,14 +75,9 @@ class _Writer:
     """One text in the making; it knows which nodes are shared, and which of these were already written."""
 
     def __init__(self, root: Mapping) -> None:
-        self._uses: Counter[int] = Counter()
-        self._anchors: dict[int, str] = {}
-        pending: list[Node] = [root]
-        while pending:
-            node = pending.pop()
-            self._uses[id(node)] += 1
-            if self._uses[id(node)] == 1:
-                pending += [child for _, child in children(node)]
+        nodes = [root, *(node for _, node in walk(root))]
+        self._uses = Counter(child for node in nodes for _, child in children(node))
+        self._anchors: dict[Node, str] = {}
 
     def keys(self, mapping: Mapping, path: KeyPath, indent: str) -> Iterator[_Line]:
         """The lines of a mapping's keys."""
@@ -106,8 +104,8 @@ class _Writer:
 
     def _value(self, node: Node, path: KeyPath, indent: str) -> tuple[str, Iterable[_Line]]:
         """What stands on the line of a key or dash, and the lines below it."""
-        if id(node) in self._anchors:
-            return f"*{self._anchors[id(node)]}", ()
+        if node in self._anchors:
+            return f"*{self._anchors[node]}", ()
         marks = self._marks(node)
         if isinstance(node, Unknown):
             return f"null  # (known after {node.tag} is called)", ()
@@ -138,21 +136,16 @@ class _Writer:
 
     def _fits_on_a_line(self, sequence: Sequence) -> bool:
         """Whether all below is plain data that stands nowhere else: no call, no tuple, nothing shared."""
-        pending = list(sequence.items)
-        while pending:
-            node = pending.pop()
-            is_shared = self._uses[id(node)] > 1 and not isinstance(node, Scalar)
-            if node.tag or is_shared or isinstance(node, Unknown):
-                return False
-            pending += [child for _, child in children(node)]
-        return True
+        below = [node for _, node in walk(sequence)]
+        is_shared = any(self._uses[node] > 1 and not isinstance(node, Scalar) for node in below)
+        return not is_shared and not any(node.tag or isinstance(node, Unknown) for node in below)
 
     def _marks(self, node: Node) -> list[str]:
         """The anchor of a shared node, which it gets here, and the tag."""
         marks = []
-        if self._uses[id(node)] > 1 and (node.tag or not isinstance(node, Scalar)):
-            self._anchors[id(node)] = f"shared{len(self._anchors) + 1}"  # not id001: ruamel gives such names again
-            marks.append(f"&{self._anchors[id(node)]}")
+        if self._uses[node] > 1 and (node.tag or not isinstance(node, Scalar)):
+            self._anchors[node] = f"shared{len(self._anchors) + 1}"  # not id001: ruamel gives such names again
+            marks.append(f"&{self._anchors[node]}")
         return [*marks, _tag(node.tag)] if node.tag else marks
 
 
@@ -176,11 +169,7 @@ def _plain_text(value: Key | datetime.date, quoted: bool = False) -> str:
         return _text(value, quoted)
     if isinstance(value, float):
         return _float(value)
-    if isinstance(value, datetime.date):
-        return value.isoformat()
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value)
+    return scalar_text(value)
 
 
 def _text(value: str, quoted: bool) -> str:
@@ -202,9 +191,7 @@ def _is_text(text: str) -> bool:
 
 def _float(value: float) -> str:
     """A float that YAML 1.1 and 1.2, and HyperPyYAML, read as exactly this one."""
-    text = repr(value)
-    if text.lstrip("-") in ("inf", "nan"):
-        return text.replace("inf", ".inf").replace("nan", ".nan")
+    text = scalar_text(value)
     mantissa, exponent, power = text.partition("e")
     if not exponent:
         return text
@@ -230,10 +217,6 @@ def _tuple(node: Sequence) -> str:
     text = f"({inside})"
     ends = re.search(r":(?:\s|$)|\s#", text)  # what would end unquoted text
     return f"{TUPLE} {_plain_text(text, quoted=True)}" if ends else text
-
-
-def _printable(comment: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in comment)
 
 
 def _tag(tag: str) -> str:

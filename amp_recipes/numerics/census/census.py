@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,10 +22,9 @@ from amp_recipes.numerics.census.rows import (
     OpCount,
     RoundTripCount,
 )
-from amp_recipes.numerics.census.watch import CensusWatch, Tally
-from amp_recipes.numerics.trial import Outcome, Trial, Window
+from amp_recipes.numerics.census.watch import CensusWatch, Tally, scripted
+from amp_recipes.numerics.trial import Outcome, Trial, Window, now
 from amp_recipes.numerics.watch.observe import dtype_name
-from amp_recipes.numerics.watch.op_kinds import OpKind
 from amp_recipes.precision import decorated_modules, pinned_modules
 from amp_recipes.precision.torch_private import has_kernel, is_dispatch_key
 
@@ -81,13 +81,13 @@ def pins_hold(census: Census, names: Iterable[str]) -> list[dict[str, str]]:
         elif name not in census.called:
             violations.append({"module": name, "reason": "it was not called as a module, so its ops are not known"})
         for row in census.ops:
-            if row.counts_as_low and _inside(row.module, name):
+            if row.counts_as_low and lies_in(row.module, name):
                 reason = f"{row.op} ran in {row.low} in the {row.phase}, {row.calls} times"
                 violations.append({"module": row.module, "reason": reason})
     return violations
 
 
-def _inside(module: str, name: str) -> bool:
+def lies_in(module: str, name: str) -> bool:
     """Whether a module is the named one or below it."""
     return module == name or (module.startswith(f"{name}." if name else "") and module[:1] != "<")
 
@@ -106,9 +106,8 @@ def census_of(
         cancelling=_cancelling(watch),
         pins=list(dict.fromkeys([*standing, *decorated_modules(modules)])),
     )
-    scripts = {name for name, module in modules.named_modules() if isinstance(module, torch.jit.ScriptModule)}
     if census.dtype in LOW:
-        census.meant_low = _meant_low(census, scripts, device_type)
+        census.meant_low = _meant_low(census, scripted(modules), device_type)
     census.meant_fp32 = _meant_fp32(census)
     return census
 
@@ -117,38 +116,29 @@ def _meant_fp32(census: Census) -> list[Misplaced]:
     """Ops that ran low inside of pinned modules."""
     reason = "inside a module that is pinned to float32"
     low = [row for row in census.ops if row.counts_as_low]
-    pinned = [row for row in low if any(_inside(row.module, name) for name in census.pins)]
+    pinned = [row for row in low if any(lies_in(row.module, name) for name in census.pins)]
     return [Misplaced(row.module, row.phase, row.op, row.low, row.calls, reason) for row in pinned]
 
 
 def _ops(watch: CensusWatch) -> list[OpCount]:
-    tallies: dict[tuple[Any, ...], Tally] = {}
-    kinds: dict[tuple[Any, ...], OpKind] = {}
+    tallies: defaultdict[tuple[Any, ...], Tally] = defaultdict(Tally)
     for (place, signature), calls in watch.counts.items():
-        row = (*place, signature.kind.name, signature.inputs, signature.outputs)
-        tallies.setdefault(row, Tally()).add(signature.moved * calls, calls)
-        kinds.setdefault(row, signature.kind)
-    return [
-        OpCount(
-            *(module, phase, op, _names(inputs), _names(outputs), tally.calls, tally.bytes),
-            doing=kinds[row].doing,
-            writes_into=kinds[row].writes_into,
-            is_product=kinds[row].is_product,
-        )
-        for row, tally in tallies.items()
-        for module, phase, op, inputs, outputs in [row]
-    ]
+        kind = signature.kind
+        traits = (kind.doing, kind.writes_into, kind.is_product)
+        row = (*place, kind.name, _names(signature.inputs), _names(signature.outputs), *traits)
+        tallies[row].add(signature.moved * calls, calls)
+    return [OpCount(*row[:5], tally.calls, tally.bytes, *row[5:]) for row, tally in tallies.items()]
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> tuple[str, ...]:
-    return tuple([dtype_name(it) for it in dtypes])
+    return tuple(map(dtype_name, dtypes))
 
 
 def _casts(watch: CensusWatch) -> list[CastCount]:
-    tallies: dict[tuple[Any, ...], Tally] = {}
+    tallies: defaultdict[tuple[Any, ...], Tally] = defaultdict(Tally)
     for key, tally in watch.casts.items():
         row = (*key.place, key.by, dtype_name(key.from_), dtype_name(key.to), key.line)
-        tallies.setdefault(row, Tally()).add(tally.bytes, tally.calls)
+        tallies[row].add(tally.bytes, tally.calls)
     return [CastCount(*row[:5], tally.calls, tally.bytes, row[5]) for row, tally in tallies.items()]
 
 
@@ -192,7 +182,7 @@ def _why_wide(row: OpCount, pins: Sequence[str], scripts: set[str], device_type:
     base = row.op.rpartition("::")[2].rstrip("_")
     if row.module in scripts:
         return "in TorchScript"
-    if any(_inside(row.module, name) for name in pins):
+    if any(lies_in(row.module, name) for name in pins):
         return PINNED
     if "float64" in row.inputs:
         return "takes float64, which autocast leaves as it is"
@@ -246,29 +236,20 @@ def _weight_casts(watch: CensusWatch) -> Tally:
 
 def _cast_seconds(watch: CensusWatch, device: torch.device) -> float:
     """What the casts take when each is run alone, on dense memory; beyond the largest kinds, by their bytes."""
-    kinds = [
-        (elements * (from_.itemsize + to.itemsize) * calls, calls, elements, from_, to)
+    moved = {
+        (elements, from_, to): elements * (from_.itemsize + to.itemsize) * calls
         for (elements, from_, to), calls in watch.cast_sizes.items()
-    ]
-    kinds.sort(key=lambda kind: -kind[0])
-    seconds = moved = 0.0
-    for bytes_, calls, elements, from_, to in kinds[:_MOST_TIMED]:
-        seconds += calls * _seconds_of_cast(device, elements, from_, to)
-        moved += bytes_
-    total = sum(kind[0] for kind in kinds)
-    return seconds * total / moved if moved else 0.0
+    }
+    timed = heapq.nlargest(_MOST_TIMED, moved, key=lambda kind: moved[kind])
+    seconds = sum(watch.cast_sizes[kind] * _seconds_of_cast(device, *kind) for kind in timed)
+    timed_bytes = sum(moved[kind] for kind in timed)
+    return seconds * sum(moved.values()) / timed_bytes if timed_bytes else 0.0
 
 
 def _seconds_of_cast(device: torch.device, elements: int, from_: torch.dtype, to: torch.dtype) -> float:
     tensor = torch.zeros(elements, dtype=from_, device=device)
     tensor.to(to)
-    began = _now(device)
+    began = now(device)
     for _ in range(_TIMES):
         tensor.to(to)
-    return (_now(device) - began) / _TIMES
-
-
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
+    return (now(device) - began) / _TIMES

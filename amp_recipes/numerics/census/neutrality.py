@@ -23,9 +23,7 @@ def same_bits(outcome: Outcome, other: Outcome) -> bool:
         return False
     pairs = [*zip(outcome.losses, other.losses, strict=True)]
     pairs += [(gradient, other.gradients[name]) for name, gradient in outcome.gradients.items()]
-    return all(
-        one.dtype == two.dtype and one.shape == two.shape and torch.equal(_bits(one), _bits(two)) for one, two in pairs
-    )
+    return all(one.dtype == two.dtype and torch.equal(_bits(one), _bits(two)) for one, two in pairs)
 
 
 def differing_modules(
@@ -44,7 +42,7 @@ def differing_modules(
     for (name, before), (_, after) in zip(bare.seen, watched.seen, strict=False):
         if name in found or len(before) != len(after):
             continue
-        for (dtype_before, *_rest, bits), (dtype_after, *_, other_bits) in zip(before, after, strict=True):
+        for (dtype_before, bits), (dtype_after, other_bits) in zip(before, after, strict=True):
             if dtype_before is not dtype_after:
                 found[name] = f"{name} ({dtype_name(dtype_before)} -> {dtype_name(dtype_after)})"
             elif bits is not None and int(bits) != int(other_bits):
@@ -53,11 +51,11 @@ def differing_modules(
 
 
 class _Outputs:
-    """Within its `with`, notes what each module's call returned: dtypes, shapes, and a sum over the bits."""
+    """Within its `with`, notes what each module's call returned: dtypes, and a sum over the bits."""
 
     def __init__(self, modules: nn.Module) -> None:
         self._names = {module: name for name, module in modules.named_modules()}
-        self.seen: list[tuple[str, list[tuple[torch.dtype, torch.Size, torch.Tensor | None]]]] = []
+        self.seen: list[tuple[str, list[tuple[torch.dtype, torch.Tensor | None]]]] = []
 
     def __enter__(self) -> _Outputs:
         self._hook = register_module_forward_hook(self._note)
@@ -68,7 +66,7 @@ class _Outputs:
 
     def _note(self, module: nn.Module, _: Any, output: Any) -> None:
         with without_modes(), torch.no_grad():
-            told = [(it.dtype, it.shape, _sum_of_bits(it)) for it in tensors_in(output)]
+            told = [(tensor.dtype, _sum_of_bits(tensor)) for tensor in tensors_in(output)]
         self.seen.append((self._names.get(module, f"<{type(module).__name__}>"), told))
 
 
@@ -82,4 +80,4 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory as integers."""
     tensor = tensor.detach()
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return tensor.resolve_neg().contiguous().reshape(-1).view(_INTEGERS[tensor.itemsize])
+    return tensor.resolve_neg().contiguous().view(_INTEGERS[tensor.itemsize])

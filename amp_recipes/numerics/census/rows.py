@@ -1,4 +1,4 @@
-"""Holds the counts of a census: ops and casts by module and phase, what is amiss with them, and their table."""
+"""Holds the counts of a census: ops and casts by module and phase, and what is amiss with them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from amp_recipes.numerics.watch.op_kinds import Doing
 
 # Below float32, by name.
 LOW = frozenset(
-    dtype_name(it)
-    for it in vars(torch).values()
-    if isinstance(it, torch.dtype) and it.is_floating_point and it.itemsize < torch.float32.itemsize
+    dtype_name(value)
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize < torch.float32.itemsize
 )
-_ROOT = "the root"
 PINNED = "pinned"  # the reason of a product that ran wide, as was asked
 
 
@@ -43,12 +42,17 @@ class OpCount:
     @property
     def low(self) -> str | None:
         """The first dtype below float32 that it took or gave."""
-        return next((it for it in (*self.inputs, *self.outputs) if it in LOW), None)
+        return next((dtype for dtype in (*self.inputs, *self.outputs) if dtype in LOW), None)
 
     @property
     def counts_as_low(self) -> bool:
         """Whether it did more in a low dtype than name, cast or copy values, or write constants."""
         return self.low is not None and self.doing in ("compute", "move")
+
+    def as_dict(self) -> dict[str, Any]:
+        """As in `diagnosis.json`."""
+        told = {name: getattr(self, name) for name in ("module", "phase", "op", "calls")}
+        return told | {"inputs": list(self.inputs), "outputs": list(self.outputs)}
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,11 @@ class CastCount:
     calls: int
     bytes: int
     line: Line | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As in `diagnosis.json`."""
+        told = {name.rstrip("_"): value for name, value in vars(self).items()}
+        return told | {"line": None if self.line is None else str(self.line)}
 
 
 @dataclass(frozen=True)
@@ -180,37 +189,15 @@ class Census:
     def as_dict(self) -> dict[str, Any]:
         """All of it in what strict JSON holds; `census` and `casts` are the lists of the schema of `diagnosis.json`."""
         return {
-            "census": [
-                {
-                    "module": row.module,
-                    "phase": row.phase,
-                    "op": row.op,
-                    "inputs": list(row.inputs),
-                    "outputs": list(row.outputs),
-                    "calls": row.calls,
-                }
-                for row in self.ops
-            ],
-            "casts": [
-                {
-                    "module": cast.module,
-                    "phase": cast.phase,
-                    "by": cast.by,
-                    "from": cast.from_,
-                    "to": cast.to,
-                    "calls": cast.calls,
-                    "bytes": cast.bytes,
-                    "line": None if cast.line is None else str(cast.line),
-                }
-                for cast in self.casts
-            ],
+            "census": [row.as_dict() for row in self.ops],
+            "casts": [cast.as_dict() for cast in self.casts],
             "dtype": self.dtype,
             "low_owners": self.low_owners(),
             "outside_low": sorted({row.op for row in self.outside_low}),
-            "meant_low": [vars(it) for it in self.meant_low],
-            "meant_fp32": [vars(it) for it in self.meant_fp32],
-            "frozen_recasts": [vars(it) for it in self.frozen_recasts],
-            "cancelling": [vars(it) for it in self.cancelling],
+            "meant_low": [vars(row) for row in self.meant_low],
+            "meant_fp32": [vars(row) for row in self.meant_fp32],
+            "frozen_recasts": [vars(row) for row in self.frozen_recasts],
+            "cancelling": [vars(row) for row in self.cancelling],
             "cache": None if self.cache is None else vars(self.cache),
             "cast_share": {"of_bytes": self.cast_share, "of_seconds": self.cast_time_share},
             "neutral": self.neutral,
@@ -218,64 +205,3 @@ class Census:
             "seconds": self.seconds,
             "bare_seconds": self.bare_seconds,
         }
-
-    def table(self, rows: int = 12) -> str:
-        """The census as text, `rows` of each table, those that move most bytes first."""
-        lines = [self._summary()]
-        casts = sorted(self.casts, key=lambda it: -it.bytes)
-        ops = sorted(self.ops, key=lambda it: -it.bytes)
-        lines += ["", f"Casts, {min(rows, len(casts))} of {len(casts)} kinds:"]
-        lines += _aligned(
-            ["module", "phase", "by", "cast", "calls", "MB"],
-            [
-                [it.module or _ROOT, it.phase, it.by, f"{it.from_} -> {it.to}", it.calls, _mb(it.bytes)]
-                for it in casts[:rows]
-            ],
-        )
-        lines += ["", f"Ops, {min(rows, len(ops))} of {len(ops)} kinds:"]
-        lines += _aligned(
-            ["module", "phase", "op", "dtypes", "calls", "MB"],
-            [[it.module or _ROOT, it.phase, it.op, _dtypes(it), it.calls, _mb(it.bytes)] for it in ops[:rows]],
-        )
-        return "\n".join(lines)
-
-    def _summary(self) -> str:
-        misplaced = [*(it for it in self.meant_low if it.reason != PINNED), *self.meant_fp32]
-        lines = [
-            self._first_line(),
-            *(f"{it.module or _ROOT}: {it.op} in {it.dtype}, {it.reason}" for it in misplaced),
-            *(f"{it.weight}: frozen, cast to {it.to} {it.calls} times" for it in self.frozen_recasts),
-        ]
-        for it in self.cancelling:
-            why = "rounded on the way" if it.loses else "for nothing"
-            way = f"{it.there or _ROOT} -> {it.back or _ROOT}"
-            lines.append(f"{way}: {it.dtype} to {it.through} and back, {it.calls} times, {why}")
-        return "\n".join(lines)
-
-    def _first_line(self) -> str:
-        calls, casts = (sum(row.calls for row in rows) for rows in (self.ops, self.casts))
-        time_share = "" if self.cast_time_share is None else f", about {self.cast_time_share:.0%} of the time"
-        share = f"({self.cast_share:.0%} of the bytes{time_share})"
-        return f"{self.dtype}: {calls} ops, {casts} of them casts {share}. {self.neutrality_note}"
-
-
-def _mb(bytes_: int) -> str:
-    return f"{bytes_ / 1e6:.2f}"
-
-
-def _dtypes(row: OpCount) -> str:
-    return f"{', '.join(row.inputs)} -> {', '.join(row.outputs)}"
-
-
-def _aligned(head: list[str], rows: list[list[Any]]) -> list[str]:
-    """Columns of text; the last two hold numbers, to the right."""
-    cells = [head, *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    texts = len(head) - 2
-    return [
-        "  ".join(
-            [cell.ljust(width) for cell, width in zip(row[:texts], widths[:texts], strict=True)]
-            + [cell.rjust(width) for cell, width in zip(row[texts:], widths[texts:], strict=True)]
-        )
-        for row in cells
-    ]

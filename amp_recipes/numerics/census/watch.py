@@ -7,8 +7,8 @@ counts and words when all is over.
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -23,7 +23,7 @@ from amp_recipes.files.user_code import Line
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.modules.torch_private import sparse_values, storage_id, version_of
 from amp_recipes.numerics.watch.observe import ACCUMULATE_GRAD, Attribution, Place
-from amp_recipes.numerics.watch.op_kinds import KINDS, OpKind, op_kind
+from amp_recipes.numerics.watch.op_kinds import KINDS, OpKind, names, op_kind
 from amp_recipes.precision import autocast
 from amp_recipes.precision.torch_private import (
     COMPILER_FRAMES,
@@ -40,9 +40,10 @@ Asker = Literal["autocast", "user", "pin", "script", "backward"]
 _describe = attrgetter("dtype", "nbytes")
 _MOST_RECORDS = 50_000  # before they are counted: some megabytes
 # Where `dtype=` casts the input apart from the op; on a CPU autocast has no rule for them.
-_TAKE_DTYPE = frozenset({"_softmax", "_log_softmax"})
-_PASS_DTYPE = frozenset({"softmax", "log_softmax", "softmin"})  # functions of torch.nn.functional that hand it on
-_IS_INEXACT = {it: it.is_floating_point or it.is_complex for it in vars(torch).values() if isinstance(it, torch.dtype)}
+_TAKE_DTYPE = names("_softmax _log_softmax")
+_PASS_DTYPE = names("softmax log_softmax softmin")  # functions of torch.nn.functional that hand it on
+_DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
+_IS_INEXACT = {dtype: dtype.is_floating_point or dtype.is_complex for dtype in _DTYPES}
 _PINS_BORDER = autocast.__file__
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -128,8 +129,8 @@ class CensusWatch(DispatchMode):
         super().__init__()
         self.at = Attribution(modules)
         self.counts: dict[tuple[Place, Signature], int] = {}
-        self.casts: dict[CastKey, Tally] = {}
-        self.round_trips: dict[RoundTrip, Tally] = {}
+        self.casts: defaultdict[CastKey, Tally] = defaultdict(Tally)
+        self.round_trips: defaultdict[RoundTrip, Tally] = defaultdict(Tally)
         self.cast_sizes: Counter[tuple[int, torch.dtype, torch.dtype]] = Counter()
         self._expects_autocast = expects_autocast
         self._records: list[tuple[Any, ...]] = []
@@ -140,7 +141,7 @@ class CensusWatch(DispatchMode):
         self._pending_call: _Call | None = None
         self._served: tuple[_Call | None, OpKind] | None = None  # the last call with an op that casts were made for
         self._origins: dict[int, tuple[Place, torch.dtype, int]] = {}  # what storages were cast from, by address
-        self._scripts = {name for name, it in modules.named_modules() if isinstance(it, torch.jit.ScriptModule)}
+        self._scripts = scripted(modules)
         self._weights, self._weight_storages = _weights_of(modules)
 
     @classmethod
@@ -285,18 +286,15 @@ class CensusWatch(DispatchMode):
         by = self._asker(seen, place, kind)
         line = _line(seen.asked_at) if by == "user" else None
         key = CastKey(place, by, seen.from_, seen.to, line, seen.weight)
-        tally = self.casts.get(key)
-        if tally is None:
-            tally = self.casts[key] = Tally()
         moved = seen.elements * (seen.from_.itemsize + seen.to.itemsize)
-        tally.add(moved)
+        self.casts[key].add(moved)
         self.cast_sizes[seen.elements, seen.from_, seen.to] += 1
         if seen.came_from is not None:
             address, version = seen.came_from
             origin = self._origins.get(address)
             if origin is not None and origin[1:] == (seen.to, version):
                 trip = RoundTrip(origin[0], place, seen.to, seen.from_)
-                self.round_trips.setdefault(trip, Tally()).add(2 * moved)
+                self.round_trips[trip].add(2 * moved)
         if seen.goes_to is not None:
             address, version = seen.goes_to
             self._origins[address] = (place, seen.from_, version)
@@ -313,14 +311,19 @@ class CensusWatch(DispatchMode):
         return "user" if has_dtype or seen.has_dtype or not self._expects_autocast else "autocast"
 
 
+def scripted(modules: nn.Module) -> set[str]:
+    """Names of the modules that TorchScript made."""
+    return {name for name, module in modules.named_modules() if isinstance(module, torch.jit.ScriptModule)}
+
+
 def _signature(kind: OpKind, *described: Any) -> Signature:
     if kind.is_plain_view:
         return Signature(kind, described, described, 0)
     *inputs, outputs = described
     if outputs and type(outputs[0]) is not tuple:
         outputs = (outputs,)
-    moved = 0 if kind.doing == "view" else sum([it for _, it in (*inputs, *outputs)])
-    return Signature(kind, tuple([it for it, _ in inputs]), tuple([it for it, _ in outputs]), moved)
+    moved = 0 if kind.doing == "view" else sum([size for _, size in (*inputs, *outputs)])
+    return Signature(kind, tuple([dtype for dtype, _ in inputs]), tuple([dtype for dtype, _ in outputs]), moved)
 
 
 def _general(
@@ -336,14 +339,10 @@ def _general(
             if isinstance(given, torch.Tensor):
                 inputs.append(given)
             elif isinstance(given, (list, tuple)):
-                inputs += [it for it in given if isinstance(it, torch.Tensor)]
-    outputs: Iterator[Any] = iter((output,)) if isinstance(output, torch.Tensor) else tensors_in(output)
-    described = tuple([(it.dtype, _bytes(it)) for it in outputs])
-    return (place, kind, *[(it.dtype, _bytes(it)) for it in inputs], described)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return _elements(tensor) * tensor.itemsize
+                inputs += [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
+    outputs: Iterable[Any] = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+    described = [[(tensor.dtype, _elements(tensor) * tensor.itemsize) for tensor in some] for some in (inputs, outputs)]
+    return (place, kind, *described[0], tuple(described[1]))
 
 
 def _elements(tensor: torch.Tensor) -> int:

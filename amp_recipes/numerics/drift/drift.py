@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from amp_recipes.files.strict_json import as_it_is_read
 from amp_recipes.modules.nested import tensors_in
-from amp_recipes.numerics.drift.own_ops import LOW, CallDtypes, OwnOps, hookable
+from amp_recipes.numerics.drift.own_ops import LOW, CallDtypes, OwnOps, floating, hookable
 from amp_recipes.numerics.drift.watch import Inside, Measure, Measured
 from amp_recipes.numerics.trial import Outcome, Trial, Window, gradient_error
 from amp_recipes.numerics.watch.observe import OUTSIDE, Attribution, OpWatch
@@ -43,10 +44,7 @@ class ModuleDrift:
 
     def as_dict(self) -> dict[str, Any]:
         """As in `diagnosis.json`: numbers that are not finite as strings."""
-        return {
-            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in vars(self).items()
-        }
+        return as_it_is_read(vars(self))
 
 
 def drift(
@@ -71,34 +69,21 @@ def drift(
     """
     pins = None if pins is None else list(pins)
     chosen = None if candidates is None else list(candidates)
-    found: dict[str, _Found] = {}
+    found: dict[str, tuple[list[Measured], list[float]]] = {}
     for window in windows:
         dtypes = CallDtypes(trial.modules)
         low, owners = _low_run(trial, window, dtype, scale, pins, dtypes)
         reference, measured = _measured(trial, window, dtype, pins, owners if chosen is None else chosen, dtypes)
-        if low is not None and reference.is_finite:
-            _note_broken_backwards(trial, window, dtype, pins, low, measured)
+        if low is not None and reference.is_finite and low.loss_is_finite and not low.is_finite:
+            for name in _backward_births(trial, window, dtype, low.scale, pins) & measured.keys():
+                measured[name].breaks_backward = True
         for name, one in measured.items():
-            error = _own_gradient_error(trial.modules, name, low, reference)
             if one.calls or one.raised:
-                found.setdefault(name, _Found()).add(one, error)
-    ranked = [one.mean(name, len(windows)) for name, one in found.items()]
-    return sorted(ranked, key=lambda it: -it.sensitivity)
-
-
-def _note_broken_backwards(
-    trial: Trial,
-    window: Window,
-    dtype: torch.dtype,
-    pins: list[str] | None,
-    low: Outcome,
-    measured: Mapping[str, Measured],
-) -> None:
-    """Find the modules in whose backward the gradients of the low run cease to be finite, where it has such."""
-    if low.is_finite or not low.loss_is_finite:
-        return
-    for name in _backward_births(trial, window, dtype, low.scale, pins) & measured.keys():
-        measured[name].breaks_backward = True
+                seen, errors = found.setdefault(name, ([], []))
+                seen.append(one)
+                errors += _own_gradient_error(trial.modules, name, low, reference)
+    ranked = [_mean(name, seen, errors, len(windows)) for name, (seen, errors) in found.items()]
+    return sorted(ranked, key=lambda row: -row.sensitivity)
 
 
 def _low_run(
@@ -138,44 +123,20 @@ def _measured(
         return run(set())  # it does with an output what only a tensor without gradient allows: then S of that is 0
 
 
-@dataclass
-class _Found:
-    """What all windows showed of one module: sums, and the largest magnitude."""
-
-    squared_sensitivity: float = 0.0
-    squared_error: float = 0.0
-    squared_gradient_errors: list[float] = field(default_factory=list)
-    values: int = 0
-    above: int = 0
-    below: int = 0
-    largest: float = 0.0
-    calls: int = 0
-
-    def add(self, measured: Measured, gradient_error: float | None) -> None:
-        """Add a window."""
-        self.squared_sensitivity += measured.squared_sensitivity
-        self.squared_error += measured.squared_local_error
-        if gradient_error is not None:
-            self.squared_gradient_errors.append(gradient_error**2)
-        self.values += measured.values
-        self.above += measured.above
-        self.below += measured.below
-        self.largest = max(self.largest, measured.largest, measured.inside)
-        self.calls += measured.calls
-
-    def mean(self, name: str, windows: int) -> ModuleDrift:
-        """The root mean squares over windows."""
-        errors = self.squared_gradient_errors
-        return ModuleDrift(
-            module=name,
-            local_error=math.sqrt(self.squared_error / windows),
-            sensitivity=math.sqrt(self.squared_sensitivity / windows),
-            gradient_error=math.sqrt(math.fsum(errors) / len(errors)) if errors else None,
-            above_max=self.above / max(self.values, 1),
-            below_normal=self.below / max(self.values, 1),
-            largest=self.largest,
-            calls=self.calls,
-        )
+def _mean(name: str, seen: list[Measured], gradient_errors: list[float], windows: int) -> ModuleDrift:
+    """What all windows showed of one module: root mean squares, shares, and the largest magnitude."""
+    values = max(1, sum(one.values for one in seen))
+    squares = [error**2 for error in gradient_errors]
+    return ModuleDrift(
+        module=name,
+        local_error=math.sqrt(sum(one.squared_local_error for one in seen) / windows),
+        sensitivity=math.sqrt(sum(one.squared_sensitivity for one in seen) / windows),
+        gradient_error=math.sqrt(math.fsum(squares) / len(squares)) if squares else None,
+        above_max=sum(one.above for one in seen) / values,
+        below_normal=sum(one.below for one in seen) / values,
+        largest=max(max(one.largest, one.inside) for one in seen),
+        calls=sum(one.calls for one in seen),
+    )
 
 
 class _LowOwners:
@@ -187,7 +148,9 @@ class _LowOwners:
         self.found: dict[str, None] = {}
 
     def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if op_kind(op).doing != "compute" or all(it.dtype not in LOW for it in tensors_in(args, kwargs, output)):
+        if op_kind(op).doing != "compute" or all(
+            tensor.dtype not in LOW for tensor in tensors_in(args, kwargs, output)
+        ):
             return
         place = self.at.here
         if place.phase == "backward" or place.module in (OUTSIDE, *self.found):
@@ -215,23 +178,22 @@ def _backward_births(
 
 
 def _are_finite(*values: Any) -> bool:
-    floating = (it for it in tensors_in(values) if it.is_floating_point() and it.layout is torch.strided)
-    return all(bool(it.isfinite().all()) for it in floating)
+    return all(bool(tensor.isfinite().all()) for tensor in floating(values) if tensor.is_floating_point())
 
 
-def _own_gradient_error(modules: nn.Module, name: str, low: Outcome | None, reference: Outcome) -> float | None:
-    """|g - g_ref| / |g_ref| over the parameters that the module itself holds; None if none of them got a gradient."""
-    own = {id(it) for it in modules.get_submodule(name).parameters(recurse=False)}
-    names = {it for it, parameter in modules.named_parameters() if id(parameter) in own}
-    wanted = _gradients_of(names, reference)
+def _own_gradient_error(modules: nn.Module, name: str, low: Outcome | None, reference: Outcome) -> list[float]:
+    """|g - g_ref| / |g_ref| over the parameters that the module itself holds; empty if none of them got a gradient."""
+    own = {id(parameter) for parameter in modules.get_submodule(name).parameters(recurse=False)}
+    names = {name for name, parameter in modules.named_parameters() if id(parameter) in own}
+    wanted = _only(names, reference)
     if low is None:
-        return math.inf if wanted else None
-    given = _gradients_of(names, low)
-    if not given and not wanted:
-        return None
-    return gradient_error(replace(low, losses=[], gradients=given), replace(reference, losses=[], gradients=wanted))
+        return [math.inf] if wanted.gradients else []
+    given = _only(names, low)
+    return [gradient_error(given, wanted)] if given.gradients or wanted.gradients else []
 
 
-def _gradients_of(names: set[str], outcome: Outcome) -> dict[str, torch.Tensor]:
+def _only(names: set[str], outcome: Outcome) -> Outcome:
+    """The outcome with these parameters' gradients alone."""
     # A window with several updates has `weight#2` and so on.
-    return {key: gradient for key, gradient in outcome.gradients.items() if key.partition("#")[0] in names}
+    own = {key: gradient for key, gradient in outcome.gradients.items() if key.partition("#")[0] in names}
+    return replace(outcome, losses=[], gradients=own)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
+from amp_recipes.numerics.census.watch import scripted
 from amp_recipes.precision import TorchAutocast, map_tensors
 from amp_recipes.precision.torch_private import without_modes
 from amp_recipes.state.preserved import module_state_kept
@@ -32,9 +33,16 @@ def floating(value: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
+def hook_forwards(context: ExitStack, module: nn.Module, before: Callable, after: Callable) -> None:
+    """Call `before` and `after` around each forward of a module, also around one that raises, until `context` ends."""
+    context.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+    context.callback(module.register_forward_hook(after, always_call=True).remove)
+
+
 def hookable(modules: nn.Module) -> dict[str, nn.Module]:
     """The modules by name, without those of TorchScript: they take no hooks, and no pins."""
-    return {name: it for name, it in modules.named_modules() if not isinstance(it, torch.jit.ScriptModule)}
+    scripts = scripted(modules)
+    return {name: module for name, module in modules.named_modules() if name not in scripts}
 
 
 class CallDtypes(AbstractContextManager):
@@ -53,25 +61,14 @@ class CallDtypes(AbstractContextManager):
     def __enter__(self) -> CallDtypes:
         for name, module in hookable(self._modules).items():
             self._calls[module] = []
-            for handle in (
-                module.register_forward_pre_hook(self._before, with_kwargs=True),
-                module.register_forward_hook(self._after(name), always_call=True),
-            ):
-                self._context.callback(handle.remove)
+            hook_forwards(self._context, module, self._before, self._after(name))
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._context.close()
 
-    def into(self, module: nn.Module, call: int) -> _Dtypes:
-        """Dtypes of what went into this call of `module` (from 0, recomputation counts too)."""
-        return self._at(module, call)[0]
-
-    def out_of(self, module: nn.Module, call: int) -> _Dtypes:
-        """Dtypes of what it returned."""
-        return self._at(module, call)[1]
-
-    def _at(self, module: nn.Module, call: int) -> tuple[_Dtypes, _Dtypes]:
+    def of(self, module: nn.Module, call: int) -> tuple[_Dtypes, _Dtypes]:
+        """Dtypes of what went into this call of `module` (from 0, recomputation counts too), and of what came out."""
         calls = self._calls.get(module, [])
         return calls[call] if call < len(calls) else ((), ())
 
@@ -82,14 +79,14 @@ class CallDtypes(AbstractContextManager):
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             outputs = floating(output)
             self._calls[module][-1] = (self._calls[module][-1][0], _dtypes(outputs))
-            if outputs and torch.is_grad_enabled() and not any(it.requires_grad for it in outputs):
+            if outputs and torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in outputs):
                 self.without_gradient.add(name)
 
         return hook
 
 
 def _dtypes(tensors: list[torch.Tensor]) -> _Dtypes:
-    return tuple(it.dtype for it in tensors)
+    return tuple(tensor.dtype for tensor in tensors)
 
 
 class OwnOps(AbstractContextManager):
@@ -104,7 +101,7 @@ class OwnOps(AbstractContextManager):
         self._modules = modules
         self._dtypes = dtypes
         self._dtype = dtype
-        self._device = device
+        self.device = device
         self._calls: Counter[nn.Module] = Counter()
         self._context = ExitStack()
         self.busy = False
@@ -131,50 +128,29 @@ class OwnOps(AbstractContextManager):
         try:
             with ExitStack() as stack:
                 stack.enter_context(without_modes())  # instruments watch the step
-                stack.callback(set_random_state, random_state(self._device))
+                stack.callback(set_random_state, random_state(self.device))
                 stack.enter_context(module_state_kept(module))
                 # Activation checkpointing around it counts what is saved.
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
                 args, kwargs = map_tensors(_copy, (args, kwargs))
-                output = self._forward(module, module.forward, args, kwargs, low)
-                return [it.detach() for it in floating(output)]
+                output = self._forward(module, args, kwargs, low)
+                return [tensor.detach() for tensor in floating(output)]
         finally:
             self.busy = False
             self._calls = calls
 
-    @contextmanager
-    def alone(self, name: str) -> Iterator[None]:
-        """Within it, all calls of the module run so, and give fp32: the step with only this module's ops low."""
-        module = self._modules.get_submodule(name)
-        before, forward = vars(module).get("forward"), module.forward
-
-        def low_forward(*args: Any, **kwargs: Any) -> Any:
-            output = self._forward(module, forward, args, kwargs, low=True)
-            return map_tensors(lambda it: it.float() if it.dtype == self._dtype else it, output)
-
-        module.forward = low_forward
-        try:
-            with self:
-                yield
-        finally:
-            vars(module).pop("forward")
-            if before is not None:
-                module.forward = before
-
-    def _forward(
-        self, module: nn.Module, forward: Callable, args: tuple[Any, ...], kwargs: dict[str, Any], low: bool
-    ) -> Any:
-        dtypes = self._dtypes.into(module, self._calls[module] - 1)
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], low: bool) -> Any:
+        dtypes = self._dtypes.of(module, self._calls[module] - 1)[0]
         args, kwargs = self._as_in_low_run((args, kwargs), dtypes, low)
         with (
             _Children(self, module, low),
-            TorchAutocast(self._device.type, dtype=self._dtype if low else torch.float32, cache_enabled=False),
+            TorchAutocast(self.device.type, dtype=self._dtype if low else torch.float32, cache_enabled=False),
         ):
-            return forward(*args, **kwargs)
+            return module.forward(*args, **kwargs)
 
     def as_returned(self, child: nn.Module, output: Any, low: bool) -> Any:
         """`output` of a module inside, rounded as in the low run."""
-        return self._as_in_low_run(output, self._dtypes.out_of(child, self._calls[child] - 1), low)
+        return self._as_in_low_run(output, self._dtypes.of(child, self._calls[child] - 1)[1], low)
 
     def _as_in_low_run(self, value: Any, dtypes: _Dtypes, low: bool) -> Any:
         """`value` with tensors in the dtypes that they had there (not low: in fp32 again, but rounded)."""
@@ -182,9 +158,9 @@ class OwnOps(AbstractContextManager):
         if len(tensors) != len(dtypes):
             return value
         rounded = {
-            id(it): it.to(dtype) if low else it.to(dtype).to(it.dtype)
-            for it, dtype in zip(tensors, dtypes, strict=True)
-            if dtype in LOW and it.dtype not in LOW
+            id(tensor): tensor.to(dtype) if low else tensor.to(dtype).to(tensor.dtype)
+            for tensor, dtype in zip(tensors, dtypes, strict=True)
+            if dtype in LOW and tensor.dtype not in LOW
         }
         if not rounded:
             return value
@@ -209,11 +185,7 @@ class _Children(AbstractContextManager):
     def __enter__(self) -> _Children:
         for module in hookable(self._module).values():
             if module is not self._module:
-                for handle in (
-                    module.register_forward_pre_hook(self._before, with_kwargs=True),
-                    module.register_forward_hook(self._after, always_call=True),
-                ):
-                    self._context.callback(handle.remove)
+                hook_forwards(self._context, module, self._before, self._after)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -224,7 +196,7 @@ class _Children(AbstractContextManager):
         self._depth += 1
         if self._depth > 1 or not self._low:
             return None
-        for device_type in {it.device.type for it in self._module.parameters()} | {self._own_ops._device.type}:
+        for device_type in {weight.device.type for weight in self._module.parameters()} | {self._own_ops.device.type}:
             self._off.enter_context(TorchAutocast(device_type, enabled=False))
         return map_tensors(lambda it: it.float() if it.dtype in LOW else it, (args, kwargs))
 

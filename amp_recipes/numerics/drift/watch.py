@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from amp_recipes.modules.nested import tensors_in
-from amp_recipes.numerics.drift.own_ops import OwnOps, floating
+from amp_recipes.numerics.drift.own_ops import OwnOps, floating, hook_forwards
 from amp_recipes.numerics.watch.observe import Attribution
 from amp_recipes.numerics.watch.op_kinds import op_kind
 from amp_recipes.precision import map_tensors
@@ -62,7 +62,7 @@ class Measured:
         harmed = any(map(bool, self.harm)) or (self.unknown_harm and not self.harm)
         if harmed or self.raised or self.breaks_backward:
             return math.inf
-        return math.fsum(float((it.d * it.gradient).sum()) for it in self.channels.values())
+        return math.fsum(float((sums.d * sums.gradient).sum()) for sums in self.channels.values())
 
     @property
     def squared_local_error(self) -> float:
@@ -117,11 +117,7 @@ class Measure(AbstractContextManager):
     def __enter__(self) -> Measure:
         self._context.enter_context(self._own_ops)
         for name, module in self._modules.items():
-            for handle in (
-                module.register_forward_pre_hook(self._before(name), with_kwargs=True),
-                module.register_forward_hook(self._after(name), always_call=True),
-            ):
-                self._context.callback(handle.remove)
+            hook_forwards(self._context, module, self._before(name), self._after(name))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -236,7 +232,7 @@ def _with_gradient(output: Any) -> Any:
 def _difference(low: torch.Tensor, exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """low - exact, 0 where one of them is not finite; and where only `low` is not, if it is anywhere."""
     d = low.to(exact.dtype) - exact
-    if _is_finite(d.sum()):
+    if bool(d.sum().isfinite()):
         return d, None
     d = d.masked_fill_(~exact.isfinite(), 0.0)
     bad = ~d.isfinite()
@@ -245,7 +241,7 @@ def _difference(low: torch.Tensor, exact: torch.Tensor) -> tuple[torch.Tensor, t
 
 def _largest(tensor: torch.Tensor) -> float:
     """The largest finite magnitude."""
-    least, most = (float(it) for it in torch.aminmax(tensor.detach()))
+    least, most = map(float, torch.aminmax(tensor.detach()))
     if math.isfinite(least) and math.isfinite(most):
         return max(-least, most)
     return float(tensor.detach().nan_to_num(0.0, 0.0, 0.0).abs().amax())
@@ -270,7 +266,3 @@ def _norm(tensor: torch.Tensor, keep: int | None, dtype: torch.dtype) -> torch.T
 
 def _widest(tensor: torch.Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "mps" else torch.float64
-
-
-def _is_finite(number: torch.Tensor) -> bool:
-    return bool(number.isfinite())

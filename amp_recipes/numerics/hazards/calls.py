@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -14,20 +14,19 @@ from torch.overrides import TorchFunctionMode
 
 from amp_recipes.files.user_code import Line, user_line
 from amp_recipes.modules.nested import tensors_in
-from amp_recipes.numerics.hazards.list import Found, Grade, library_line, names
+from amp_recipes.numerics.hazards.list import Found, Grade, library_line
 from amp_recipes.numerics.hazards.modules import NAMES
 from amp_recipes.numerics.ops.lists import DOCUMENTED, FLOAT32, LOWER_PRECISION, RAISES, policy
 from amp_recipes.numerics.watch.observe import Attribution
+from amp_recipes.numerics.watch.op_kinds import names
 from amp_recipes.precision.autocast import AUTOCAST_DEVICE_TYPES
 
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 # A CPU runs these as they are given, where CUDA casts them.
-_CAST_ON_CUDA_ALONE = frozenset({"mv", "addmv", "addr"})
+_CAST_ON_CUDA_ALONE = names("mv addmv addr")
 # They move, pick or repeat values, so that the precision they run in changes none.
-_MOVES = names(
-    """max_pool3d max_unpool2d max_unpool3d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d
-    reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d view_as_complex"""
-)
+_MOVES = names("""max_pool3d max_unpool2d max_unpool3d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d
+    reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d view_as_complex""")
 # In place they keep the dtype of what they write into.
 _ARITHMETIC = names("add sub mul div addcmul addcdiv lerp")
 _TORCHS = str(Path(torch.__file__).parent)
@@ -59,7 +58,7 @@ class CallHazards(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.is_under_autocast = self._has_autocast and torch.is_autocast_enabled(self._device_type)
+        self.is_under_autocast = self._is_autocast_on()
         self.calling = getattr(func, "__name__", "")
         self.escapes = False
         if self.is_under_autocast and self.calling != "__get__":
@@ -68,39 +67,38 @@ class CallHazards(TorchFunctionMode):
 
     def before_step(self, *_: Any) -> None:
         """An optimizer steps."""
-        if self._has_autocast and torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled():
+        if self._is_autocast_on() and torch.is_autocast_cache_enabled():
             self.note_step(user_line())
+
+    def _is_autocast_on(self) -> bool:
+        return self._has_autocast and torch.is_autocast_enabled(self._device_type)
 
     def note_step(self, line: Line | None) -> None:
         """An optimizer stepped inside the autocast region, called from `line`."""
-        self._found.add(
-            "step_under_autocast",
+        message = (
             "an optimizer steps inside the autocast region, which keeps low-precision copies of the weights: a forward "
-            "after it in the same region uses the old ones. Leave the region first.",
-            line,
-            "wrong",
+            "after it in the same region uses the old ones. Leave the region first."
         )
+        self._found.add("step_under_autocast", message, line, "wrong")
 
     def _look(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func in _BACKWARDS:
-            self._add(
-                "backward_under_autocast",
+            message = (
                 "the backward runs inside the autocast region, which casts its own products: those of fp32 regions and "
-                "pinned modules too. Leave the region first.",
-                "risk",
+                "pinned modules too. Leave the region first."
             )
+            self._add("backward_under_autocast", message, "risk")
             return
         call = _how_called(name, args, kwargs)
         self.escapes = bool(call.how)
         if call.how and not _is_torchs(_calling_frame(func)):
             self._escaped(call, [it for it in tensors_in(args, kwargs) if it.is_floating_point()])
         if name == "binary_cross_entropy" and RAISES in [policy(it, name) for it in self._judged]:
-            self._add(
-                "bce",
+            message = (
                 "binary_cross_entropy raises under CUDA's autocast, since fp16 cannot hold its gradients: use "
-                "binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the logits, or switch autocast off for it.",
-                "wrong",
+                "binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the logits, or switch autocast off for it."
             )
+            self._add("bce", message, "wrong")
         elif self._device_type == "cpu":
             self._other_on_cuda(name, args, kwargs)
 
@@ -124,12 +122,8 @@ class CallHazards(TorchFunctionMode):
         else:
             return
         on = "" if device_type == self._device_type else "CUDA's "
-        self._add(
-            "not_autocast",
-            f"{call.name} {call.how}: {on}autocast {does}, but leaves calls {call.how} alone, so that {so}.",
-            "risk",
-            what=(call.name, call.how),
-        )
+        message = f"{call.name} {call.how}: {on}autocast {does}, but leaves calls {call.how} alone, so that {so}."
+        self._add("not_autocast", message, "risk", what=(call.name, call.how))
 
     def _low_dtypes(self, call: _Call, given: list[torch.Tensor], device_type: str) -> list[str]:
         """In which low dtypes the call runs: the one that it asks for, else those that it is given."""
@@ -146,12 +140,9 @@ class CallHazards(TorchFunctionMode):
         if target is None or target.dtype not in NAMES or self._is_wide_on_cuda(target):
             return
         if any(it.dtype is torch.float32 and it.ndim for it in others):
-            self._add(
-                "not_autocast",
-                f"{name} in place writes what would be fp32 into {NAMES[target.dtype]}: out of place it stays fp32.",
-                "note",
-                what=name,
-            )
+            into = NAMES[target.dtype]
+            message = f"{name} in place writes what would be fp32 into {into}: out of place it stays fp32."
+            self._add("not_autocast", message, "note", what=name)
 
     def _other_on_cuda(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What a CPU runs in fp32 and CUDA does not."""
@@ -163,7 +154,7 @@ class CallHazards(TorchFunctionMode):
 
     def _does_on_cuda(self, name: str, given: list[torch.Tensor]) -> str:
         """What CUDA's autocast does with the call; empty where that makes no difference."""
-        if name in _CAST_ON_CUDA_ALONE and name != "cross_entropy":
+        if name in _CAST_ON_CUDA_ALONE:
             return "casts it to low precision" if any(it.dtype is torch.float32 for it in given) else ""
         if not any(it.dtype in NAMES and not self._is_wide_on_cuda(it) for it in given):
             return ""
@@ -176,9 +167,7 @@ class CallHazards(TorchFunctionMode):
     def _add(self, kind: str, message: str, grade: Grade, what: Any = "") -> None:
         module = self._at.place.module
         is_about_line = kind != "cpu_is_not_cuda"
-        self._found.add(
-            kind, message, user_line(), grade, "", module, what, is_about_line=is_about_line, inside=library_line()
-        )
+        self._found.add(kind, message, user_line(), grade, "", module, what, is_about_line, library_line())
 
 
 class _Call(NamedTuple):
@@ -206,14 +195,11 @@ def _differs_on_cuda(name: str) -> bool:
 
 def _calling_frame(func: Any) -> FrameType | None:
     """Who called `func`: torch's functions in Python come here through their own frame."""
-    passed: Iterable[Any] = (getattr(func, "__code__", None), *_PASSED)
+    passed = (getattr(func, "__code__", None), overrides.handle_torch_function.__code__)
     frame: FrameType | None = sys._getframe(3)  # above this, _look and __torch_function__
     while frame is not None and frame.f_code in passed:
         frame = frame.f_back
     return frame
-
-
-_PASSED = (overrides.handle_torch_function.__code__,)
 
 
 def _is_torchs(frame: FrameType | None) -> bool:

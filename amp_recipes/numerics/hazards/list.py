@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,11 +30,6 @@ _CARRIERS = tuple(
     for folder in (Path(__file__).parents[2], Path(torch.__file__).parent, sysconfig.get_path("stdlib"))
 )
 _INSTALLED = ("site-packages", "dist-packages")
-
-
-def names(text: str) -> frozenset[str]:
-    """The words of `text`."""
-    return frozenset(text.split())
 
 
 @dataclass(frozen=True)
@@ -63,34 +59,14 @@ class Hazard:
 
     def as_dict(self) -> dict[str, Any]:
         """As in `diagnosis.json`."""
-        return {
-            "kind": self.kind,
-            "file": self.file,
-            "line": self.line,
-            "message": self.message,
-            "precision": self.precision,
-            "module": self.module,
-            "grade": self.grade,
-            "modules": list(self.modules),
-            "also": list(self.also),
-            "inside": self.inside,
-        }
-
-
-@dataclass
-class _Met:
-    """A hazard, and where else it was met."""
-
-    hazard: Hazard
-    modules: list[str]
-    places: list[str]
+        return vars(self) | {"modules": list(self.modules), "also": list(self.also)}
 
 
 class Found:
     """Hazards in the order in which they are met."""
 
     def __init__(self) -> None:
-        self._met: dict[tuple, _Met] = {}
+        self._met: dict[tuple, tuple[Hazard, list[str], list[str]]] = {}  # and the modules and places where it was met
 
     def add(
         self,
@@ -110,32 +86,29 @@ class Found:
         """
         file, number = (line.file, line.number) if line is not None else ("", 0)
         hazard = Hazard(kind, file, number, message, precision, module, grade, inside=inside)
-        met = self._met.setdefault(
-            (kind, precision, what, hazard.place if is_about_line else None), _Met(hazard, [], [])
-        )
-        if module and module not in met.modules:
-            met.modules.append(module)
-        if hazard.place not in met.places:
-            met.places.append(hazard.place)
+        key = (kind, precision, what, hazard.place if is_about_line else None)
+        _, modules, places = self._met.setdefault(key, (hazard, [], []))
+        if module and module not in modules:
+            modules.append(module)
+        if hazard.place not in places:
+            places.append(hazard.place)
 
     @property
     def worst_first(self) -> list[Hazard]:
         """By grade, then by kind; what is alike stays in the order in which it was met."""
-        hazards = [_finished(met) for met in self._met.values()]
-        return sorted(hazards, key=lambda it: (_GRADES.index(it.grade), KINDS.index(it.kind)))
+        hazards = [_finished(*met) for met in self._met.values()]
+        return sorted(hazards, key=lambda hazard: (_GRADES.index(hazard.grade), KINDS.index(hazard.kind)))
 
 
-def _finished(met: _Met) -> Hazard:
-    hazard, others = met.hazard, met.places[1:]
-    message = hazard.message
+def _finished(hazard: Hazard, modules: list[str], places: list[str]) -> Hazard:
+    message, others = hazard.message, places[1:]
     if others:
         rest = len(others) - _LINES_NAMED
         named = ", ".join(others[:_LINES_NAMED]) + (f" and {rest} more" if rest > 0 else "")
         message = f"{message} Also at {named}."
     if hazard.inside:
         message = f"{message} (In {hazard.inside}.)"
-    values = vars(hazard) | {"message": message, "modules": tuple(met.modules), "also": tuple(others)}
-    return Hazard(**values)
+    return replace(hazard, message=message, modules=tuple(modules), also=tuple(others))
 
 
 def library_line() -> str:
@@ -150,15 +123,9 @@ def library_line() -> str:
     return f"{filename}:{frame.f_lineno}" if line is not None and line.file != filename else ""
 
 
-_is_carrier_file: dict[str, bool] = {}
-
-
+@cache
 def _is_carrier(filename: str) -> bool:
-    known = _is_carrier_file.get(filename)
-    if known is None:
-        path = str(Path(filename).resolve())
-        is_library = any(folder in Path(path).parts for folder in _INSTALLED)
-        is_torchs = path.startswith(_CARRIERS[:2])
-        known = filename.startswith("<") or is_torchs or (path.startswith(_CARRIERS[2]) and not is_library)
-        _is_carrier_file[filename] = known
-    return known
+    path = Path(filename).resolve()
+    is_librarys = any(folder in path.parts for folder in _INSTALLED)
+    is_torchs = str(path).startswith(_CARRIERS[:2])
+    return filename.startswith("<") or is_torchs or (str(path).startswith(_CARRIERS[2]) and not is_librarys)

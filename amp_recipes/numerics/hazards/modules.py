@@ -42,21 +42,17 @@ def _note_low_parameters(modules: nn.Module, found: Found) -> None:
         first, *others = _lines_casting_to(dtype, modules) or [None]
         asked = "" if first is None else " Perhaps asked for here" + _also(others) + "."
         digits = "256" if dtype is torch.bfloat16 else "2048"
+        message = (
+            f"parameters are kept in {short} ({_named(list(holders))}): an update below 1/{digits} of a weight is "
+            f"lost.{asked} Keep them in fp32; autocast casts them by itself."
+        )
         for name, module in holders.items():
-            found.add(
-                "half_parameters",
-                f"parameters are kept in {short} ({_named(list(holders))}): an update below 1/{digits} of a weight is "
-                f"lost.{asked} Keep them in fp32; autocast casts them by itself.",
-                first or _line_of_class(type(module)),
-                "wrong",
-                module=name,
-                what=dtype,
-                is_about_line=False,
-            )
+            line = first or _line_of_class(type(module))
+            found.add("half_parameters", message, line, "wrong", module=name, what=dtype, is_about_line=False)
 
 
 def _trains_in(module: nn.Module, dtype: torch.dtype) -> bool:
-    return any(it.dtype is dtype and it.requires_grad for it in module.parameters(recurse=False))
+    return any(weight.dtype is dtype and weight.requires_grad for weight in module.parameters(recurse=False))
 
 
 def _named(names: list[str]) -> str:
@@ -76,22 +72,17 @@ def _note_scripted(modules: nn.Module, found: Found) -> None:
         if not isinstance(module, torch.jit.ScriptModule):
             continue
         source = class_before_script(module)
-        is_inside = any(not it or name.startswith(f"{it}.") for it in outermost)
+        is_inside = any(not outer or name.startswith(f"{outer}.") for outer in outermost)
         if source is not None and has_default_precision(getattr(source, "forward", None)):
-            grade, message = (
-                "wrong",
-                (
-                    f"was made by TorchScript from {source.__qualname__}, whose forward has fwd_default_precision: the "
-                    "compiled one has not, and autocast casts it. Use the module itself."
-                ),
+            grade = "wrong"
+            message = (
+                f"was made by TorchScript from {source.__qualname__}, whose forward has fwd_default_precision: the "
+                "compiled one has not, and autocast casts it. Use the module itself."
             )
         elif not is_inside:
-            grade, message = (
-                "note",
-                (
-                    "is TorchScript, which fp32_modules cannot pin: if it needs fp32, use the module that it was made "
-                    "from."
-                ),
+            grade = "note"
+            message = (
+                "is TorchScript, which fp32_modules cannot pin: if it needs fp32, use the module that it was made from."
             )
         else:
             continue
@@ -119,8 +110,7 @@ def _lines_casting_to(dtype: torch.dtype, modules: nn.Module) -> list[Line]:
     Of the files nearest to the model in which there are any.
     """
     for files in _users_files(modules):
-        calls: list[Line] = []
-        arguments: list[Line] = []
+        calls, arguments = list[Line](), list[Line]()
         for file, call in _calls_outside_steps(files):
             line = Line(file, call.end_lineno or call.lineno)
             name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
@@ -128,9 +118,8 @@ def _lines_casting_to(dtype: torch.dtype, modules: nn.Module) -> list[Line]:
                 calls.append(line)
             elif _names_dtype(call, dtype, by_position=name in ("to", "set_default_dtype")):
                 arguments.append(line)
-        found = calls or arguments
-        if found:
-            return found
+        if calls or arguments:
+            return calls or arguments
     return []
 
 
@@ -144,7 +133,7 @@ def _calls_outside_steps(files: Iterable[str]) -> Iterator[tuple[str, ast.Call]]
 def _names_dtype(call: ast.Call, dtype: torch.dtype, by_position: bool) -> bool:
     given = [word.value for word in call.keywords if (word.arg or "").endswith("dtype")]
     given += call.args if by_position else []
-    return any(isinstance(it, ast.Attribute) and it.attr in _SPELLINGS[dtype] for it in given)
+    return any(isinstance(value, ast.Attribute) and value.attr in _SPELLINGS[dtype] for value in given)
 
 
 def _line_that_scripts(modules: nn.Module) -> Line | None:
@@ -160,7 +149,11 @@ def _users_files(modules: nn.Module) -> Iterator[list[str]]:
     """Source files of the user's: of the classes in the tree, then of the script, then all that were imported."""
     for names in (dict.fromkeys(type(module).__module__ for module in modules.modules()), ["__main__"], sys.modules):
         files = (getattr(sys.modules.get(name), "__file__", None) for name in list(names))
-        yield sorted({it for it in files if isinstance(it, str) and it.endswith(".py") and lies_with_the_user(it)})
+        yield sorted({file for file in files if _is_users_source(file)})
+
+
+def _is_users_source(file: Any) -> bool:
+    return isinstance(file, str) and file.endswith(".py") and lies_with_the_user(file)
 
 
 @lru_cache(maxsize=256)

@@ -13,11 +13,11 @@ from torch import nn
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.modules.torch_private import storage_id
 from amp_recipes.numerics.hazards.calls import CallHazards
-from amp_recipes.numerics.hazards.list import Found, Grade, library_line, names
+from amp_recipes.numerics.hazards.list import Found, Grade, library_line
 from amp_recipes.numerics.hazards.modules import NAMES
 from amp_recipes.numerics.ops.lists import FLOAT32, KERNEL_OF, LOWER_PRECISION, policy
 from amp_recipes.numerics.watch.observe import Attribution, dtype_name
-from amp_recipes.numerics.watch.op_kinds import OpKind, op_kind
+from amp_recipes.numerics.watch.op_kinds import OpKind, names, op_kind
 from amp_recipes.precision.torch_private import Op, schema_of, without_torch_function
 
 _LARGEST = torch.finfo(torch.float16).max  # 65504
@@ -32,22 +32,23 @@ _COUNTABLE = {"bf16": 256, "fp16": 2048}
 
 # Constants here cannot hurt: they divide, bound from the far side, are compared, or describe a distribution.
 _HARMLESS = names(
-    """div divide true_divide floor_divide fmod remainder pow maximum minimum fmax fmin uniform normal random arange
-    linspace bernoulli exponential lt le gt ge eq ne isclose"""
+    """
+    div divide true_divide floor_divide fmod remainder pow maximum minimum fmax fmin uniform normal random arange
+    linspace bernoulli exponential lt le gt ge eq ne isclose
+    """
 )
 # These let a constant that is too large become infinite; all others refuse it.
 _SILENT = names("add sub rsub mul where index_put scalar_tensor addcmul addcdiv lerp nan_to_num _to_copy copy")
 # Where a tiny constant guards: it is added, is a bound, or stands in for another value.
 _GUARDS = names(
-    """add sub rsub clamp clamp_min maximum fmax where masked_fill fill full full_like new_full index_put
-    scalar_tensor"""
+    "add sub rsub clamp clamp_min maximum fmax where masked_fill fill full full_like new_full index_put scalar_tensor"
 )
-_BOUNDS_ABOVE = frozenset({"clamp", "clamp_max", "minimum", "fmin"})
+_BOUNDS_ABOVE = names("clamp clamp_max minimum fmin")
 # Ops whose 0-d tensors are looked at: they come from Python numbers, or stand for one.
 _TAKES_CONSTANTS = names(
-    """add sub rsub mul where masked_fill fill index_put clamp clamp_min clamp_max maximum minimum fmax fmin"""
+    "add sub rsub mul where masked_fill fill index_put clamp clamp_min clamp_max maximum minimum fmax fmin"
 )
-_SUMS = frozenset({"sum", "nansum", "cumsum"})
+_SUMS = names("sum nansum cumsum")
 # What the user wrote where these run.
 _WRITTEN_AS = {"_to_copy": "a cast", "copy": "a copy", "scalar_tensor": "where", "constant_pad_nd": "pad"}
 _WRITTEN_AS["index_put"] = "an assignment"
@@ -118,42 +119,28 @@ class OpHazards:
         becomes, so = f"{_SMALLEST:.3g}", ""
         if abs(value) <= _SMALLEST / 2:
             becomes, so = "0", ", so that it guards nothing"
-        self._add(
-            "eps",
+        message = (
             f"{value:g} is below the smallest number of fp16 ({_SMALLEST:.3g}) and becomes {becomes}"
-            f"{so}: compute this in fp32, or take more.",
-            "risk",
-            "fp16",
-            value,
-            note,
+            f"{so}: compute this in fp32, or take more."
         )
+        self._add("eps", message, "risk", "fp16", value, note)
 
     def _rounds_to_one(self, value: float, note: str) -> None:
         in_both = value >= _ROUNDS_TO_ONE["fp16"]
-        self._add(
-            "eps",
-            f"{value:.10g} rounds to 1 in {'fp16 and bf16' if in_both else 'bf16'}, so that it bounds nothing: "
-            "compute this in fp32.",
-            "risk",
-            "" if in_both else "bf16",
-            value,
-            note,
-        )
+        where = "fp16 and bf16" if in_both else "bf16"
+        message = f"{value:.10g} rounds to 1 in {where}, so that it bounds nothing: compute this in fp32."
+        self._add("eps", message, "risk", "" if in_both else "bf16", value, note)
 
     def _too_large(self, kind: OpKind, name: str, value: float, note: str) -> None:
         both = abs(value) > _LARGEST_BF16
         refused = (kind.base not in _SILENT or name == "alpha") and str(kind.op) != "aten.fill_.Tensor"
         happens = "torch refuses it there" if refused else "it becomes infinite there"
-        self._add(
-            "mask_value",
-            f"{value:g} in {_WRITTEN_AS.get(kind.base, kind.base)} is beyond "
-            f"{'fp16 and bf16' if both else f'fp16 ({_LARGEST:g})'}: {happens}. A mask can be "
-            "torch.finfo(x.dtype).min, or -inf where no row is masked throughout; all else belongs in fp32.",
-            "wrong",
-            "" if both else "fp16",
-            value,
-            note,
+        where = "fp16 and bf16" if both else f"fp16 ({_LARGEST:g})"
+        message = (
+            f"{value:g} in {_WRITTEN_AS.get(kind.base, kind.base)} is beyond {where}: {happens}. A mask can be "
+            "torch.finfo(x.dtype).min, or -inf where no row is masked throughout; all else belongs in fp32."
         )
+        self._add("mask_value", message, "wrong", "" if both else "fp16", value, note)
 
     def _cast(self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Constants and inputs that are cast to low precision: what needs no gradient, and is no parameter."""
@@ -170,24 +157,19 @@ class OpHazards:
         elif largest <= 1 and _LARGEST < -smallest < math.inf:
             self._too_large(kind, "", smallest, "")
         elif _LARGEST < furthest < math.inf:
-            self._add(
-                "value_range",
+            message = (
                 f"values of up to {furthest:.4g} that need no gradient (an input?) are cast to {NAMES[target]} here; "
-                f"fp16 ends at {_LARGEST:g}: scale them down first.",
-                "wrong",
-                "fp16",
+                f"fp16 ends at {_LARGEST:g}: scale them down first."
             )
+            self._add("value_range", message, "wrong", "fp16")
 
     def _whole_numbers(self, largest: float) -> None:
         if largest > _COUNTABLE["bf16"]:
-            in_both = largest > _COUNTABLE["fp16"]
-            self._add(
-                "whole_numbers",
+            message = (
                 f"whole numbers of up to {largest:.6g} are cast to low precision here: bf16 counts exactly to "
-                f"{_COUNTABLE['bf16']}, fp16 to {_COUNTABLE['fp16']}. Positions and counts belong in fp32.",
-                "risk",
-                "" if in_both else "bf16",
+                f"{_COUNTABLE['bf16']}, fp16 to {_COUNTABLE['fp16']}. Positions and counts belong in fp32."
             )
+            self._add("whole_numbers", message, "risk", "" if largest > _COUNTABLE["fp16"] else "bf16")
 
     # ------------------------------------------------------------------ values
 
@@ -198,25 +180,17 @@ class OpHazards:
         if bounds is None:
             return
         largest = max(-bounds[0], bounds[1]) if share != 1.0 else bounds[1]
-        ends = {name: math.log(most * share) / math.log(base) for name, most in _largest_by_name()}
+        most_by_name = {"fp16": _LARGEST, "bf16": _LARGEST_BF16}
+        ends = {name: math.log(most * share) / math.log(base) for name, most in most_by_name.items()}
         if not ends["fp16"] < largest < math.inf:
             return
         if largest > ends["bf16"]:
-            self._infinite(kind, largest, "in every precision", ends["bf16"], "", precision="")
+            message = _infinite(kind.base, largest, "in every precision", ends["bf16"])
+            self._add("exp_of_large", f"{message}.", "wrong")
         elif exponent.dtype in NAMES:
+            message = _infinite(kind.base, largest, "in fp16", ends["fp16"])
             note = " CUDA runs it in fp32; what is cast to fp16 after it overflows." if self._is_cpu else ""
-            self._infinite(kind, largest, "in fp16", ends["fp16"], ", or compute it in fp32", "fp16", note)
-
-    def _infinite(
-        self, kind: OpKind, largest: float, where: str, end: float, other_way: str, precision: str, note: str = ""
-    ) -> None:
-        self._add(
-            "exp_of_large",
-            f"{kind.base} of up to {largest:.4g} is infinite {where} (from {end:.4g} on): subtract the maximum first, "
-            f"as logsumexp does{other_way}.{note}",
-            "wrong",
-            precision,
-        )
+            self._add("exp_of_large", f"{message}, or compute it in fp32.{note}", "wrong", "fp16")
 
     def _sum(self, kind: OpKind, args: tuple[Any, ...], output: Any) -> None:
         given = args[0]
@@ -236,38 +210,23 @@ class OpHazards:
         # CUDA's autocast runs sum and cumsum in fp32, unless they say dtype=, which is a hazard of its own.
         note = f" (Not on CUDA, whose autocast runs {name} in fp32.)" if self._is_cpu else ""
         if _LARGEST < largest < math.inf:
-            self._add(
-                "long_reduction",
-                f"{name} over {elements} elements comes to {largest:.4g}, beyond fp16 ({_LARGEST:g}): give it "
-                "dtype=torch.float32.",
-                "wrong",
-                "fp16",
-                name,
-                note,
+            message = f"comes to {largest:.4g}, beyond fp16 ({_LARGEST:g}): give it dtype=torch.float32."
+            grade, precision = "wrong", "fp16"
+        else:
+            message = (
+                f"in low precision: bf16 counts exactly to {_COUNTABLE['bf16']}, fp16 to {_COUNTABLE['fp16']} and no "
+                f"further than {_LARGEST:g}. Give it dtype=torch.float32."
             )
-            return
-        in_both = elements > _COUNTABLE["fp16"]
-        self._add(
-            "long_reduction",
-            f"{name} over {elements} elements in low precision: bf16 counts exactly to {_COUNTABLE['bf16']}, fp16 to "
-            f"{_COUNTABLE['fp16']} and no further than {_LARGEST:g}. Give it dtype=torch.float32.",
-            "risk",
-            "" if in_both else "bf16",
-            name,
-            note,
-        )
+            grade, precision = "risk", "" if elements > _COUNTABLE["fp16"] else "bf16"
+        self._add("long_reduction", f"{name} over {elements} elements {message}", grade, precision, name, note)
 
     def _mean(self, elements: int, note: str) -> None:
         if elements > _LARGEST:
-            self._add(
-                "long_reduction",
+            message = (
                 f"mean over {elements} elements in low precision: each one's gradient is 1/{elements} of the mean's, "
-                f"below the normal numbers of fp16 ({2.0**-14:.3g}) unless the loss scale lifts it. Take it in fp32.",
-                "note",
-                "fp16",
-                "mean",
-                note,
+                f"below the normal numbers of fp16 ({2.0**-14:.3g}) unless the loss scale lifts it. Take it in fp32."
             )
+            self._add("long_reduction", message, "note", "fp16", "mean", note)
 
     # ------------------------------------------------------------------ what CUDA would do
 
@@ -285,16 +244,12 @@ class OpHazards:
             self._runs_wide_on_cuda(KERNEL_OF.get(kind.base, kind.base), low[0].dtype)
 
     def _runs_wide_on_cuda(self, name: str, dtype: torch.dtype) -> None:
-        self._found.add(
-            "cpu_is_not_cuda",
-            f"{name} runs in {dtype_name(dtype)} here, but CUDA's autocast runs it in fp32: what is found "
-            "here does not hold there.",
-            self.at.line,
-            "note",
-            module=self.at.here.module,
-            what=name,
-            is_about_line=False,
+        message = (
+            f"{name} runs in {dtype_name(dtype)} here, but CUDA's autocast runs it in fp32: what is found here does "
+            "not hold there."
         )
+        module = self.at.here.module
+        self._found.add("cpu_is_not_cuda", message, self.at.line, "note", "", module, name, is_about_line=False)
 
     def _flows_wide(self, kind: OpKind, low: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
         if kind.is_cast and low and outputs and outputs[0].dtype != low[0].dtype:
@@ -383,12 +338,10 @@ def _is_remarkable(value: float) -> bool:
 
 def _constants_in(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Numbers that the op computes with, by the name of their argument; sizes and dimensions are none."""
-    for schema, value in zip(schema_of(kind.op).arguments, args, strict=False):
-        yield from _constant(kind, schema, value)
-    if kwargs:
-        for schema in schema_of(kind.op).arguments:
-            if schema.name in kwargs:
-                yield from _constant(kind, schema, kwargs[schema.name])
+    arguments = schema_of(kind.op).arguments
+    by_name = ((argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs)
+    for argument, value in (*zip(arguments, args, strict=False), *by_name):
+        yield from _constant(kind, argument, value)
 
 
 def _constant(kind: OpKind, schema: Any, value: Any) -> Iterator[tuple[str, float]]:
@@ -422,9 +375,10 @@ def _computed_in(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return functools.reduce(torch.promote_types, dtypes)
 
 
+def _infinite(name: str, largest: float, where: str, end: float) -> str:
+    said = f"{name} of up to {largest:.4g} is infinite {where} (from {end:.4g} on): "
+    return said + "subtract the maximum first, as logsumexp does"
+
+
 def _base_of_power(base: Any) -> float | None:
     return float(base) if isinstance(base, (int, float)) and base > 1 else None
-
-
-def _largest_by_name() -> tuple[tuple[str, float], ...]:
-    return (("fp16", _LARGEST), ("bf16", _LARGEST_BF16))

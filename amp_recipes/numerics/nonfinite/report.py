@@ -25,8 +25,8 @@ from amp_recipes.checkpoint.folder import (
     read_contents,
     verify,
     verify_all,
-    write_folder,
 )
+from amp_recipes.checkpoint.saving import write_folder
 from amp_recipes.checkpoint.state_format import pack_state, read_state
 from amp_recipes.data import to_device
 from amp_recipes.errors import CheckpointError

@@ -30,81 +30,64 @@ DOCUMENTED: dict[str, dict[str, tuple[str, ...]]] = {
         LOWER_PRECISION: _names(
             """
             __matmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul multi_dot conv1d conv2d conv3d
-            conv_transpose1d conv_transpose2d conv_transpose3d GRUCell linear LSTMCell matmul mm mv
-            prelu RNNCell
+            conv_transpose1d conv_transpose2d conv_transpose3d GRUCell linear LSTMCell matmul mm mv prelu RNNCell
             """
         ),
         FLOAT32: _names(
             """
             __pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits cosh
-            cosine_embedding_loss cdist cosine_similarity cross_entropy cumprod cumsum dist erfinv exp
-            expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log_softmax log10 log1p
-            log2 margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss norm
-            normalize pdist poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss
-            soft_margin_loss softmax softmin softplus sum renorm tan triplet_margin_loss
+            cosine_embedding_loss cdist cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1
+            group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log_softmax log10 log1p log2
+            margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss norm normalize pdist
+            poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus
+            sum renorm tan triplet_margin_loss
             """
         ),
-        WIDEST: _names(
-            """
-            addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot
-            """
-        ),
+        WIDEST: _names("addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot"),
     },
     "xpu": {
         LOWER_PRECISION: _names(
             """
-            addbmm addmm addmv addr baddbmm bmm chain_matmul multi_dot conv1d conv2d conv3d
-            conv_transpose1d conv_transpose2d conv_transpose3d GRUCell linear LSTMCell matmul mm mv
-            RNNCell
+            addbmm addmm addmv addr baddbmm bmm chain_matmul multi_dot conv1d conv2d conv3d conv_transpose1d
+            conv_transpose2d conv_transpose3d GRUCell linear LSTMCell matmul mm mv RNNCell
             """
         ),
         FLOAT32: _names(
             """
-            __pow__ __rdiv__ __rpow__ __rtruediv__ binary_cross_entropy_with_logits
-            cosine_embedding_loss cosine_similarity cumsum dist exp group_norm hinge_embedding_loss
-            kl_div l1_loss layer_norm log log_softmax margin_ranking_loss nll_loss normalize
-            poisson_nll_loss pow reciprocal rsqrt soft_margin_loss softmax softmin sum
-            triplet_margin_loss
+            __pow__ __rdiv__ __rpow__ __rtruediv__ binary_cross_entropy_with_logits cosine_embedding_loss
+            cosine_similarity cumsum dist exp group_norm hinge_embedding_loss kl_div l1_loss layer_norm log
+            log_softmax margin_ranking_loss nll_loss normalize poisson_nll_loss pow reciprocal rsqrt soft_margin_loss
+            softmax softmin sum triplet_margin_loss
             """
         ),
-        WIDEST: _names(
-            """
-            bilinear cross grid_sample index_put scatter_add tensordot
-            """
-        ),
+        WIDEST: _names("bilinear cross grid_sample index_put scatter_add tensordot"),
     },
     "cpu": {
         LOWER_PRECISION: _names(
             """
-            conv1d conv2d conv3d bmm mm linalg_vecdot baddbmm addmm addbmm linear matmul _convolution
-            conv_tbc mkldnn_rnn_layer conv_transpose1d conv_transpose2d conv_transpose3d prelu
-            scaled_dot_product_attention _native_multi_head_attention
+            conv1d conv2d conv3d bmm mm linalg_vecdot baddbmm addmm addbmm linear matmul _convolution conv_tbc
+            mkldnn_rnn_layer conv_transpose1d conv_transpose2d conv_transpose3d prelu scaled_dot_product_attention
+            _native_multi_head_attention
             """
         ),
         FLOAT32: _names(
             """
-            avg_pool3d binary_cross_entropy grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback
-            grid_sampler_3d polar prod quantile nanquantile stft cdist trace view_as_complex cholesky
-            cholesky_inverse cholesky_solve inverse lu_solve orgqr ormqr pinverse max_pool3d
-            max_unpool2d max_unpool3d adaptive_avg_pool3d reflection_pad1d reflection_pad2d
-            replication_pad1d replication_pad2d replication_pad3d mse_loss cosine_embedding_loss
-            nll_loss nll_loss2d hinge_embedding_loss poisson_nll_loss cross_entropy_loss l1_loss
-            huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss multi_margin_loss
-            ctc_loss kl_div multilabel_margin_loss binary_cross_entropy_with_logits fft_fft fft_ifft
-            fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn
-            fft_irfftn fft_hfft fft_ihfft linalg_cond linalg_matrix_rank linalg_solve linalg_cholesky
-            linalg_svdvals linalg_eigvals linalg_eigvalsh linalg_inv linalg_householder_product
-            linalg_tensorinv linalg_tensorsolve fake_quantize_per_tensor_affine geqrf _lu_with_info qr
-            svd triangular_solve fractional_max_pool2d fractional_max_pool3d adaptive_max_pool3d
-            multilabel_margin_loss_forward linalg_qr linalg_cholesky_ex linalg_svd linalg_eig
-            linalg_eigh linalg_lstsq linalg_inv_ex
+            avg_pool3d binary_cross_entropy grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback grid_sampler_3d
+            polar prod quantile nanquantile stft cdist trace view_as_complex cholesky cholesky_inverse cholesky_solve
+            inverse lu_solve orgqr ormqr pinverse max_pool3d max_unpool2d max_unpool3d adaptive_avg_pool3d
+            reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d mse_loss
+            cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss poisson_nll_loss cross_entropy_loss l1_loss
+            huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss multi_margin_loss ctc_loss kl_div
+            multilabel_margin_loss binary_cross_entropy_with_logits fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn
+            fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft linalg_cond
+            linalg_matrix_rank linalg_solve linalg_cholesky linalg_svdvals linalg_eigvals linalg_eigvalsh linalg_inv
+            linalg_householder_product linalg_tensorinv linalg_tensorsolve fake_quantize_per_tensor_affine geqrf
+            _lu_with_info qr svd triangular_solve fractional_max_pool2d fractional_max_pool3d adaptive_max_pool3d
+            multilabel_margin_loss_forward linalg_qr linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh linalg_lstsq
+            linalg_inv_ex
             """
         ),
-        WIDEST: _names(
-            """
-            cat stack index_copy
-            """
-        ),
+        WIDEST: _names("cat stack index_copy"),
     },
 }
 """Device type -> policy -> the names that the documentation lists, in its order."""
@@ -172,56 +155,49 @@ STANDS_FOR: dict[str, tuple[str, ...]] = {
 }
 """Documented name that is Python's -> the aten ops that it calls and that have the autocast kernel."""
 
-KERNEL_OF: dict[str, str] = {
-    "lstm_cell": "LSTMCell",
-    "gru_cell": "GRUCell",
-    "rnn_tanh_cell": "RNNCell",
-    "rnn_relu_cell": "RNNCell",
-    "linalg_multi_dot": "multi_dot",
-    "cross_entropy_loss": "cross_entropy",
-    "grid_sampler": "grid_sample",
-    "grid_sampler_2d": "grid_sample",
-    "grid_sampler_3d": "grid_sample",
-    "convolution": "conv2d",
-    "convolution_overrideable": "conv2d",
-    "mkldnn_convolution": "conv2d",
-    "miopen_convolution": "conv2d",
-    "_softmax": "softmax",
-    "_log_softmax": "log_softmax",
-    "_prelu_kernel": "prelu",
-    "native_layer_norm": "layer_norm",
-    "native_group_norm": "group_norm",
-    "_fused_rms_norm": "rms_norm",
-    "linalg_vector_norm": "norm",
-    "_trilinear": "bilinear",
-    "_cdist_forward": "cdist",
-    "_pdist_forward": "pdist",
-    "_ctc_loss": "ctc_loss",
-    "_cudnn_ctc_loss": "ctc_loss",
-    "nll_loss_forward": "nll_loss",
-    "nll_loss_nd": "nll_loss",
-    "nll_loss2d_forward": "nll_loss2d",
-    "multilabel_margin_loss_forward": "multilabel_margin_loss",
-    "max_pool3d_with_indices": "max_pool3d",
-    "max_pool2d_with_indices": "max_pool2d",
-    "_adaptive_avg_pool2d": "adaptive_avg_pool2d",
-    "_adaptive_avg_pool3d": "adaptive_avg_pool3d",
-    "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
-    "_scaled_dot_product_flash_attention": "scaled_dot_product_attention",
-    "_scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
-    "_scaled_dot_product_cudnn_attention": "scaled_dot_product_attention",
-    "_scaled_dot_product_attention_math": "scaled_dot_product_attention",
-    "fake_quantize_per_tensor_affine_cachemask": "fake_quantize_per_tensor_affine",
-    "_fft_r2c": "fft_rfft",
-    "_fft_c2r": "fft_irfft",
-    "_fft_c2c": "fft_fft",
-    "_linalg_svd": "linalg_svd",
-    "_linalg_eigh": "linalg_eigh",
-    "_linalg_solve_ex": "linalg_solve",
-    "linalg_lu_factor_ex": "_lu_with_info",
-    "linalg_lu_solve": "lu_solve",
-    "linalg_pinv": "pinverse",
+_KERNELS = {
+    "LSTMCell": "lstm_cell",
+    "GRUCell": "gru_cell",
+    "RNNCell": "rnn_tanh_cell rnn_relu_cell",
+    "multi_dot": "linalg_multi_dot",
+    "cross_entropy": "cross_entropy_loss",
+    "grid_sample": "grid_sampler grid_sampler_2d grid_sampler_3d",
+    "conv2d": "convolution convolution_overrideable mkldnn_convolution miopen_convolution",
+    "softmax": "_softmax",
+    "log_softmax": "_log_softmax",
+    "prelu": "_prelu_kernel",
+    "layer_norm": "native_layer_norm",
+    "group_norm": "native_group_norm",
+    "rms_norm": "_fused_rms_norm",
+    "norm": "linalg_vector_norm",
+    "bilinear": "_trilinear",
+    "cdist": "_cdist_forward",
+    "pdist": "_pdist_forward",
+    "ctc_loss": "_ctc_loss _cudnn_ctc_loss",
+    "nll_loss": "nll_loss_forward nll_loss_nd",
+    "nll_loss2d": "nll_loss2d_forward",
+    "multilabel_margin_loss": "multilabel_margin_loss_forward",
+    "max_pool3d": "max_pool3d_with_indices",
+    "max_pool2d": "max_pool2d_with_indices",
+    "adaptive_avg_pool2d": "_adaptive_avg_pool2d",
+    "adaptive_avg_pool3d": "_adaptive_avg_pool3d",
+    "scaled_dot_product_attention": (
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_attention_math"
+    ),
+    "fake_quantize_per_tensor_affine": "fake_quantize_per_tensor_affine_cachemask",
+    "fft_rfft": "_fft_r2c",
+    "fft_irfft": "_fft_c2r",
+    "fft_fft": "_fft_c2c",
+    "linalg_svd": "_linalg_svd",
+    "linalg_eigh": "_linalg_eigh",
+    "linalg_solve": "_linalg_solve_ex",
+    "_lu_with_info": "linalg_lu_factor_ex",
+    "lu_solve": "linalg_lu_solve",
+    "pinverse": "linalg_pinv",
 }
+KERNEL_OF = {kernel: op for op, kernels in _KERNELS.items() for kernel in kernels.split()}
 """An aten op that is reached only through another, or a second name -> the op on whose list it stands."""
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.nn.functional as F
 
-from amp_recipes.numerics.ops.lists import KERNEL_OF
+from amp_recipes.numerics.ops.lists import KERNEL_OF, STANDS_FOR
 
 aten = torch.ops.aten
 
@@ -93,16 +93,24 @@ def _recurrent(op: Callable, gates: int, given: Inputs, states: int = 1) -> obje
     return op(given(3, 1, 4), state if states > 1 else state[0], weights, False, 1, 0.0, False, False, False)
 
 
-def _fourier(name: str) -> Call:
-    return lambda given: getattr(torch.fft, name)(given(4, 4))
+def _alike(
+    namespace: object, names: str, *shapes: tuple[int, ...], after: tuple = (), prefix: str = ""
+) -> dict[str, Call]:
+    """Functions that take floating inputs of the same shapes, and `after` behind them, by `prefix` and name."""
+
+    def calling(name: str) -> Call:
+        return lambda given: getattr(namespace, name)(*(given(*shape) for shape in shapes), *after)
+
+    return {prefix + name: calling(name) for name in names.split()}
 
 
-def _linalg(name: str) -> Call:
-    return lambda given: getattr(torch.linalg, name)(given.positive_definite())
+def _of_matrix(namespace: object, names: str, prefix: str = "") -> dict[str, Call]:
+    """Functions of one positive definite matrix."""
 
+    def calling(name: str) -> Call:
+        return lambda given: getattr(namespace, name)(given.positive_definite())
 
-def _upsample(name: str, dimensions: int, *flags: bool) -> Call:
-    return lambda given: getattr(aten, name)(given(1, 1, *[4] * dimensions), [8] * dimensions, *flags)
+    return {prefix + name: calling(name) for name in names.split()}
 
 
 def _into(op: Callable, given: Inputs, *others: object, shape: Sequence[int] = (3, 3)) -> torch.Tensor:
@@ -113,26 +121,23 @@ def _into(op: Callable, given: Inputs, *others: object, shape: Sequence[int] = (
 
 CALLS: dict[str, Call] = {
     # -- matrix products
-    "mm": lambda given: torch.mm(given(3, 3), given(3, 3)),
+    **_alike(torch, "mm matmul chain_matmul", (3, 3), (3, 3)),
+    **_alike(torch.linalg, "vecdot", (3, 3), (3, 3), prefix="linalg_"),
+    **_alike(torch, "dot vdot", (3,), (3,)),
+    **_alike(torch, "addmm", (3, 3), (3, 3), (3, 3)),
     "bmm": lambda given: torch.bmm(given(2, 3, 3), given(2, 3, 3)),
     "mv": lambda given: torch.mv(given(3, 3), given(3)),
-    "dot": lambda given: torch.dot(given(3), given(3)),
-    "vdot": lambda given: torch.vdot(given(3), given(3)),
-    "matmul": lambda given: torch.matmul(given(3, 3), given(3, 3)),
     "__matmul__": lambda given: given(3, 3) @ given(3, 3),
-    "addmm": lambda given: torch.addmm(given(3, 3), given(3, 3), given(3, 3)),
     "addmv": lambda given: torch.addmv(given(3), given(3, 3), given(3)),
     "addr": lambda given: torch.addr(given(3, 3), given(3), given(3)),
     "addbmm": lambda given: torch.addbmm(given(3, 3), given(2, 3, 3), given(2, 3, 3)),
     "baddbmm": lambda given: torch.baddbmm(given(2, 3, 3), given(2, 3, 3), given(2, 3, 3)),
     "_addmm_activation": lambda given: aten._addmm_activation(given(3), given(3, 3), given(3, 3)),
-    "chain_matmul": lambda given: torch.chain_matmul(given(3, 3), given(3, 3)),
     "multi_dot": lambda given: torch.linalg.multi_dot([given(3, 3), given(3, 3)]),
     "linear": lambda given: F.linear(given(2, 3), given(4, 3), given(4)),
     "bilinear": lambda given: F.bilinear(given(2, 3), given(2, 3), given(4, 3, 3)),
     "einsum": lambda given: torch.einsum("ij,jk->ik", given(3, 3), given(3, 3)),
     "tensordot": lambda given: torch.tensordot(given(3, 3), given(3, 3), 1),
-    "linalg_vecdot": lambda given: torch.linalg.vecdot(given(3, 3), given(3, 3)),
     # -- convolutions
     "conv1d": lambda given: F.conv1d(given(1, 2, 8), given(3, 2, 3)),
     "conv2d": lambda given: F.conv2d(given(1, 2, 8, 8), given(3, 2, 3, 3)),
@@ -148,9 +153,9 @@ CALLS: dict[str, Call] = {
     "LSTMCell": lambda given: torch.lstm_cell(given(2, 4), (given(2, 4), given(2, 4)), given(16, 4), given(16, 4)),
     "GRUCell": lambda given: torch.gru_cell(given(2, 4), given(2, 4), given(12, 4), given(12, 4)),
     "RNNCell": lambda given: torch.rnn_tanh_cell(given(2, 4), given(2, 4), given(4, 4), given(4, 4)),
-    "rnn_relu_cell": lambda given: torch.rnn_relu_cell(given(2, 4), given(2, 4), given(4, 4), given(4, 4)),
-    "_thnn_fused_lstm_cell": lambda given: aten._thnn_fused_lstm_cell(given(2, 16), given(2, 16), given(2, 4)),
-    "_thnn_fused_gru_cell": lambda given: aten._thnn_fused_gru_cell(given(2, 12), given(2, 12), given(2, 4)),
+    **_alike(torch, "rnn_relu_cell", (2, 4), (2, 4), (4, 4), (4, 4)),
+    **_alike(aten, "_thnn_fused_lstm_cell", (2, 16), (2, 16), (2, 4)),
+    **_alike(aten, "_thnn_fused_gru_cell", (2, 12), (2, 12), (2, 4)),
     "lstm": lambda given: _recurrent(torch.lstm, 4, given, states=2),
     "gru": lambda given: _recurrent(torch.gru, 3, given),
     "rnn_tanh": lambda given: _recurrent(torch.rnn_tanh, 1, given),
@@ -158,12 +163,8 @@ CALLS: dict[str, Call] = {
         *(given(3, 1, 4), given(16, 4), given(16, 4), given(16), given(16), given(1, 4), given(1, 4)),
         *(False, [], 2, 4, 1, True, False, False, False),
     ),
-    "scaled_dot_product_attention": lambda given: F.scaled_dot_product_attention(
-        given(1, 1, 4, 8), given(1, 1, 4, 8), given(1, 1, 4, 8)
-    ),
-    "_scaled_dot_product_flash_attention": lambda given: aten._scaled_dot_product_flash_attention(
-        given(1, 1, 4, 8), given(1, 1, 4, 8), given(1, 1, 4, 8)
-    ),
+    **_alike(F, "scaled_dot_product_attention", *[(1, 1, 4, 8)] * 3),
+    **_alike(aten, "_scaled_dot_product_flash_attention", *[(1, 1, 4, 8)] * 3),
     "_native_multi_head_attention": lambda given: aten._native_multi_head_attention(
         *(given(1, 4, 8), given(1, 4, 8), given(1, 4, 8), 8, 2), given(24, 8), given(24), given(8, 8), given(8)
     ),
@@ -173,17 +174,11 @@ CALLS: dict[str, Call] = {
     ),
     "embedding": lambda given: F.embedding(given.integers(_CLASSES), given(5, 4)),
     # -- activations, softmax
-    "relu": lambda given: F.relu(given(4)),
-    "gelu": lambda given: F.gelu(given(4)),
-    "silu": lambda given: F.silu(given(4)),
-    "sigmoid": lambda given: torch.sigmoid(given(4)),
-    "tanh": lambda given: torch.tanh(given(4)),
+    **_alike(F, "relu gelu silu softplus", (4,)),
+    **_alike(torch, "sigmoid tanh", (4,)),
+    **_alike(F, "softmax log_softmax softmin", (3, 4), after=(-1,)),
+    **_alike(torch, "logsumexp", (3, 4), after=(-1,)),
     "prelu": lambda given: F.prelu(given(3), given(1)),
-    "softplus": lambda given: F.softplus(given(4)),
-    "softmax": lambda given: F.softmax(given(3, 4), -1),
-    "log_softmax": lambda given: F.log_softmax(given(3, 4), -1),
-    "softmin": lambda given: F.softmin(given(3, 4), -1),
-    "logsumexp": lambda given: torch.logsumexp(given(3, 4), -1),
     # -- normalisation
     "layer_norm": lambda given: F.layer_norm(given(2, 4), (4,), given(4), given(4)),
     "native_layer_norm": lambda given: aten.native_layer_norm(given(2, 4), (4,), given(4), given(4), 1e-5),
@@ -194,24 +189,10 @@ CALLS: dict[str, Call] = {
     "normalize": lambda given: F.normalize(given(3, 4)),
     "renorm": lambda given: torch.renorm(given(3, 4), 2, 0, 0.5),
     # -- element by element
-    "exp": lambda given: torch.exp(given(4)),
-    "expm1": lambda given: torch.expm1(given(4)),
-    "log": lambda given: torch.log(given(4)),
-    "log2": lambda given: torch.log2(given(4)),
-    "log10": lambda given: torch.log10(given(4)),
-    "log1p": lambda given: torch.log1p(given(4)),
-    "acos": lambda given: torch.acos(given(4)),
-    "asin": lambda given: torch.asin(given(4)),
-    "cosh": lambda given: torch.cosh(given(4)),
-    "sinh": lambda given: torch.sinh(given(4)),
-    "tan": lambda given: torch.tan(given(4)),
-    "sin": lambda given: torch.sin(given(4)),
-    "cos": lambda given: torch.cos(given(4)),
-    "sqrt": lambda given: torch.sqrt(given(4)),
-    "rsqrt": lambda given: torch.rsqrt(given(4)),
-    "reciprocal": lambda given: torch.reciprocal(given(4)),
-    "erfinv": lambda given: torch.erfinv(given(4)),
-    "pow": lambda given: torch.pow(given(4), given(4)),
+    **_alike(torch, "exp expm1 log log2 log10 log1p acos asin cosh sinh tan sin cos sqrt", (4,)),
+    **_alike(torch, "rsqrt reciprocal erfinv", (4,)),
+    **_alike(torch, "pow atan2 polar", (3,), (3,)),
+    **_alike(torch, "addcdiv addcmul", (3,), (3,), (3,)),
     "__pow__": lambda given: given(4) ** 2,
     "__rpow__": lambda given: 2 ** given(4),
     "__rdiv__": lambda given: given(4).__rdiv__(1.0),
@@ -220,31 +201,21 @@ CALLS: dict[str, Call] = {
     "mul": lambda given: given(4) * given(4),
     "div": lambda given: given(4) / given(4),
     "where": lambda given: torch.where(given.integers([True, False], torch.bool), given(2), given(2)),
-    "addcdiv": lambda given: torch.addcdiv(given(3), given(3), given(3)),
-    "addcmul": lambda given: torch.addcmul(given(3), given(3), given(3)),
-    "atan2": lambda given: torch.atan2(given(3), given(3)),
     "cross": lambda given: torch.cross(given(3), given(3), dim=0),
     "linalg_cross": lambda given: torch.linalg.cross(given(3), given(3)),
-    "polar": lambda given: torch.polar(given(3), given(3)),
     "view_as_complex": lambda given: torch.view_as_complex(given(3, 2)),
     "fake_quantize_per_tensor_affine": lambda given: torch.fake_quantize_per_tensor_affine(given(3), 0.1, 0, 0, 255),
     # -- reductions and distances
-    "sum": lambda given: torch.sum(given(4, 4)),
-    "mean": lambda given: torch.mean(given(4, 4)),
-    "var": lambda given: torch.var(given(4, 4)),
-    "prod": lambda given: torch.prod(given(3)),
-    "cumsum": lambda given: torch.cumsum(given(4), 0),
-    "cumprod": lambda given: torch.cumprod(given(4), 0),
+    **_alike(torch, "sum mean var trace", (4, 4)),
+    **_alike(torch, "prod", (3,)),
+    **_alike(torch, "cumsum cumprod", (4,), after=(0,)),
+    **_alike(torch, "quantile nanquantile", (5,), after=(0.5,)),
+    **_alike(torch, "dist", (3,), (3,)),
+    **_alike(torch, "cdist", (3, 2), (3, 2)),
+    **_alike(F, "pdist", (3, 2)),
+    **_alike(F, "cosine_similarity", (3, 4), (3, 4)),
+    **_alike(torch.linalg, "vector_norm matrix_norm", (3, 4), prefix="linalg_"),
     "norm": lambda given: given(3, 4).norm(),
-    "linalg_vector_norm": lambda given: torch.linalg.vector_norm(given(3, 4)),
-    "linalg_matrix_norm": lambda given: torch.linalg.matrix_norm(given(3, 4)),
-    "trace": lambda given: torch.trace(given(3, 3)),
-    "quantile": lambda given: torch.quantile(given(5), 0.5),
-    "nanquantile": lambda given: torch.nanquantile(given(5), 0.5),
-    "dist": lambda given: torch.dist(given(3), given(3)),
-    "cdist": lambda given: torch.cdist(given(3, 2), given(3, 2)),
-    "pdist": lambda given: F.pdist(given(3, 2)),
-    "cosine_similarity": lambda given: F.cosine_similarity(given(3, 4), given(3, 4)),
     # -- joining, indexing
     "cat": lambda given: torch.cat([given(2), given(2)]),
     "stack": lambda given: torch.stack([given(2), given(2)]),
@@ -252,23 +223,18 @@ CALLS: dict[str, Call] = {
     "index_put": lambda given: given(3).index_put((given.integers([0]),), given(1)),
     "scatter_add": lambda given: given(3).scatter_add(0, given.integers([0]), given(1)),
     # -- losses
-    "mse_loss": lambda given: F.mse_loss(given(3), given(3)),
-    "l1_loss": lambda given: F.l1_loss(given(3), given(3)),
-    "smooth_l1_loss": lambda given: F.smooth_l1_loss(given(3), given(3)),
-    "huber_loss": lambda given: F.huber_loss(given(3), given(3)),
+    **_alike(F, "mse_loss l1_loss smooth_l1_loss huber_loss poisson_nll_loss", (3,), (3,)),
+    **_alike(F, "binary_cross_entropy binary_cross_entropy_with_logits", (3,), (3,)),
+    **_alike(F, "triplet_margin_loss", (3, 4), (3, 4), (3, 4)),
     "nll_loss": lambda given: F.nll_loss(given(3, 4), given.integers(_CLASSES)),
     "nll_loss2d": lambda given: F.nll_loss(given(1, 4, 3, 1), given.integers([[[0], [1], [2]]])),
     "cross_entropy": lambda given: F.cross_entropy(given(3, 4), given.integers(_CLASSES)),
     "cross_entropy_loss": lambda given: aten.cross_entropy_loss(given(3, 4), given.integers(_CLASSES)),
-    "binary_cross_entropy": lambda given: F.binary_cross_entropy(given(3), given(3)),
-    "binary_cross_entropy_with_logits": lambda given: F.binary_cross_entropy_with_logits(given(3), given(3)),
     "kl_div": lambda given: F.kl_div(given(3), given(3), reduction="sum"),
-    "poisson_nll_loss": lambda given: F.poisson_nll_loss(given(3), given(3)),
     "soft_margin_loss": lambda given: F.soft_margin_loss(given(3), given.ones(3)),
     "hinge_embedding_loss": lambda given: F.hinge_embedding_loss(given(3), given.ones(3)),
     "cosine_embedding_loss": lambda given: F.cosine_embedding_loss(given(3, 4), given(3, 4), given.ones(3)),
     "margin_ranking_loss": lambda given: F.margin_ranking_loss(given(3), given(3), given.ones(3)),
-    "triplet_margin_loss": lambda given: F.triplet_margin_loss(given(3, 4), given(3, 4), given(3, 4)),
     "multi_margin_loss": lambda given: F.multi_margin_loss(given(3, 4), given.integers(_CLASSES)),
     "multilabel_margin_loss": lambda given: F.multilabel_margin_loss(given(3, 4), given.integers(_MULTILABEL)),
     "multilabel_margin_loss_forward": lambda given: aten.multilabel_margin_loss_forward(
@@ -278,15 +244,10 @@ CALLS: dict[str, Call] = {
         given(6, 1, 5), given.integers([[1, 2]]), given.integers([6]), given.integers([2])
     ),
     # -- pooling, padding, sampling
-    "max_pool2d": lambda given: F.max_pool2d(given(1, 1, 4, 4), 2),
-    "avg_pool2d": lambda given: F.avg_pool2d(given(1, 1, 4, 4), 2),
-    "avg_pool3d": lambda given: F.avg_pool3d(given(1, 1, 4, 4, 4), 2),
-    "max_pool3d": lambda given: F.max_pool3d(given(1, 1, 4, 4, 4), 2),
+    **_alike(F, "max_pool2d avg_pool2d adaptive_avg_pool2d", (1, 1, 4, 4), after=(2,)),
+    **_alike(F, "avg_pool3d max_pool3d adaptive_avg_pool3d adaptive_max_pool3d", (1, 1, 4, 4, 4), after=(2,)),
     "max_unpool2d": lambda given: F.max_unpool2d(given(1, 1, 1, 1), given.integers([[[[0]]]]), 2),
     "max_unpool3d": lambda given: F.max_unpool3d(given(1, 1, 1, 1, 1), given.integers([[[[[0]]]]]), 2),
-    "adaptive_avg_pool2d": lambda given: F.adaptive_avg_pool2d(given(1, 1, 4, 4), 2),
-    "adaptive_avg_pool3d": lambda given: F.adaptive_avg_pool3d(given(1, 1, 4, 4, 4), 2),
-    "adaptive_max_pool3d": lambda given: F.adaptive_max_pool3d(given(1, 1, 4, 4, 4), 2),
     "fractional_max_pool2d": lambda given: aten.fractional_max_pool2d(
         given(1, 1, 6, 6), [2, 2], [3, 3], given(1, 1, 2)
     ),
@@ -298,56 +259,38 @@ CALLS: dict[str, Call] = {
     "replication_pad1d": lambda given: F.pad(given(1, 1, 4), (1, 1), "replicate"),
     "replication_pad2d": lambda given: F.pad(given(1, 1, 4, 4), (1, 1, 1, 1), "replicate"),
     "replication_pad3d": lambda given: F.pad(given(1, 1, 4, 4, 4), (1, 1, 1, 1, 1, 1), "replicate"),
-    **{f"upsample_nearest{size}d": _upsample(f"upsample_nearest{size}d", size) for size in (1, 2, 3)},
-    **{f"_upsample_nearest_exact{size}d": _upsample(f"_upsample_nearest_exact{size}d", size) for size in (1, 2, 3)},
-    "upsample_linear1d": _upsample("upsample_linear1d", 1, False),
-    "upsample_bilinear2d": _upsample("upsample_bilinear2d", 2, False),
-    "upsample_bicubic2d": _upsample("upsample_bicubic2d", 2, False),
-    "upsample_trilinear3d": _upsample("upsample_trilinear3d", 3, False),
-    "_upsample_bilinear2d_aa": _upsample("_upsample_bilinear2d_aa", 2, False),
-    "_upsample_bicubic2d_aa": _upsample("_upsample_bicubic2d_aa", 2, False),
+    **_alike(aten, "upsample_nearest1d _upsample_nearest_exact1d", (1, 1, 4), after=([8],)),
+    **_alike(aten, "upsample_nearest2d _upsample_nearest_exact2d", (1, 1, 4, 4), after=([8, 8],)),
+    **_alike(aten, "upsample_nearest3d _upsample_nearest_exact3d", (1, 1, 4, 4, 4), after=([8, 8, 8],)),
+    **_alike(aten, "upsample_linear1d", (1, 1, 4), after=([8], False)),
+    **_alike(aten, "upsample_bilinear2d upsample_bicubic2d", (1, 1, 4, 4), after=([8, 8], False)),
+    **_alike(aten, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa", (1, 1, 4, 4), after=([8, 8], False)),
+    **_alike(aten, "upsample_trilinear3d", (1, 1, 4, 4, 4), after=([8, 8, 8], False)),
     # Volumes: for images CUDA asks cuDNN first, which needs the device itself.
     "grid_sample": lambda given: F.grid_sample(given(1, 1, 4, 4, 4), given(1, 4, 4, 4, 3), align_corners=False),
-    "grid_sampler": lambda given: torch.grid_sampler(given(1, 1, 4, 4, 4), given(1, 4, 4, 4, 3), 0, 0, False),
-    "grid_sampler_2d": lambda given: torch.grid_sampler_2d(given(1, 1, 4, 4), given(1, 4, 4, 2), 0, 0, False),
-    "grid_sampler_3d": lambda given: torch.grid_sampler_3d(given(1, 1, 4, 4, 4), given(1, 4, 4, 4, 3), 0, 0, False),
-    "_grid_sampler_2d_cpu_fallback": lambda given: aten._grid_sampler_2d_cpu_fallback(
-        given(1, 1, 4, 4), given(1, 4, 4, 2), 0, 0, False
-    ),
+    **_alike(torch, "grid_sampler grid_sampler_3d", (1, 1, 4, 4, 4), (1, 4, 4, 4, 3), after=(0, 0, False)),
+    **_alike(torch, "grid_sampler_2d", (1, 1, 4, 4), (1, 4, 4, 2), after=(0, 0, False)),
+    **_alike(aten, "_grid_sampler_2d_cpu_fallback", (1, 1, 4, 4), (1, 4, 4, 2), after=(0, 0, False)),
     # -- Fourier transforms
     "stft": lambda given: torch.stft(given(64), 16, window=given(16), return_complex=True),
-    **{
-        f"fft_{name}": _fourier(name)
-        for name in (
-            *("fft", "ifft", "fft2", "ifft2", "fftn", "ifftn", "rfft", "irfft", "rfft2", "irfft2", "rfftn", "irfftn"),
-            *("hfft", "ihfft"),
-        )
-    },
+    **_alike(torch.fft, "fft ifft fft2 ifft2 fftn ifftn rfft irfft rfft2 irfft2", (4, 4), prefix="fft_"),
+    **_alike(torch.fft, "rfftn irfftn hfft ihfft", (4, 4), prefix="fft_"),
     # -- linear algebra
-    **{
-        f"linalg_{name}": _linalg(name)
-        for name in (
-            *("cond", "matrix_rank", "cholesky", "cholesky_ex", "svdvals", "svd", "eigvals", "eigvalsh", "eig", "eigh"),
-            *("inv", "inv_ex", "qr"),
-        )
-    },
+    **_of_matrix(torch.linalg, "cond matrix_rank cholesky cholesky_ex svdvals svd eigvals", prefix="linalg_"),
+    **_of_matrix(torch.linalg, "eigvalsh eig eigh inv inv_ex qr", prefix="linalg_"),
+    **_of_matrix(torch, "cholesky cholesky_inverse inverse"),
+    **_of_matrix(aten, "_lu_with_info"),
     "linalg_solve": lambda given: torch.linalg.solve(given.positive_definite(), given(4)),
     "linalg_lstsq": lambda given: torch.linalg.lstsq(given.positive_definite(), given(4, 1)),
     "linalg_householder_product": lambda given: torch.linalg.householder_product(given(4, 3), given(3)),
     "linalg_tensorinv": lambda given: torch.linalg.tensorinv(given.identity(4, 2, 2, 4), ind=2),
     "linalg_tensorsolve": lambda given: torch.linalg.tensorsolve(given.identity(4, 2, 2, 4), given(2, 2)),
-    "cholesky": lambda given: torch.cholesky(given.positive_definite()),
-    "cholesky_inverse": lambda given: torch.cholesky_inverse(given.positive_definite()),
     "cholesky_solve": lambda given: torch.cholesky_solve(given(4, 1), given.positive_definite()),
-    "inverse": lambda given: torch.inverse(given.positive_definite()),
+    **_alike(torch, "qr svd geqrf", (4, 3)),
     "pinverse": lambda given: torch.pinverse(given(3, 2)),
     "lu_solve": lambda given: torch.lu_solve(
         given(4, 1), given.positive_definite(), given.integers([1, 2, 3, 4], torch.int32)
     ),
-    "_lu_with_info": lambda given: aten._lu_with_info(given.positive_definite()),
-    "qr": lambda given: torch.qr(given(4, 3)),
-    "svd": lambda given: torch.svd(given(4, 3)),
-    "geqrf": lambda given: torch.geqrf(given(4, 3)),
     "orgqr": lambda given: torch.orgqr(given(4, 3), given(3)),
     "ormqr": lambda given: torch.ormqr(given(4, 3), given(3), given(4, 2)),
     "triangular_solve": lambda given: torch.triangular_solve(given(4, 1), given.positive_definite()),
@@ -382,7 +325,7 @@ COMPOSED_OF: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("matmul", "__matmul__", "chain_matmul", "multi_dot", "tensordot"), ("mm",)),
     **dict.fromkeys(("LSTMCell", "GRUCell", "RNNCell", "rnn_relu_cell", "lstm", "gru", "rnn_tanh"), _RECURRENT),
     **dict.fromkeys(("batch_norm", "instance_norm"), _BATCH_NORM),
-    **dict.fromkeys(("normalize", "cosine_similarity", "linalg_matrix_norm"), ("linalg_vector_norm",)),
+    **dict.fromkeys(("cosine_similarity", "linalg_matrix_norm"), ("linalg_vector_norm",)),
     **dict.fromkeys((name for name in CALLS if name.startswith("fft_")), _FOURIER),
     **dict.fromkeys(("cross_entropy", "cross_entropy_loss"), ("_log_softmax", "nll_loss_forward")),
     "linear": ("addmm",),
@@ -396,15 +339,9 @@ COMPOSED_OF: dict[str, tuple[str, ...]] = {
         "_scaled_dot_product_fused_attention_overrideable",
     ),
     "multi_head_attention_forward": ("addmm", "bmm", "baddbmm"),
-    "softmin": ("_softmax",),
     "cross": ("linalg_cross",),
     "rms_norm": ("_fused_rms_norm", "rsqrt"),
-    "__pow__": ("pow",),
-    "__rpow__": ("pow",),
-    "__rdiv__": ("reciprocal",),
-    "__rtruediv__": ("reciprocal",),
-    "quantile": ("sort",),
-    "nanquantile": ("sort",),
+    **dict.fromkeys(("quantile", "nanquantile"), ("sort",)),
     "l1_loss": ("sub", "abs"),
     "kl_div": ("xlogy", "sub"),
     "poisson_nll_loss": ("exp", "sub"),
@@ -413,13 +350,9 @@ COMPOSED_OF: dict[str, tuple[str, ...]] = {
     "margin_ranking_loss": ("sub", "clamp_min_"),
     "triplet_margin_loss": ("norm",),
     "multilabel_margin_loss": ("multilabel_margin_loss_forward",),
-    "grid_sample": ("grid_sampler_3d",),
-    "grid_sampler": ("grid_sampler_3d",),
+    **dict.fromkeys(("grid_sample", "grid_sampler"), ("grid_sampler_3d",)),
     "stft": ("_fft_r2c",),
-    "linalg_cond": ("_linalg_svd",),
-    "linalg_matrix_rank": ("_linalg_svd",),
-    "linalg_svdvals": ("_linalg_svd",),
-    "svd": ("_linalg_svd",),
+    **dict.fromkeys(("linalg_cond", "linalg_matrix_rank", "linalg_svdvals", "svd"), ("_linalg_svd",)),
     "linalg_eigvals": ("linalg_eig",),
     "linalg_eigvalsh": ("_linalg_eigh",),
     "linalg_cholesky": ("linalg_cholesky_ex",),
@@ -435,5 +368,6 @@ COMPOSED_OF: dict[str, tuple[str, ...]] = {
 def kernels_of(name: str) -> frozenset[str]:
     """The aten kernels, without overload, one of which runs when this entry of CALLS or NOT_ELIGIBLE is called."""
     op = name.partition(" ")[0].partition(".")[0]
-    own = {op, *(kernel for kernel, of in KERNEL_OF.items() if of == op)}
+    stand_ins = STANDS_FOR.get(op, (op,))
+    own = {*stand_ins, *(kernel for kernel, of in KERNEL_OF.items() if of in stand_ins)}
     return frozenset(COMPOSED_OF.get(op, own))

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from amp_recipes.numerics.trial import Outcome
+from amp_recipes.files.strict_json import as_it_is_read
+from amp_recipes.numerics.trial import Outcome, differences, ratio, squared
 
 # A tensor whose gradient is smaller than this share of the model's (rms per element) is not judged alone: biases in
 # front of a norm have gradients that are nothing but rounding.
@@ -30,7 +31,7 @@ class GradientNoise:
         self._windows += 1
         for name, gradient in outcome.gradients.items():
             self._sum[name] = self._sum[name] + gradient if name in self._sum else gradient.clone()
-            self._squares[name] = self._squares.get(name, 0.0) + _squared(gradient)
+            self._squares[name] = self._squares.get(name, 0.0) + squared(gradient)
 
     @property
     def relative(self) -> float:
@@ -38,14 +39,14 @@ class GradientNoise:
         squares = sum(self._squares.values())
         if self._windows < 2 or squares == 0.0:
             return 0.0
-        of_sum = sum(_squared(it) for it in self._sum.values())
+        of_sum = sum(map(squared, self._sum.values()))
         variance = max(0.0, squares - of_sum / self._windows) / (self._windows - 1)
         return math.sqrt(variance * self._windows / squares)
 
     @property
     def judged(self) -> set[str]:
         """The tensors whose rms gradient, per element and over windows, is at least 1e-3 of the whole model's."""
-        elements = sum(it.numel() for it in self._sum.values())
+        elements = sum(total.numel() for total in self._sum.values())
         least = _JUDGED_FROM**2 * sum(self._squares.values()) / max(1, elements)
         return {
             name
@@ -80,7 +81,7 @@ class GradientError:
 
     def as_dict(self) -> dict[str, Any]:
         """The worst tensor as in `diagnosis.json`."""
-        return {"name": self.tensor, "error": self.tensor_error if math.isfinite(self.tensor_error) else "inf"}
+        return as_it_is_read({"name": self.tensor, "error": self.tensor_error})
 
 
 class ErrorSums:
@@ -103,18 +104,13 @@ class ErrorSums:
             return self.fail()
         self._windows += 1
         squared_error = squared_norm = 0.0
-        for name in low.gradients.keys() | reference.gradients.keys():
-            given, wanted = low.gradients.get(name), reference.gradients.get(name)
-            if wanted is None:
-                difference, norm = given, 0.0
-            else:
-                difference, norm = -wanted if given is None else given - wanted, _squared(wanted)
-            error = _squared(difference)
+        for name, difference, norm in differences(low, reference):
+            error = squared(difference)
             self._sum[name] = self._sum[name] + difference if name in self._sum else difference
             self._errors[name] = self._errors.get(name, 0.0) + error
             self._norms[name] = self._norms.get(name, 0.0) + norm
             squared_error, squared_norm = squared_error + error, squared_norm + norm
-        found = _ratio(squared_error, squared_norm)
+        found = ratio(squared_error, squared_norm)
         self._worst = max(self._worst, found)
         return found
 
@@ -127,24 +123,13 @@ class ErrorSums:
         """What was found; judged: the tensors that are looked at alone."""
         if math.isinf(self._worst):
             return GradientError(math.inf, "", math.inf, math.inf, 0.0)
-        own = {name: _ratio(self._errors[name], self._norms[name]) for name in judged if name in self._errors}
+        own = {name: ratio(self._errors[name], self._norms[name]) for name in judged if name in self._errors}
         tensor = max(own, key=lambda name: own[name], default="")
         count, size = self._windows, sum(self._norms.values())
         bias = floor = 0.0
         if count > 1 and size > 0:
-            of_mean = sum(_squared(it) for it in self._sum.values()) / count**2
+            of_mean = sum(map(squared, self._sum.values())) / count**2
             of_scatter = max(0.0, sum(self._errors.values()) - count * of_mean) / (count * (count - 1))
             bias = math.sqrt(max(0.0, of_mean - of_scatter) * count / size)
             floor = math.sqrt(of_scatter * count / size)
         return GradientError(self._worst, tensor, own.get(tensor, 0.0), bias, floor)
-
-
-def _ratio(squared_error: float, squared_norm: float) -> float:
-    if squared_norm == 0.0:
-        return 0.0 if squared_error == 0.0 else math.inf
-    return math.sqrt(squared_error / squared_norm)
-
-
-def _squared(tensor: torch.Tensor) -> float:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return float(torch.linalg.vector_norm(real, dtype=torch.float64) ** 2)

@@ -11,6 +11,7 @@ from torch import nn
 
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.modules.torch_script import class_before_script
+from amp_recipes.numerics.census.census import lies_in
 from amp_recipes.numerics.census.rows import LOW
 from amp_recipes.numerics.census.watch import CensusWatch
 from amp_recipes.numerics.trial import Trial, Window
@@ -37,7 +38,7 @@ def lost_pins(
     named = dict(trial.modules.named_modules(remove_duplicate=False))
     lost: list[dict[str, str]] = []
     live: list[str] = []
-    pinned = {*pinned_modules(trial.modules), *(name for name, it in named.items() if _is_decorated(type(it)))}
+    pinned = {*pinned_modules(trial.modules), *(name for name, module in named.items() if _is_decorated(type(module)))}
     for name in dict.fromkeys(names):
         reason = _cannot_hold(name, named)
         if reason is None and standing and _first_name(named, name) not in pinned:
@@ -70,13 +71,6 @@ def _cannot_hold(name: str, named: dict[str, nn.Module]) -> str | None:
 
 def _is_decorated(module_class: type) -> bool:
     return has_default_precision(getattr(module_class, "forward", None))  # a ScriptModule's class has none
-
-
-def _above(name: str) -> Iterator[str]:
-    """Names of the modules that hold it, the nearest first."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _first_name(named: dict[str, nn.Module], name: str) -> str:
@@ -112,17 +106,13 @@ class _WeightUses:
 
 def _scripted(named: dict[str, nn.Module], ops: CensusWatch) -> Iterator[tuple[str, str]]:
     """Scripted modules that were made from decorated classes; with what ran low in the script that they are part of."""
-    for name, module in named.items():
-        if not isinstance(module, torch.jit.ScriptModule):
-            continue
+    scripts = {name: module for name, module in named.items() if isinstance(module, torch.jit.ScriptModule)}
+    for name, module in scripts.items():
         made_from = class_before_script(module)
         if made_from is None or not _is_decorated(made_from):
             continue
         # Ops inside a script belong to the outermost of it, which Python calls.
-        outermost = name
-        for above in _above(name):
-            if isinstance(named.get(above), torch.jit.ScriptModule):
-                outermost = above
+        outermost = next(above for above in scripts if lies_in(name, above))
         low = _low_ops(ops, outermost)
         ran = f"; {', '.join(low)} ran in {outermost or 'the root'}" if low else ""
         yield (
@@ -134,9 +124,9 @@ def _scripted(named: dict[str, nn.Module], ops: CensusWatch) -> Iterator[tuple[s
 
 def _low_ops(ops: CensusWatch, module: str) -> list[str]:
     found = {}
-    for (place, signature), _ in ops.counts.items():
-        dtypes = [dtype_name(it) for it in (*signature.inputs, *signature.outputs)]
-        low = next((it for it in dtypes if it in LOW), None)
+    for place, signature in ops.counts:
+        dtypes = map(dtype_name, (*signature.inputs, *signature.outputs))
+        low = next((dtype for dtype in dtypes if dtype in LOW), None)
         if place.module == module and place.phase == "forward" and signature.kind.doing == "compute" and low:
             found[f"{signature.kind.name} in {low}"] = None
     return list(found)

@@ -64,7 +64,7 @@ def train_with_pins(
     for seed in range(SEEDS):
         reference.append(_course(trial, windows, torch.float32, 1.0, (), steps, seed))
         low.append(_course(trial, windows, dtype, scale, pins, steps, seed))
-    found = Training(steps, reference=[it.losses for it in reference], low=[it.losses for it in low])
+    found = Training(steps, reference=[course.losses for course in reference], low=[course.losses for course in low])
     failure = _failure(reference, low, _BACK_OFFS if dtype == torch.float16 else 0, steps)
     if failure is not None:
         found.text = failure
@@ -158,22 +158,18 @@ def _final(losses: Sequence[float]) -> float:
     return statistics.fmean(losses[-max(1, len(losses) // 4) :])
 
 
-class SavedBytes:
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """Within its `with`, counts the bytes that the forward saves for the backward, without the parameters."""
 
     def __init__(self, modules: nn.Module) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
         self.bytes = 0
-        self._parameters = {storage_id(it) for it in modules.parameters()}
+        self._parameters = {storage_id(parameter) for parameter in modules.parameters()}
         self._seen: set[tuple[int, int]] = set()
-        self._hooks: Any = None
 
     def __enter__(self) -> SavedBytes:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self._hooks.__enter__()
+        super().__enter__()
         return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._hooks.__exit__(*exception)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from amp_recipes.numerics.census.census import pins_hold, take_census
+from amp_recipes.files.strict_json import as_it_is_read
+from amp_recipes.numerics.census.census import lies_in, pins_hold, take_census
 from amp_recipes.numerics.drift.drift import ModuleDrift
 from amp_recipes.numerics.pins.gradient_noise import ErrorSums, GradientError, GradientNoise
 from amp_recipes.numerics.pins.proof import Training, cost, steps_that_fit, train_with_pins
-from amp_recipes.numerics.trial import Outcome, Trial, Window
+from amp_recipes.numerics.trial import Outcome, Trial, Window, first_line
+from amp_recipes.numerics.watch.observe import dtype_name
 
 # The search asks for less than the bounds: on held-out batches errors were seen to be up to 21 % larger.
 _MARGIN = 1.25
@@ -41,7 +43,7 @@ class PinSearch:
 
     modules: to pin beside those that are already (empty: none is needed, if `verified`); tolerance: bound on the
     relative error of the gradient; error, held_out_error: the largest one over the windows searched on and held out;
-    error_without: without `modules`; bias_tolerance: bound on the part of the error that is the same on every window;
+    bias_tolerance: bound on the part of the error that is the same on every window;
     worst: what was found with these pins on all windows, or with none where no set does; without: the same without
     `modules`; needed: whether a bound is exceeded without them; proof: the steps of training; cost_time, cost_memory:
     ratios to a step without `modules`; verified: held-out batches, census and training (where it was asked for) agree;
@@ -53,7 +55,6 @@ class PinSearch:
     bias_tolerance: float = math.inf
     modules: list[str] = field(default_factory=list)
     error: float | None = None
-    error_without: float | None = None
     held_out_error: float | None = None
     worst: GradientError | None = None
     without: GradientError | None = None
@@ -74,6 +75,11 @@ class PinSearch:
         return "not decided" if not self.verified else "pins" if self.modules else "safe"
 
     @property
+    def error_without(self) -> float | None:
+        """The error without `modules`, of the worst window."""
+        return None if self.without is None else self.without.error
+
+    @property
     def steps(self) -> int:
         """Steps of training in the proof."""
         return self.proof.steps
@@ -91,26 +97,23 @@ class PinSearch:
 
     def as_dict(self) -> dict[str, Any]:
         """As in `diagnosis.json`: numbers that are not finite as strings."""
-        return {
+        found = {
             "modules": self.modules,
             "fp32_modules": self.fp32_modules,
             "tolerance": self.tolerance,
-            "error": _plain(self.error),
-            "error_without": _plain(self.error_without),
-            "held_out_error": _plain(self.held_out_error),
+            "error": self.error,
+            "error_without": self.error_without,
+            "held_out_error": self.held_out_error,
             "worst_tensor": None if self.worst is None else self.worst.as_dict(),
             "tensor_tolerance": TENSOR_TOLERANCE,
-            "bias": None if self.worst is None else _plain(self.worst.bias),
-            "bias_tolerance": _plain(self.bias_tolerance),
+            "bias": None if self.worst is None else self.worst.bias,
+            "bias_tolerance": self.bias_tolerance,
             "decision": self.decision,
             "undecided": self.undecided,
             "steps": self.steps,
             "training": self.training,
             "training_detail": self.proof.detail,
-            "curves": {
-                "reference": [[_plain(loss) for loss in curve] for curve in self.proof.reference],
-                "pinned": [[_plain(loss) for loss in curve] for curve in self.proof.low],
-            },
+            "curves": {"reference": self.proof.reference, "pinned": self.proof.low},
             "cost_time": self.cost_time,
             "cost_memory": self.cost_memory,
             "verified": self.verified,
@@ -118,6 +121,7 @@ class PinSearch:
             "runs": self.runs,
             "notes": self.notes,
         }
+        return as_it_is_read(found)
 
     def yaml(self) -> str:
         """A file for `!include:` that says which modules to pin, with what was shown in its comment.
@@ -197,14 +201,14 @@ class _Search:
 
     def run(self, ranked: Sequence[ModuleDrift], steps: int) -> PinSearch:
         found = self.found
-        order = [row.module for row in ranked if not _covered(row.module, self._already)]
+        order = [row.module for row in ranked if not any(lies_in(row.module, name) for name in self._already)]
         try:
             noise = GradientNoise()
             for window in (*self._search, *self._held_out):
                 noise.add(self._reference(window))
             self._judged = noise.judged
             found.worst = found.without = self._of(())
-            found.error_without = found.error = found.worst.error
+            found.error = found.worst.error
             if self._find(order):
                 self._prove(steps)
         except _OutOfTime:
@@ -233,12 +237,11 @@ class _Search:
             if failing is None:
                 return True
             found.needed = True
-            if not chosen and found.worst is not None:
-                found.without, found.error_without = found.worst, found.worst.error
+            if not chosen:
+                found.without = found.worst
             if failing:
-                moved = failing[0]
-                self._held_out = [it for it in self._held_out if it is not moved]
-                self._search.append(moved)
+                self._held_out = [window for window in self._held_out if window is not failing[0]]
+                self._search.append(failing[0])
                 self._measured.clear()
                 self._kept = None
                 found.notes.append("A batch that was held out failed, so that the search was done again with it")
@@ -268,9 +271,10 @@ class _Search:
         errors = [self._add(sums, window, key) for window in self._held_out]
         found.held_out_error = max(errors)
         found.worst = sums.result(self._judged)
-        failing = [index for index, error in enumerate(errors) if error > found.tolerance]
+        by_error = sorted(zip(errors, self._held_out, strict=True), key=lambda pair: -pair[0])
+        failing = [window for error, window in by_error if error > found.tolerance]
         if failing:
-            return [self._held_out[index] for index in sorted(failing, key=lambda index: -errors[index])]
+            return failing
         return [] if self._exceeds(found.worst) > 1 else None
 
     def _prefix(self, order: list[str], target: float) -> list[str] | None:
@@ -331,8 +335,7 @@ class _Search:
         try:
             low = self._trial.run_finite(window, self._dtype, self._scale, [*self._already, *sorted(names)])
         except RuntimeError as error:  # a mask beyond the format, an op that the device lacks
-            said = (str(error).splitlines() or [""])[0].rstrip(".")
-            note = f"A step in {str(self._dtype).removeprefix('torch.')} raises: {said}"
+            note = f"A step in {dtype_name(self._dtype)} raises: {first_line(error).rstrip('.')}"
             if note not in self.found.notes:
                 self.found.notes.append(note)
             return sums.fail()
@@ -368,7 +371,7 @@ class _Search:
         found, window = self.found, self._search[0]
         census = take_census(self._trial, window, self._dtype, self._scale, pins=pins)
         broken = pins_hold(census, found.modules)
-        found.notes += [f"A pin does not hold: {it['module']}: {it['reason']}" for it in broken]
+        found.notes += [f"A pin does not hold: {pin['module']}: {pin['reason']}" for pin in broken]
         pairs = 2 if self._seconds[self._dtype] > _SLOW_SECONDS else _PAIRS
         with suppress(RuntimeError):  # without the pins the step may not run at all
             found.cost_time, found.cost_memory = cost(
@@ -391,12 +394,3 @@ class _Search:
             if self._exceeds(sums.result(self._judged)) <= 1 / _MARGIN:
                 kept = fewer
                 self.found.superfluous.append(name)
-
-
-def _covered(name: str, pinned: Iterable[str]) -> bool:
-    """Whether the module is pinned, or stands in one that is."""
-    return any(name == other or other == "" or name.startswith(f"{other}.") for other in pinned)
-
-
-def _plain(number: float | None) -> float | str | None:
-    return number if number is None or math.isfinite(number) else str(number)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from amp_recipes.numerics.trial import Trial, Window
+from amp_recipes.numerics.trial import Trial, Window, first_line
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,6 @@ def _cure(trial: Trial, window: Window, dtype: torch.dtype, pinned: list[str]) -
         errors[pattern] = name, text
         pins += added
     return errors or None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an error says."""
-    return str(error).strip().partition("\n")[0]
 
 
 def _failure(trial: Trial, window: Window, dtype: torch.dtype, pins: list[str]) -> tuple[str | None, str] | None:

@@ -11,44 +11,36 @@ from amp_recipes.precision.torch_private import Op, kernel_of, schema_of
 # compute: all else, where a dtype can round or overflow.
 Doing = Literal["view", "copy", "make", "move", "compute"]
 
-_VIEWS = frozenset({"detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias"})
-_COPIES = frozenset({"_to_copy", "to", "copy", "clone", "contiguous", "set", "resize", "lift_fresh_copy"})
-_MAKES = frozenset({"arange", "scalar_tensor", "fill", "zero", "eye", "tril_indices", "triu_indices", "linspace"})
-_MAKES_BEGIN = ("empty", "new_", "zeros", "ones", "full", "rand")
-_MOVES = frozenset(
-    {
-        *(
-            "cat",
-            "constant_pad_nd",
-            "diagonal_scatter",
-            "embedding",
-            "equal",
-            "flip",
-            "gather",
-            "index",
-            "index_select",
-        ),
-        *("masked_scatter", "masked_select", "pixel_shuffle", "pixel_unshuffle", "repeat", "repeat_interleave", "roll"),
-        *("select_backward", "select_scatter", "slice_backward", "slice_scatter", "stack", "take", "tril", "triu"),
-        *("unfold_backward", "_local_scalar_dense", "_unsafe_index"),
-    }
-)
-_CHANGE_DTYPE = frozenset({"real", "imag", "view_as_real", "view_as_complex"})  # of the views; `view` may
-# Products of matrices, convolutions and recurrent layers: what a low precision is there for.
-_PRODUCTS = frozenset(
-    {
-        *("addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "dot", "linear", "mm", "mv", "vdot"),
-        *("_addmm_activation", "_grouped_mm", "_scaled_mm", "mkldnn_linear"),
-        *("convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution"),
-        *("mkldnn_rnn_layer", "_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"),
-        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-        *("_transformer_encoder_layer_fwd", "_native_multi_head_attention"),
-    }
-)
 
+def names(text: str) -> frozenset[str]:
+    """The words of `text`."""
+    return frozenset(text.split())
+
+
+_VIEWS = names("detach alias lift_fresh _unsafe_view _reshape_alias")
+_COPIES = names("_to_copy to copy clone contiguous set resize lift_fresh_copy")
+_MAKES = names("arange scalar_tensor fill zero eye tril_indices triu_indices linspace")
+_MAKES_BEGIN = ("empty", "new_", "zeros", "ones", "full", "rand")
+_MOVES = names(
+    """
+    cat constant_pad_nd diagonal_scatter embedding equal flip gather index index_select masked_scatter masked_select
+    pixel_shuffle pixel_unshuffle repeat repeat_interleave roll select_backward select_scatter slice_backward
+    slice_scatter stack take tril triu unfold_backward _local_scalar_dense _unsafe_index
+    """
+)
+_CHANGE_DTYPE = names("real imag view_as_real view_as_complex")  # of the views; `view` may
+# Products of matrices, convolutions and recurrent layers: what a low precision is there for.
+_PRODUCTS = names(
+    """
+    addbmm addmm addmv addr baddbmm bmm dot linear mm mv vdot _addmm_activation _grouped_mm _scaled_mm mkldnn_linear
+    convolution _convolution convolution_overrideable mkldnn_convolution mkldnn_rnn_layer _cudnn_rnn
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention _transformer_encoder_layer_fwd _native_multi_head_attention
+    """
+)
 # Questions about a tensor (its device), and marks in a profile, are no computation. Higher-order ops hide theirs.
-_UNCOUNTED = frozenset({"prim", "profiler"})
+_UNCOUNTED = names("prim profiler")
 
 
 class OpKind:

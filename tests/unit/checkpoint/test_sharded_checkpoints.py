@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from amp_recipes.checkpoint import Checkpointer, best_checkpoint, find_newest, load_weights, make_newest, model_weights
 from amp_recipes.checkpoint import folder as checkpoint_folder
 from amp_recipes.checkpoint.checkpointer import FORMAT_VERSION
-from amp_recipes.checkpoint.folder import meta_as_json, write_folder
+from amp_recipes.checkpoint.folder import meta_as_json
+from amp_recipes.checkpoint.saving import write_folder
 from amp_recipes.checkpoint.shards import OpenFiles
 from amp_recipes.checkpoint.state_format import PackedState
 from amp_recipes.commands.export import export_run

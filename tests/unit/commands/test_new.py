@@ -1,6 +1,5 @@
 """`amp-recipes new`: the names it takes, the folders it fills, and the recipes that come out of it."""
 
-import argparse
 import ast
 import re
 import shutil
@@ -312,6 +311,4 @@ def test_what_a_run_leaves_in_a_template_is_no_part_of_it(tmp_path, monkeypatch)
 def test_every_folder_of_templates_is_offered():
     folders = {path.name for path in (REPOSITORY / "amp_recipes" / "templates").iterdir() if path.is_dir()}
     assert {name for name in folders if name[0] not in "._"} == set(new.TEMPLATES)
-    parser = argparse.ArgumentParser()
-    new.add_arguments(parser)
-    assert parser.parse_args(["x"]).template == "basic"
+    assert cli.make_parser().parse_args(["new", "x"]).template == "basic"

@@ -17,7 +17,7 @@ from programs import DEADLINE_SECONDS, Program
 from repository import REPOSITORY
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
-from amp_recipes.data import LoadingStopped, close_loader, loader_faults, make_loader, set_epoch, streams, waiting
+from amp_recipes.data import LoadingStopped, close_loader, engine, loader_faults, make_loader, set_epoch, streams
 from amp_recipes.errors import DataError
 
 
@@ -565,7 +565,7 @@ class GatedStream(IterableDataset):
     ("kind", "torchdata", "limits"), pairwise([Gated, GatedStream], [False, True], [{}, {"timeout": 0}])
 )
 def test_who_waits_for_a_batch_can_be_stopped_and_go_on(kind, torchdata, limits, tmp_path, monkeypatch):
-    monkeypatch.setattr(waiting, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(engine, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(streams, "has_torchdata", lambda: torchdata)
     gate, asked, seen = tmp_path / "gate", [], []
     batches = loader(kind(gate), num_workers=1, **limits)
@@ -587,7 +587,7 @@ def test_who_waits_for_a_batch_can_be_stopped_and_go_on(kind, torchdata, limits,
 
 
 def test_a_time_limit_holds_whoever_asks_in_between(tmp_path, monkeypatch):
-    monkeypatch.setattr(waiting, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(engine, "POLL_SECONDS", 0.05)
     data = Gated(tmp_path / "gate")
     batches, asked = loader(data, num_workers=1, timeout=DEADLINE_SECONDS), []
     batches.stop = lambda: asked.append(1)
@@ -602,10 +602,10 @@ def test_a_time_limit_holds_whoever_asks_in_between(tmp_path, monkeypatch):
 
 
 def test_persistent_workers_keep_the_users_limit():
-    assert waiting.poll_seconds(300, lambda: True, persistent=True) == 300
-    assert waiting.poll_seconds(300, None, persistent=False) == 300
-    assert waiting.poll_seconds(0.5, lambda: True, persistent=False) == 0.5
-    assert waiting.poll_seconds(0, lambda: True, persistent=False) == waiting.poll_seconds(9, lambda: True, False) == 1
+    assert engine.poll_seconds(300, lambda: True, persistent=True) == 300
+    assert engine.poll_seconds(300, None, persistent=False) == 300
+    assert engine.poll_seconds(0.5, lambda: True, persistent=False) == 0.5
+    assert engine.poll_seconds(0, lambda: True, persistent=False) == engine.poll_seconds(9, lambda: True, False) == 1
 
 
 # ---------------------------------------------------------------------- the user's part in workers

@@ -26,8 +26,6 @@ def say(*words):
     print(*words, flush=True)
 """
 
-pytestmark = pytest.mark.skipif(folder_lock.fcntl is None, reason="this system has no record locks")
-
 
 @pytest.fixture(autouse=True)
 def nothing_stays_locked():
@@ -330,17 +328,6 @@ def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog,
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and os.strerror(number) in record.getMessage()
     assert not descriptors or len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def test_a_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(folder_lock, "fcntl", None)
-    lock_folder(tmp_path / "run")
-    lock_folder(tmp_path / "run")
-    unlock_folder(tmp_path / "run")
-    assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
-        "take care that no second run uses this folder"
-    ]
-    assert (tmp_path / "run").is_dir()
 
 
 @pytest.mark.parametrize("blocked", ["run", "run/.lock", "above"])

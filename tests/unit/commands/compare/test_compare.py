@@ -1,6 +1,5 @@
 """compare: what it runs and how it goes on, what it reads of the runs, and when it calls a precision worse."""
 
-import argparse
 import json
 import math
 import os
@@ -14,9 +13,9 @@ import time
 import pytest
 from programs import DEADLINE_SECONDS, Program
 
+from amp_recipes.commands import cli
 from amp_recipes.commands.child_runs import EndedChild
-from amp_recipes.commands.compare import add_arguments, command
-from amp_recipes.commands.compare.command import run
+from amp_recipes.commands.compare import command
 from amp_recipes.commands.compare.curves import CURVE_POINTS
 from amp_recipes.commands.compare.outcome import read_outcome, read_records
 from amp_recipes.commands.compare.plan import Metric, choose_metric, make_plan, read_precisions, read_seeds
@@ -508,12 +507,8 @@ def compare(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "draw_comparison", lambda folder: None)
 
     def call(*words, to="out"):
-        parser = argparse.ArgumentParser(allow_abbrev=False)
-        add_arguments(parser)
         words = [str(recipe / "train.py"), str(recipe / "x.yaml"), *words, *(["--to", to] if to else [])]
-        arguments, arguments_of_recipe = parser.parse_known_args(words)
-        arguments.recipe_options = arguments_of_recipe
-        return run(arguments)
+        return cli.main(["compare", *words])
 
     return call
 
@@ -722,14 +717,10 @@ def test_the_picture_is_drawn(compare, tmp_path, monkeypatch, capsys):
 
 # A process that compares, for tests that end it.
 DRIVER = """
-import argparse, signal, sys
+import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from amp_recipes.commands.compare import add_arguments
-from amp_recipes.commands.compare.command import run
-parser = argparse.ArgumentParser()
-add_arguments(parser)
-arguments, arguments.recipe_options = parser.parse_known_args()
-sys.exit(run(arguments))
+from amp_recipes.commands.cli import main
+sys.exit(main(["compare", *sys.argv[1:]]))
 """
 
 

@@ -154,7 +154,7 @@ odd_lines: " a\\nb \\n\\n"
 
 def test_the_text_of_a_tree():
     text = to_yaml(read(EXAMPLE), ["two", "lines\nof a header", "\x1b[0m"])
-    assert text.startswith("# two\n# lines\n# of a header\n# ?[0m\n" + EXPECTED)
+    assert text.startswith("# two\n# lines\n# of a header\n# \\x1b[0m\n" + EXPECTED)
 
 
 def test_the_text_reads_back_as_the_same_tree():

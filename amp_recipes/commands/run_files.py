@@ -1,0 +1,39 @@
+"""Reads and writes the JSON files of runs, and shows what stands in them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from amp_recipes.config.changes import one_line
+from amp_recipes.files.run_files import read_json, write_atomically
+from amp_recipes.files.strict_json import encode
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no file, or something else in it. Raises ConfigError."""
+    try:
+        found = read_json(file)
+    except FileNotFoundError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_object(file: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object, whole or not at all. Raises OSError."""
+    write_atomically(file, (encode(content, indent=2) + "\n").encode())
+
+
+def as_number(value: Any) -> float:
+    """A number of a record, in which a NaN is the text "nan"; NaN for what is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def cut(text: str, characters: int = 100) -> str:
+    """Text in one line, without what lies behind so many characters."""
+    shown = one_line(text[: characters + 1])
+    return shown if len(shown) <= characters else f"{shown[:characters]}..."

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from amp_recipes.checkpoint.state_format import PackedState
+from amp_recipes.modules.devices import queues_work
 
 logger = logging.getLogger(__name__)
 
-# Device types whose copies to pinned memory can be awaited by an event; elsewhere the copy itself waits.
-_ASYNCHRONOUS = frozenset({"cuda", "xpu"})
 # New memory is taken only if there is this much more of it free: training, its loader workers and the page cache
 # of the file that is being written want some too.
 _FREE_PER_NEEDED = 2
@@ -44,7 +43,7 @@ class Snapshot:
         }
         if not self._make_room(live):
             return None
-        events = {tensor.device: None for tensor in live.values() if tensor.device.type in _ASYNCHRONOUS}
+        events = {tensor.device: None for tensor in live.values() if queues_work(tensor.device)}
         for slot, tensor in live.items():
             self._buffers[slot].copy_(tensor, non_blocking=tensor.device in events)
         for device in events:
@@ -97,7 +96,7 @@ def _lack_of_memory(needed: int) -> str | None:
 
 
 def _slot(name: str, key: str, tensor: Tensor) -> _Slot:
-    return name, key, tensor.device.type in _ASYNCHRONOUS
+    return name, key, queues_work(tensor.device)
 
 
 def _fits(buffer: Tensor, tensor: Tensor) -> bool:

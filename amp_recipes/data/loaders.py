@@ -17,6 +17,7 @@ from amp_recipes.data.epoch_loader import EpochLoader
 from amp_recipes.data.samplers import EpochShuffle, samplers_of, shares_itself
 from amp_recipes.data.streams import StreamLoader
 from amp_recipes.errors import ConfigError, DataError
+from amp_recipes.modules.devices import queues_work
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def make_loader(
     ordered = any(loader_kwargs.get(key) is not None for key in ("sampler", "batch_sampler"))
     orders_itself = iterable or ordered
     _refuse_empty(dataset, name, needs_length=not orders_itself)
-    loader_kwargs.setdefault("pin_memory", torch.device(device).type == "cuda")
+    loader_kwargs.setdefault("pin_memory", queues_work(torch.device(device)))
     loader_kwargs.setdefault("collate_fn", usual_collate_fn(dataset))
     if loader_kwargs.get("generator") is None:
         loader_kwargs.pop("generator", None)

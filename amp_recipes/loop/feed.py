@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from amp_recipes import distributed
 from amp_recipes.data import as_batches, batch_length, length, make_loader, reads_all, to_device
 from amp_recipes.errors import ConfigError, DataError
+from amp_recipes.modules.devices import queues_work
 from amp_recipes.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Feed:
     def to_device(self, batch: Any) -> Any:
         """The batch on the run's device."""
         device = self._run.device
-        return to_device(batch, device, non_blocking=device.type == "cuda")
+        return to_device(batch, device, non_blocking=queues_work(device))
 
     def weigh(self, batches: Sequence[Any]) -> tuple[list[float], int]:
         """What each batch of a window counts for, and how many samples they hold, as they were loaded."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -129,3 +130,17 @@ def pytree_parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | N
         return None
     parts, context = node.flatten_fn(value)
     return list(parts), lambda mapped: node.unflatten_fn(mapped, context)
+
+
+# ---------------------------------------------------------------------- device types, and torch.compile
+
+
+def out_of_tree_device_type() -> str:
+    """The device type that an accelerator outside of torch's own sources has taken; "privateuseone": none has."""
+    return torch._C._get_privateuse1_backend_name()
+
+
+def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compiler.assume_constant_result does, without the 2 s for which that imports the compiler."""
+    function._dynamo_marked_constant = True
+    return function

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from amp_recipes.errors import ConfigError, PrecisionError
+from amp_recipes.modules.devices import has_autocast
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The precision names and the dtype that each means."""
@@ -83,7 +84,7 @@ def device_capabilities(device: torch.device) -> Capabilities:
     look_up = _LOOK_UPS.get(device.type)
     if look_up is not None:
         return look_up(device)
-    if not _has_autocast(device.type):
+    if not has_autocast(device.type):
         raise PrecisionError(f"device {device} has no autocast")
     return Capabilities(f"device {device}", native=_BOTH, runs=_BOTH)
 
@@ -205,13 +206,6 @@ def _warning(dtype: torch.dtype, device: torch.device, capabilities: Capabilitie
         f"{name} on {device_name} is emulated, not native: expect it to save memory, but to be no faster "
         f"than fp32 and often slower. {instead}."
     )
-
-
-def _has_autocast(device_type: str) -> bool:
-    try:
-        return torch.amp.is_autocast_available(device_type)
-    except RuntimeError:  # a type of which autocast has never heard
-        return False
 
 
 def _cpu_capabilities(device: torch.device) -> Capabilities:

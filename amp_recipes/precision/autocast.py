@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from amp_recipes.errors import PrecisionError
+from amp_recipes.modules.devices import autocast_device_types, has_autocast
 from amp_recipes.modules.nested import parts_of
 from amp_recipes.modules.torch_private import REGISTER_PYTREE
-from amp_recipes.precision.torch_private import out_of_tree_device_type
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,25 +25,6 @@ R = TypeVar("R")
 _AUTOCAST_SIGNATURE = inspect.signature(torch.autocast)
 _CTX_STATE = "_amp_recipes_autocast_state"
 _DECORATED_MARK = "_amp_recipes_default_precision"
-
-
-def _autocast_available(device_type: str) -> bool:
-    """Whether torch knows autocast on `device_type`, also where it does not know the type at all."""
-    try:
-        return torch.amp.is_autocast_available(device_type)
-    except RuntimeError:
-        return False
-
-
-AUTOCAST_DEVICE_TYPES: tuple[str, ...] = tuple(
-    device_type
-    for device_type in (
-        *("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu"),
-        out_of_tree_device_type(),
-    )
-    if _autocast_available(device_type)
-)
-"""Device types that have an autocast state, whether or not this machine has such a device."""
 
 
 class _EnteredContexts(threading.local):
@@ -79,10 +60,10 @@ class TorchAutocast:
         self._is_noop = self.dtype is torch.float32
         if not self._is_noop:
             _AUTOCAST_SIGNATURE.bind(**arguments)  # only a no-op can do without a device type
-            if not _autocast_available(self.device_type):
+            if not has_autocast(self.device_type):
                 raise PrecisionError(
                     f"autocast to {self.dtype or 'its default dtype'} does not exist on device type "
-                    f"{self.device_type!r}; expected one of {', '.join(AUTOCAST_DEVICE_TYPES)}. "
+                    f"{self.device_type!r}; expected one of {', '.join(autocast_device_types())}. "
                     "Use float32 on this device"
                 )
         self.enabled: bool = not self._is_noop and arguments.get("enabled", True)
@@ -229,7 +210,7 @@ def call_without_autocast(
     untouched: how many leading positional arguments are not inputs (a method's self, a Function's ctx).
     """
     # torch's own question whether any is on would be cheaper than this 1.4 us, but it overlooks mps.
-    active = [device_type for device_type in AUTOCAST_DEVICE_TYPES if torch.is_autocast_enabled(device_type)]
+    active = [device_type for device_type in autocast_device_types() if torch.is_autocast_enabled(device_type)]
     if not active:
         return fwd(*args, **kwargs)
     return _call_cast(fwd, args, kwargs, cast_inputs, active, untouched)
@@ -365,7 +346,7 @@ def custom_fwd(fwd: Callable | None = None, *, cast_inputs: torch.dtype | None =
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
         has_ctx = bool(args) and isinstance(args[0], torch.autograd.function.FunctionCtx)
-        device_types = _device_types_in(args[has_ctx:], kwargs) or AUTOCAST_DEVICE_TYPES
+        device_types = _device_types_in(args[has_ctx:], kwargs) or autocast_device_types()
         state = [
             (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
             for device_type in device_types
@@ -411,7 +392,7 @@ def _device_types_in(*values: Any) -> list[str]:
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         device_type = tensor.device.type
-        if device_type not in found and device_type in AUTOCAST_DEVICE_TYPES:
+        if device_type not in found and device_type in autocast_device_types():
             found.append(device_type)
         return tensor
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-# Device types whose copies to pinned memory can be awaited by an event; elsewhere the copy itself blocks.
-_ASYNCHRONOUS = frozenset({"cuda", "xpu"})
+from amp_recipes.modules.devices import queues_work
 
 
 class _Row:
@@ -18,7 +17,7 @@ class _Row:
     __slots__ = ("event", "values", "view")
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
-        asynchronous = device.type in _ASYNCHRONOUS
+        asynchronous = queues_work(device)
         self.values = torch.empty(count, dtype=dtype, pin_memory=asynchronous)
         self.view = self.values.numpy()
         self.event = torch.Event(device) if asynchronous else None
@@ -77,7 +76,7 @@ class HostCopy:
     @property
     def immediate(self) -> bool:
         """Whether a copy is there as soon as it is made: the device does not queue its work behind the host."""
-        return self._device.type not in _ASYNCHRONOUS
+        return not queues_work(self._device)
 
     def post(self, vector: torch.Tensor) -> HostFuture:
         """Start copying a detached floating vector (or 0-d tensor); returns the future that will hold its values."""

@@ -11,9 +11,8 @@ from torch import nn
 
 from amp_recipes.errors import ConfigError, PrecisionError
 from amp_recipes.modules.names import check_patterns, matches, no_match
-from amp_recipes.modules.torch_private import COMPILED_MODULE, children_of
+from amp_recipes.modules.torch_private import COMPILED_MODULE, assume_constant_result, children_of
 from amp_recipes.precision.autocast import call_without_autocast, has_default_precision
-from amp_recipes.precision.torch_private import assume_constant_result
 
 
 class _TraceLog:

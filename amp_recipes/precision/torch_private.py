@@ -60,20 +60,6 @@ STEP_TAKES_FOUND_INF = "_step_supports_amp_scaling"
 """The attribute, true or absent, of optimizers whose step reads `found_inf` and skips on the device (fused ones)."""
 
 
-# ---------------------------------------------------------------------- autocast and torch.compile
-
-
-def out_of_tree_device_type() -> str:
-    """The device type that an accelerator outside of torch's own sources has taken; "privateuseone": none has."""
-    return torch._C._get_privateuse1_backend_name()
-
-
-def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compiler.assume_constant_result does, without the 2 s for which that imports the compiler."""
-    function._dynamo_marked_constant = True
-    return function
-
-
 # ---------------------------------------------------------------------- ops, for instruments
 
 Op = OpOverload

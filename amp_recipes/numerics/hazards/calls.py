@@ -13,13 +13,13 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from amp_recipes.files.user_code import Line, user_line
+from amp_recipes.modules.devices import autocast_device_types
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.hazards.list import Found, Grade, library_line
 from amp_recipes.numerics.hazards.modules import NAMES
 from amp_recipes.numerics.ops.lists import DOCUMENTED, FLOAT32, LOWER_PRECISION, RAISES, policy
 from amp_recipes.numerics.watch.observe import Attribution
 from amp_recipes.numerics.watch.op_kinds import names
-from amp_recipes.precision.autocast import AUTOCAST_DEVICE_TYPES
 
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 # A CPU runs these as they are given, where CUDA casts them.
@@ -46,7 +46,7 @@ class CallHazards(TorchFunctionMode):
         super().__init__()
         self._found = found
         self._device_type = device_type
-        self._has_autocast = device_type in AUTOCAST_DEVICE_TYPES
+        self._has_autocast = device_type in autocast_device_types()
         # Whose rules count: this device's, and for a rehearsal on a CPU those of CUDA.
         judged = [device_type, "cuda"] if device_type == "cpu" else [device_type]
         self._judged = [it for it in judged if it in DOCUMENTED]

@@ -142,3 +142,23 @@ def test_parts_of_a_registered_container():
     assert torch_private.pytree_parts(type("Own", (dict,), {})()) is None, WHERE
     module_name, _, name = torch_private.REGISTER_PYTREE.rpartition(".")
     assert callable(getattr(sys.modules[module_name], name)), WHERE
+
+
+def test_a_function_that_the_compiler_runs_while_it_traces():
+    calls = []
+
+    @torch_private.assume_constant_result
+    def traced():
+        calls.append(1)
+        return 2
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def doubled(x):
+        return x * traced()
+
+    assert [doubled(torch.ones(1)).item() for _ in range(3)] == [2.0] * 3
+    assert len(calls) == 1, WHERE
+
+
+def test_no_accelerator_from_elsewhere_is_here():
+    assert torch_private.out_of_tree_device_type() == "privateuseone", WHERE

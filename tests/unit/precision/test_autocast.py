@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from amp_recipes.errors import PrecisionError
+from amp_recipes.modules.devices import autocast_device_types
 from amp_recipes.precision import autocast as autocast_module
 from amp_recipes.precision.autocast import (
-    AUTOCAST_DEVICE_TYPES,
     TorchAutocast,
     custom_bwd,
     custom_fwd,
@@ -43,7 +43,7 @@ def low(*shape):
 
 def autocast_state():
     """What autocast is set to on each device type, and what it caches."""
-    states = [(torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in AUTOCAST_DEVICE_TYPES]
+    states = [(torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in autocast_device_types()]
     return states, torch.is_autocast_cache_enabled()
 
 
@@ -452,7 +452,7 @@ def test_the_device_is_not_guessed_from_the_first_tensor():
 
 def test_autocast_is_noticed_on_every_device_type(subtests):
     # torch.autocast needs the module of a private backend.
-    for device_type in set(AUTOCAST_DEVICE_TYPES) - {torch._C._get_privateuse1_backend_name()}:
+    for device_type in set(autocast_device_types()) - {torch._C._get_privateuse1_backend_name()}:
         with subtests.test(device_type):
             torch.set_autocast_enabled(device_type, True)
             try:

@@ -67,26 +67,6 @@ def test_which_optimizers_take_the_verdict_on_the_device():
     assert not getattr(torch.optim.Rprop(parameters), name, False), WHERE
 
 
-def test_a_function_that_the_compiler_runs_while_it_traces():
-    calls = []
-
-    @torch_private.assume_constant_result
-    def traced():
-        calls.append(1)
-        return 2
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def doubled(x):
-        return x * traced()
-
-    assert [doubled(torch.ones(1)).item() for _ in range(3)] == [2.0] * 3
-    assert len(calls) == 1, WHERE
-
-
-def test_no_accelerator_from_elsewhere_is_here():
-    assert torch_private.out_of_tree_device_type() == "privateuseone", WHERE
-
-
 class Seeing(torch_private.DispatchMode):
     def __init__(self):
         super().__init__()

@@ -45,7 +45,9 @@ from amp_recipes.loop.schedulers import Schedulers
 from amp_recipes.loop.settings import Settings
 from amp_recipes.loop.stopping import MetricWatch
 from amp_recipes.loop.window import PendingWindows, Window
+from amp_recipes.modules.devices import queues_work
 from amp_recipes.precision import PrecisionPlan, as_scalar, check_optimizers
+from amp_recipes.precision.fused import prefer_fused
 from amp_recipes.precision.host_copy import HostCopy
 from amp_recipes.records import Logger, RunSummary
 from amp_recipes.stage import Stage
@@ -225,6 +227,7 @@ class Run:
         if self.schedulers.optimizers == optimizers:
             return
         check_optimizers(optimizers, self.modules, self.plan.scaler.is_enabled(), self.processes.many)
+        self.spare_waits()
         make = getattr(self.recipe.hparams, "lr_scheduler", None)
         interval = self.settings.lr_scheduler_interval
         self.schedulers = Schedulers(make, optimizers, interval, self.feed.count_updates)
@@ -235,6 +238,11 @@ class Run:
         for name, scheduler in self.schedulers.by_optimizer.items():
             self.checkpoints.register(f"scheduler.{name}", scheduler, replace=True)
         self.recovery.adopt(optimizers)
+
+    def spare_waits(self) -> None:
+        """Let optimizers skip on the device where they can; also after a checkpoint was loaded, with what they chose."""
+        if queues_work(self.device):
+            prefer_fused(self.recipe.optimizers_dict, self.modules)
 
     def _note_step(self, *_: Any) -> None:
         self.window.by_hand = True

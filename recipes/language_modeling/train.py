@@ -12,14 +12,7 @@ import torch.nn.functional as F
 from model import IGNORE
 from throughput import measure_peak_flops
 
-from amp_recipes import (
-    Brain,
-    Stage,
-    create_experiment_directory,
-    fwd_default_precision,
-    load_hparams,
-    parse_arguments,
-)
+from amp_recipes import Brain, Stage, create_experiment_directory, fwd_default_precision, load_hparams, parse_arguments
 
 logger = logging.getLogger(__name__)
 

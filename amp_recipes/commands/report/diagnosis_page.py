@@ -183,9 +183,13 @@ def _mark_init_scale(axes: Any, scale: float | None, middle: float) -> None:
     text = f"init_scale\n2^{at:g}" if at == int(at) else f"init_scale\n{scale:g}"
     left = at > middle
     axes.annotate(
-        text, (at, 0.1), xytext=(-5 if left else 5, 0), textcoords="offset points", fontweight="bold",
+        text,
+        (at, 0.1),
+        xytext=(-5 if left else 5, 0),
+        textcoords="offset points",
+        fontweight="bold",
         ha="right" if left else "left",
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------------- casts
@@ -226,9 +230,15 @@ def _pins(pins: dict[str, Any], figure: Any) -> None:
         axes.axvline(tolerance, color=VERMILION, linestyle="--", linewidth=1.4)
         left = axes.transAxes.inverted().transform(axes.transData.transform((tolerance, 0)))[0] > 0.6
         axes.annotate(
-            f"tolerance {percent(tolerance)}", (tolerance, -0.62), xytext=(-4 if left else 4, 0),
-            textcoords="offset points", color=VERMILION, fontweight="bold", va="center", ha="right" if left else "left",
-        )  # fmt: skip
+            f"tolerance {percent(tolerance)}",
+            (tolerance, -0.62),
+            xytext=(-4 if left else 4, 0),
+            textcoords="offset points",
+            color=VERMILION,
+            fontweight="bold",
+            va="center",
+            ha="right" if left else "left",
+        )
     axes.set_yticks(range(len(rows)), list(rows.values()))
     axes.set_ylim(len(rows) - 0.4, -0.9)
     axes.set_xlabel("\n".join(_told_of_pins(pins, modules)), loc="left")

@@ -19,6 +19,7 @@ from amp_recipes.checkpoint.state_format import PackedState, pack_state
 from amp_recipes.distributed.torch_private import dtensor_like
 from amp_recipes.errors import CheckpointError, ConfigError
 from amp_recipes.modules.nested import tensors_in
+from amp_recipes.state.preserved import has_state
 
 _RECOVERABLE_PATTERN = re.compile(r"\w[\w.+-]*")  # safe as a file name on every platform
 _MAX_NAME_BYTES = 255 - len(STATE_SUFFIX)
@@ -33,8 +34,7 @@ def check_recoverable(name: str, obj: Any, taken: Mapping[str, Any]) -> None:
     if name in taken:
         taken_by = type(taken[name]).__name__
         raise ConfigError(f"Recoverable {name!r} is already a {taken_by}; choose another name.")
-    verbs = [getattr(obj, "state_dict", None), getattr(obj, "load_state_dict", None)]
-    if isinstance(obj, type) or not all(map(callable, verbs)):
+    if isinstance(obj, type) or not has_state(obj):
         what = f"the class {obj.__name__}" if isinstance(obj, type) else f"a {type(obj).__name__}"
         raise ConfigError(
             f"Recoverable {name!r} is {what}; expected an object with state_dict() and load_state_dict()."

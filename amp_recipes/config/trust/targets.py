@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from amp_recipes.config.trust.signatures import Callee
 from amp_recipes.config.trust.trust import Trust
 from amp_recipes.config.yaml.mistakes import did_you_mean
-from amp_recipes.config.yaml.nodes import Mapping, Mistakes, Node, Scalar, Unknown, attribute_name, walk
+from amp_recipes.config.yaml.nodes import Mapping, Mistakes, Node, Scalar, Sequence, Unknown, attribute_name, walk
 from amp_recipes.config.yaml.tags import ATTRIBUTE
 from amp_recipes.errors import ConfigError
 
@@ -19,7 +20,7 @@ _ENOUGH_MISTAKES = 300  # of which the first are told; a file of nothing but mis
 _OBJECTS = ("!new", "!name", "!apply")
 _KINDS = (*_OBJECTS, "!module", "!applyref")
 # What a tag must name: as a test, and in words.
-_MUST_BE = {
+_MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "!new": (inspect.isclass, "makes an object of a class"),
     "!apply": (inspect.isroutine, "calls a function"),
     "!applyref": (inspect.isroutine, "calls a function"),
@@ -81,6 +82,7 @@ class _Checking:
             text = f"{name!r} is no public attribute: expected one name that begins with a letter."
             self._mistakes.add(node.source, text)
         else:
+            assert isinstance(node, Sequence)  # as `attribute_name` says
             self._check_attribute_of(node.items[0].tag, name, node)
 
     def _check_attribute_of(self, tag: str, name: str, node: Node) -> None:

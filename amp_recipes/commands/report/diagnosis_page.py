@@ -201,8 +201,8 @@ def _casts(casts: Sequence[dict[str, Any]], figure: Any) -> None:
             of.setdefault(str(row.get("module") or "(outside of modules)"), Counter())[str(row.get("by"))] += size
     ranked = sorted(of.items(), key=lambda entry: -entry[1].total())
     shown = ranked[:_CASTING_SHOWN]
-    of = f"{len(shown)} of {len(ranked)} modules" if len(ranked) > len(shown) else "all modules"
-    axes.set_title(f"Bytes cast in a step, {of}")
+    which = f"{len(shown)} of {len(ranked)} modules" if len(ranked) > len(shown) else "all modules"
+    axes.set_title(f"Bytes cast in a step, {which}")
     stacked_bars(axes, [sizes for _, sizes in shown])
     label_rows(axes, *module_names([name for name, _ in shown], _NAME_CHARACTERS - 8))
 

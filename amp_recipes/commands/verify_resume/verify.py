@@ -261,8 +261,8 @@ def _seed_if_none(hparams_file: Path, options: Sequence[str], say: Callable[[str
 def _folder(keep: str | Path | None) -> Iterator[Path]:
     """The folder of the runs; one that is kept must be new or empty, since runs would go on from what is in it."""
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="amp-resume-", ignore_cleanup_errors=True) as folder:
-            yield Path(folder)
+        with tempfile.TemporaryDirectory(prefix="amp-resume-", ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
         return
     folder = Path(keep).absolute()
     try:

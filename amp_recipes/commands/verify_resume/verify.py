@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from amp_recipes.commands.child_runs import ChildRuns, EndedChild
+from amp_recipes.commands.run_files import require_script
 from amp_recipes.commands.tables import columns
 from amp_recipes.commands.verify_resume import causes, compare
 from amp_recipes.commands.verify_resume.compare import Difference, Trace, first_difference, read_trace
@@ -129,8 +130,7 @@ def verify_resume(
             "the kill before the end (0 < save_at < kill_at < steps)."
         )
     script, hparams_file = Path(script), Path(hparams_file)
-    if not script.is_file():
-        raise ConfigError(f"{script} is not a file; expected the recipe's script, such as train.py.")
+    require_script(script)
     options = [*options, *_seed_if_none(hparams_file, options, say)]
     with _folder(keep) as folder, ChildRuns() as children:
         check = ResumeCheck(script, hparams_file, options, steps, save_at, kill_at, folder, children, say)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
 from amp_recipes.distributed.options import ProcessOptions
@@ -11,7 +10,7 @@ from amp_recipes.errors import RecipeError
 from amp_recipes.precision.options import LossScaleOptions, PrecisionOptions
 
 # What a run has set up by the end of the constructor: these options have had their effect.
-_HAD_EFFECT = [field.name for group in (PrecisionOptions, LossScaleOptions, ProcessOptions) for field in fields(group)]
+_HAD_EFFECT = [name for group in (PrecisionOptions, LossScaleOptions, ProcessOptions) for name in group.__annotations__]
 
 
 class Settings:

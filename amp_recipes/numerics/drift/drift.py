@@ -148,9 +148,8 @@ class _LowOwners:
         self.found: dict[str, None] = {}
 
     def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if op_kind(op).doing != "compute" or all(
-            tensor.dtype not in LOW for tensor in tensors_in(args, kwargs, output)
-        ):
+        dtypes = {tensor.dtype for tensor in tensors_in(args, kwargs, output)}
+        if op_kind(op).doing != "compute" or dtypes.isdisjoint(LOW):
             return
         place = self.at.here
         if place.phase == "backward" or place.module in (OUTSIDE, *self.found):

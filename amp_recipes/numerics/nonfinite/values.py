@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from amp_recipes.precision.torch_private import Op, graph_task, is_wrapper, runn
 FINITE, INFINITE, NAN = range(3)
 
 _MOST_INPUTS = 8  # of an op that are described: a `cat` may have hundreds
-_SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
+_SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,14 @@ class External:
     dtype: torch.dtype
     batch: int | None = None
     tensor: Tensor | None = None
+    birth: ClassVar[None] = None
+    causes: ClassVar[tuple] = ()
+    sources: ClassVar[tuple] = ()
+
+    @property
+    def was_meant(self) -> bool:
+        """Whether an infinity in it may be meant: in a constant, as in a mask."""
+        return self.kind == "tensor"
 
     def __str__(self) -> str:
         return self.name if self.kind in ("batch", "tensor") else f"{self.kind} {self.name}"
@@ -101,7 +109,7 @@ def kind_of(tensor: Tensor) -> int:
     tensor = _comparable(tensor)
     if _has_finite_sum(tensor):
         return FINITE
-    low, high = (extreme.item() for extreme in torch.aminmax(tensor))
+    low, high = _extremes(tensor)
     if math.isnan(low):
         return NAN
     return FINITE if math.isfinite(low) and math.isfinite(high) else INFINITE
@@ -115,6 +123,12 @@ def _has_finite_sum(tensor: Tensor) -> bool:
     return not tensor.is_cpu and math.isfinite(tensor.sum(dtype=torch.float32).item())
 
 
+def _extremes(tensor: Tensor) -> tuple[float, float]:
+    """The least and the greatest value; NaN, both, where it holds one."""
+    low, high = torch.aminmax(tensor)
+    return low.item(), high.item()
+
+
 def has_infinity(tensor: Tensor) -> bool:
     """Whether it holds an infinity, beside NaN or not."""
     return bool(_comparable(tensor).isinf().any())
@@ -126,12 +140,12 @@ def range_of(tensor: Tensor) -> TensorRange:
     tensor = _comparable(tensor)
     if not tensor.numel():
         return TensorRange(name, shape, None, None)
-    low, high = (it.item() for it in torch.aminmax(tensor))
+    low, high = _extremes(tensor)
     if math.isfinite(low) and math.isfinite(high):
         return TensorRange(name, shape, low, high)
     kind = NAN if math.isnan(low) else INFINITE
     finite = tensor[tensor.isfinite()]
-    low, high = (it.item() for it in torch.aminmax(finite)) if finite.numel() else (None, None)
+    low, high = _extremes(finite) if finite.numel() else (None, None)
     return TensorRange(name, shape, low, high, tensor.numel() - finite.numel(), kind)
 
 

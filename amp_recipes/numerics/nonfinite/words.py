@@ -15,22 +15,15 @@ _MOST_NAMED = 8  # samples, modules
 
 # By the op, or the op whose backward it was: where it is not defined, and the cure at any precision.
 _EDGES = {
-    ("sqrt", "rsqrt"): "the root has no slope at 0 and no value below: add an eps inside it",
-    ("norm", "linalg_vector_norm", "cdist", "_cdist"): "a norm has no slope at 0: add an eps to what it is taken of",
-    (
-        "log",
-        "log2",
-        "log10",
-        "xlogy",
-    ): "the log of 0 is -inf, and its slope inf: clamp what it is taken of, or add an eps",
-    ("div", "reciprocal"): "it divides by 0, or nearly: add an eps to the divisor",
-    ("acos", "asin", "atanh", "acosh"): "it has no slope at its ends: clamp its input further inside",
-    ("pow",): "a power may have no slope, or no value, at 0: clamp its base, or add an eps",
-    ("binary_cross_entropy",): "it takes logs of probabilities: use binary_cross_entropy_with_logits",
+    "sqrt rsqrt": "the root has no slope at 0 and no value below: add an eps inside it",
+    "norm linalg_vector_norm cdist _cdist": "a norm has no slope at 0: add an eps to what it is taken of",
+    "log log2 log10 xlogy": "the log of 0 is -inf, and its slope inf: clamp what it is taken of, or add an eps",
+    "div reciprocal": "it divides by 0, or nearly: add an eps to the divisor",
+    "acos asin atanh acosh": "it has no slope at its ends: clamp its input further inside",
+    "pow": "a power may have no slope, or no value, at 0: clamp its base, or add an eps",
+    "binary_cross_entropy": "it takes logs of probabilities: use binary_cross_entropy_with_logits",
 }
-_OVERFLOWS = {
-    ("exp", "exp2", "expm1", "sinh", "cosh"): "exp of something large: clamp it, or subtract its maximum first"
-}
+_OVERFLOWS = {"exp exp2 expm1 sinh cosh": "exp of something large: clamp it, or subtract its maximum first"}
 
 
 def message_of(origin: Origin, cause: str, samples: Sequence, all_samples: bool, notes: Sequence[str]) -> str:
@@ -191,14 +184,14 @@ def _cure(origin: Origin) -> str:
     return f"{_overflow(origin)} Look at what comes into it, lower the learning rate, or clip the gradients more."
 
 
-def _advice(origin: Origin, advices: dict[tuple[str, ...], str]) -> str | None:
+def _advice(origin: Origin, advices: dict[str, str]) -> str | None:
     """What is said of the op whose backward it was, or else of the op itself."""
     forward = _forward_name(origin.birth)
     if not forward and _is_large_square(origin):
         return None  # not its edge, but a square of something large
     for name in (forward, origin.op.rpartition("::")[2].rstrip("_")):
         for names, advice in advices.items():
-            if name in names:
+            if name in names.split():
                 return advice
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def hookable(modules: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in modules.named_modules() if name not in scripts}
 
 
-class CallDtypes(AbstractContextManager):
+class CallDtypes(ExitStack):
     """Within it, remembers for each call of each module in which dtypes floating tensors went in and came out.
 
     without_gradient: names of the modules that returned floating tensors of which none needs a gradient, while
@@ -55,17 +55,14 @@ class CallDtypes(AbstractContextManager):
     def __init__(self, modules: nn.Module) -> None:
         self._modules = modules
         self._calls: dict[nn.Module, list[tuple[_Dtypes, _Dtypes]]] = {}
-        self._context = ExitStack()
+        super().__init__()
         self.without_gradient: set[str] = set()
 
     def __enter__(self) -> CallDtypes:
         for name, module in hookable(self._modules).items():
             self._calls[module] = []
-            hook_forwards(self._context, module, self._before, self._after(name))
+            hook_forwards(self, module, self._before, self._after(name))
         return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._context.close()
 
     def of(self, module: nn.Module, call: int) -> tuple[_Dtypes, _Dtypes]:
         """Dtypes of what went into this call of `module` (from 0, recomputation counts too), and of what came out."""
@@ -89,7 +86,7 @@ def _dtypes(tensors: list[torch.Tensor]) -> _Dtypes:
     return tuple(tensor.dtype for tensor in tensors)
 
 
-class OwnOps(AbstractContextManager):
+class OwnOps(ExitStack):
     """Within it, in a run that is in fp32, a module can be run as it would in a low run, alone.
 
     Its own ops run under autocast to `dtype`. What went into it in low precision in the run of `dtypes` goes in
@@ -103,18 +100,15 @@ class OwnOps(AbstractContextManager):
         self._dtype = dtype
         self._device = device
         self._calls: Counter[nn.Module] = Counter()
-        self._context = ExitStack()
+        super().__init__()
         self.busy = False
         self.rounded = False  # whether the latest `run` in low precision rounded what its own ops were given
 
     def __enter__(self) -> OwnOps:
         self._calls.clear()
         for module in hookable(self._modules).values():
-            self._context.callback(module.register_forward_pre_hook(self._count).remove)
+            self.callback(module.register_forward_pre_hook(self._count).remove)
         return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._context.close()
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], low: bool) -> list[torch.Tensor]:
         """The floating tensors that this call of `module` gives; for its forward pre-hook, and nothing is changed.
@@ -150,7 +144,7 @@ class OwnOps(AbstractContextManager):
 
     @contextmanager
     def _inner_modules_in_fp32(self, outer: nn.Module, low: bool) -> Iterator[None]:
-        """Within it, the outermost calls of modules inside compute in fp32; what they give is rounded as in the low run."""
+        """Within it, the outermost calls of modules inside compute in fp32, and give what is rounded as there."""
         device_types = {parameter.device.type for parameter in outer.parameters()} | {self._device.type}
         running: list[nn.Module] = []
         autocast_off = ExitStack()

@@ -95,8 +95,6 @@ class OpHazards:
             if self._is_cpu and kind.doing != "view":
                 self._follow(kind, args, kwargs, output)
 
-    # ------------------------------------------------------------------ constants
-
     def _constants(self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kind.base in _HARMLESS and kind.base not in _BOUNDS_ABOVE | _GUARDS:
             return
@@ -171,8 +169,6 @@ class OpHazards:
             )
             self._add("whole_numbers", message, "risk", "" if largest > _COUNTABLE["fp16"] else "bf16")
 
-    # ------------------------------------------------------------------ values
-
     def _exponential(self, kind: OpKind, args: tuple[Any, ...]) -> None:
         base, share = _EXPONENTIALS.get(kind.base) or (_base_of_power(args[0]), 1.0)
         exponent = args[1] if kind.base == "pow" else args[0]
@@ -228,8 +224,6 @@ class OpHazards:
             )
             self._add("long_reduction", message, "note", "fp16", "mean", note)
 
-    # ------------------------------------------------------------------ what CUDA would do
-
     def _follow(self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Remark what CUDA would run in fp32, and remember which tensors would be fp32 there."""
         low = _low(args, kwargs)
@@ -284,8 +278,6 @@ class OpHazards:
         module = self.at.here.module
         self._found.add(kind, message + note, self.at.line, grade, precision, module, what, inside=library_line())
 
-
-# ---------------------------------------------------------------------- reading
 
 _PROMOTE = ("add", "sub", "rsub", "mul", "where", "maximum", "minimum", "lerp")  # to the widest that they are given
 

@@ -77,8 +77,6 @@ class _Search:
         self._seconds = 0.0
         self._times: dict[tuple[torch.dtype, bool], float] = {}
 
-    # ------------------------------------------------------------------ replays
-
     def _run(self, dtype: torch.dtype, scale: float, window: Window | None = None, watch: Sequence = ()) -> Outcome:
         began = time.perf_counter()
         self._replays += 1
@@ -107,8 +105,6 @@ class _Search:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             found |= {f"{key}[{i}]": parameter for i, parameter in enumerate(held) if id(parameter) not in known}
         return found
-
-    # ------------------------------------------------------------------ the cause
 
     def report(self) -> NonfiniteReport:
         try:
@@ -199,8 +195,6 @@ class _Search:
         report.dtype, report.range, report.target = widest.dtype, [widest], "gradient norm"
         return report
 
-    # ------------------------------------------------------------------ the samples
-
     def _samples(self, origin: Origin, cause: str) -> tuple[list[Any], bool]:
         """The samples that do it, and whether these are all."""
         if origin.batch is None:
@@ -243,8 +237,6 @@ class _Search:
         except _Raised as error:  # batch normalisation refuses a single sample
             raise Inseparable from error
         return not (outcome.is_finite if origin.is_gradient else outcome.loss_is_finite)
-
-    # ------------------------------------------------------------------ the report
 
     def _unplaced(self, cause: str, message: str) -> NonfiniteReport:
         report = NonfiniteReport(cause, message, self._dtype, self._scale)

@@ -144,9 +144,6 @@ def changed_files(command: Mapping[str, Any] | None) -> list[str]:
     return [word for word, digest in digests.items() if _digest(Path(command["cwd"]) / word) != digest]
 
 
-# ---------------------------------------------------------------------- secrets
-
-
 def _without_secrets(words: list[str]) -> tuple[list[str], list[str]]:
     """The words with MASK in place of what looks like a secret, and the names of what was masked."""
     kept: list[str] = []
@@ -186,9 +183,6 @@ def _without_entries(word: str, masked: list[str]) -> str:
 
 def _is_secret(name: str) -> bool:
     return _SECRET.fullmatch(_CAMEL.sub("_", name)) is not None
-
-
-# ---------------------------------------------------------------------- files
 
 
 def _digests(command: Mapping[str, Any]) -> dict[str, str]:

@@ -105,9 +105,9 @@ def _made(kind: str, name: str, value: Any) -> Any:
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    if kind == "namedtuple" and _is_named_tuple(found) and len(found._fields) == len(value):
+    if isinstance(found, type) and kind == "namedtuple" and _is_tuple_of(found, len(value)):
         return tuple.__new__(found, value)
-    if kind == "dataclass" and _is_data_class(found) and _takes(found, value):
+    if isinstance(found, type) and kind == "dataclass" and is_dataclass(found) and _takes(found, value):
         made = object.__new__(found)
         for key, item in value.items():
             object.__setattr__(made, key, item)
@@ -118,12 +118,8 @@ def _made(kind: str, name: str, value: Any) -> Any:
     )
 
 
-def _is_named_tuple(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
-
-
-def _is_data_class(found: Any) -> bool:
-    return isinstance(found, type) and is_dataclass(found)
+def _is_tuple_of(found: type, length: int) -> bool:
+    return issubclass(found, tuple) and len(getattr(found, "_fields", ())) == length
 
 
 def _takes(found: type, values: dict[str, Any]) -> bool:

@@ -121,9 +121,6 @@ class NonfiniteReport:
         return as_it_is_read({key: found[key] for key in (*first, *(name for name in found if name not in first))})
 
 
-# ---------------------------------------------------------------------- writing
-
-
 def write_report(
     folder: Path,
     report: NonfiniteReport,
@@ -215,9 +212,6 @@ def _to_keep(
         "versions": {**_HERE, "device": device if device != "cuda" else torch.cuda.get_device_name(trial.device)},
     }
     return contents, meta
-
-
-# ---------------------------------------------------------------------- and back
 
 
 @dataclass

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import numpy as np
@@ -40,12 +40,12 @@ from amp_recipes.numerics.nonfinite.values import (
     NAN,
     Birth,
     External,
+    bad_rows,
     has_infinity,
     is_float,
     kind_of,
     plain_tensors,
     range_of,
-    rows_at_least,
     witness,
 )
 from amp_recipes.numerics.watch.observe import Attribution, OpWatch
@@ -103,8 +103,6 @@ class NonfiniteTrace:
         self._context.close()
         now = self._states()
         self.drawn = [name for name, state in self._before.items() if state != now[name]]
-
-    # ------------------------------------------------------------------ at each op
 
     def about_to_see(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.target is not None:
@@ -167,7 +165,7 @@ class NonfiniteTrace:
         if event.birth is not None or self._come_from_outside(event.causes):
             event.line = self.at.line
         if bad[0].ndim and bad[0].shape[0] in self._lengths and graph_task() == -1:
-            event.rows = rows_at_least(bad[0])
+            event.rows = bad_rows(bad[0]).along.get(0)
 
     def _come_from_outside(self, causes: Iterable[Cause]) -> bool:
         return any(isinstance(self.events[number], External) for number, _ in causes)
@@ -260,8 +258,6 @@ class NonfiniteTrace:
         self._memories = {key: memory for key, memory in self._memories.items() if not memory.weak.expired()}
         self._prune_at = 2 * len(self._memories) + _FEW
 
-    # ------------------------------------------------------------------ what comes from outside
-
     def _nameable(self) -> Iterator[External]:
         """The tensors of which the trace knows what they are called."""
         for name, parameter in self._parameters.items():
@@ -352,12 +348,7 @@ def _is_one_number(reads: Sequence[Read]) -> bool:
 
 def _begins_backward() -> bool:
     """Whether the op that runs now is autograd's own, before a backward."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == FIRST_GRADIENTS:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_name == FIRST_GRADIENTS for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def _as_tensor(array: np.ndarray) -> Tensor | None:

@@ -247,8 +247,6 @@ def _features() -> dict[str, bool]:
     return {feature: bool(flags[feature]) for feature in _FEATURES if feature in flags}
 
 
-# ---------------------------------------------------------------------- the printed page
-
 _WIDTH = 100
 _TITLES = {
     LOWER_PRECISION: "runs in {dtype}, whatever comes in",

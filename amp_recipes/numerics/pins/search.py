@@ -205,8 +205,6 @@ class _Search:
             found.undecided = f"the time was used up after {found.runs} steps of the search"
         return found
 
-    # ------------------------------------------------------------------ the set
-
     def _find(self, order: list[str]) -> bool:
         """Whether there is a set that holds on all windows: `found.modules`. One that fails is searched on as well."""
         found, allowed, chosen = self.found, 1.0, list[str]()
@@ -331,8 +329,6 @@ class _Search:
             return sums.fail()
         self._seconds[self._dtype] = low.seconds
         return sums.add(low, reference)
-
-    # ------------------------------------------------------------------ the proof
 
     def _prove(self, steps: int) -> None:
         found = self.found

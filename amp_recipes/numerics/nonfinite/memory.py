@@ -7,9 +7,10 @@ make that more than a matter of names.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -123,15 +124,21 @@ class Facts:
 
     def __init__(self, op: Op) -> None:
         name = op_name(op).rpartition("::")[2]
-        arguments = list(enumerate(schema_of(op).arguments))
-        changed = [(i, given) for i, given in arguments if given.alias_info is not None and given.alias_info.is_write]
-        if not changed and "batch_norm" in name and "backward" not in name:
-            # It changes the statistics, which its schema does not say.
-            changed = [(i, given) for i, given in arguments if given.name in ("running_mean", "running_var")]
-        self.mutated = [(i, given.name) for i, given in changed]
-        self.overwrites = name in _OVERWRITING or all(given.is_out for _, given in changed)
+        self.mutated = _changed_by(name, schema_of(op).arguments)
+        changed = [schema_of(op).arguments[position] for position, _ in self.mutated]
+        self.overwrites = name in _OVERWRITING or all(argument.is_out for argument in changed)
         self.is_harmless, self.is_unwritten = name in _HARMLESS, name in _UNWRITTEN
         self.is_cast = name in _CASTS
+
+
+def _changed_by(name: str, arguments: Sequence[Any]) -> list[tuple[int, str]]:
+    """Position and name of the arguments that an op changes."""
+    aliases = [(i, argument) for i, argument in enumerate(arguments) if argument.alias_info is not None]
+    changed = [(i, argument.name) for i, argument in aliases if argument.alias_info.is_write]
+    if changed or "batch_norm" not in name or "backward" in name:
+        return changed
+    statistics = ("running_mean", "running_var")  # which it changes, though its schema does not say so
+    return [(i, argument.name) for i, argument in enumerate(arguments) if argument.name in statistics]
 
 
 facts_of = cache(Facts)

@@ -79,7 +79,7 @@ class PlainBatches:
 
 def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
     """The fields of a dataclass that are set, and what else stands on the object."""
-    for name in dict.fromkeys([*(it.name for it in fields(value)), *getattr(value, "__dict__", ())]):
+    for name in dict.fromkeys([*(each.name for each in fields(value)), *getattr(value, "__dict__", ())]):
         if hasattr(value, name):
             yield name, getattr(value, name)
 
@@ -124,4 +124,4 @@ def _is_tuple_of(found: type, length: int) -> bool:
 
 def _takes(found: type, values: dict[str, Any]) -> bool:
     """Whether objects of a dataclass can have these attributes."""
-    return not hasattr(found, "__slots__") or {it.name for it in fields(found)} >= values.keys()
+    return not hasattr(found, "__slots__") or {each.name for each in fields(found)} >= values.keys()

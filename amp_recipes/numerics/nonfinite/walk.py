@@ -195,13 +195,16 @@ class _Walk:
         """The origin, in names."""
         first = self._events[root.number]
         ops = [event for number, _ in root.path if isinstance(event := self._events[number], Written)]
+        place, op, line = Place(OUTSIDE, "forward"), "", None
+        if ops:
+            place, op, line = ops[0].place, op_name(ops[0].op), ops[0].line
         made_from = self._made_from(root)
         # Of several batches (gradients that accumulate), the newest: those before were well.
         newest = max((event.batch for event in made_from if event.batch is not None), default=None)
         return Origin(
             target,
-            place=ops[0].place if ops else Place(OUTSIDE, "forward"),
-            op=op_name(ops[0].op) if ops else "",
+            place=place,
+            op=op,
             dtype=dtype_name(first.dtype),
             nan=root.path[0][1] == NAN,
             birth=first.birth,
@@ -209,7 +212,7 @@ class _Walk:
             chain=[module for module, _ in groupby(event.place.module for event in ops)],
             batch=newest if first.batch is None else first.batch,
             shapes=[event.shape for event in made_from[:_MOST_ANCESTORS]],
-            line=ops[0].line if ops else None,
+            line=line,
             passage=Passage(self._events, root.number, root.path[-1][0]),
         )
 

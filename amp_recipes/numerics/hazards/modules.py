@@ -101,9 +101,6 @@ def _line_of_class(kind: type) -> Line | None:
         return None
 
 
-# ---------------------------------------------------------------------- what the user's sources say
-
-
 def _lines_casting_to(dtype: torch.dtype, modules: nn.Module) -> list[Line]:
     """Lines that ask for `dtype` outside of a step: `.half()`, else `.to(torch.float16)` and `dtype=torch.float16`.
 

@@ -244,10 +244,7 @@ def report(results: dict[Case, dict[str, Measured | str]], options: argparse.Nam
 def table(results: dict[Case, dict[str, Measured | str]]) -> list[str]:
     """One row per contender, one column per precision."""
     names = dict.fromkeys(name for found in results.values() for name in found)
-    rows = [
-        "| | " + " | ".join(case.precision for case in results) + " |",
-        "| --- " * (len(results) + 1) + "|",
-    ]
+    rows = ["| | " + " | ".join(case.precision for case in results) + " |", "| --- " * (len(results) + 1) + "|"]
     for name in names:
         found = [results[case][name] for case in results]
         if not all(isinstance(result, str) for result in found):

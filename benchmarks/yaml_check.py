@@ -64,7 +64,7 @@ BOMBS = {
     "copies, doubled 40 times": doubling("a{n}: [!copy <a{m}>, !copy <a{m}>]", 40),
     "text, doubled 60 times": "a0: xx\n" + "".join(f"a{n}: !ref <a{n - 1}><a{n - 1}>\n" for n in range(1, 60)),
     "9**9**9": "a: 9\nb: !ref <a>**9**9\n",
-}  # fmt: skip
+}
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
@@ -103,12 +103,7 @@ def refused_after(file: Path) -> tuple[float, float, str]:
 
 def compare(file: Path, text: str, rounds: int) -> tuple[float, list[float]]:
     """Seconds of a check; ratios of a check, a load, and HyperPyYAML's load again to HyperPyYAML's load."""
-    ways = [
-        lambda: by_hyperpyyaml(text),
-        lambda: check(file),
-        lambda: load_hparams(file),
-        lambda: by_hyperpyyaml(text),
-    ]
+    ways = [lambda: by_hyperpyyaml(text), lambda: check(file), lambda: load_hparams(file), lambda: by_hyperpyyaml(text)]
     for way in ways:  # imports, caches
         way()
     times = [[seconds_of(way) for way in ways] for _ in range(rounds)]

@@ -17,7 +17,7 @@ from amp_recipes.checkpoint.names import clean_names, clean_state, live_state
 from amp_recipes.checkpoint.shards import Stored
 from amp_recipes.checkpoint.state_format import PackedState, pack_state
 from amp_recipes.distributed.torch_private import dtensor_like
-from amp_recipes.errors import CheckpointError, ConfigError
+from amp_recipes.errors import CheckpointError, ConfigError, listed
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.modules.sharded import is_sharded, local
 from amp_recipes.state.preserved import has_state
@@ -97,14 +97,9 @@ def refuse_nonfinite(bad: Iterable[str]) -> None:
     bad = list(dict.fromkeys(bad))
     if bad:
         raise CheckpointError(
-            f"nonfinite parameters (NaN or infinite): {_some(bad)}. Training has diverged: go on from an "
+            f"nonfinite parameters (NaN or infinite): {listed(bad)}. Training has diverged: go on from an "
             "earlier checkpoint with a lower learning rate, or freeze parameters that are to hold infinities."
         )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(names[:5])}{more}"
 
 
 def _extremes(tensor: Tensor) -> Tensor:
@@ -134,7 +129,7 @@ def refuse_diverged(recoverables: Mapping[str, Any], states: Mapping[str, Any]) 
     bad = _with_bad_numbers(_here(weights), lambda extremes: ~extremes.isfinite())
     bad += _with_bad_numbers(_here(kept), torch.isnan)
     if bad:
-        raise Damaged(f"not finite: {_some(bad)}")
+        raise Damaged(f"not finite: {listed(bad)}")
 
 
 def _kept_of_parameters(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -85,8 +85,10 @@ class Snapshot:
         if not self._told:
             logger.warning(
                 "checkpoints are written while training waits: a copy in host memory needs %.0f MB, and twice as much "
-                "should be free (%s)", needed / 1e6, why,
-            )  # fmt: skip
+                "should be free (%s)",
+                needed / 1e6,
+                why,
+            )
         self._told = True
         return False
 

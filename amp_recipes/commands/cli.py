@@ -48,10 +48,7 @@ class Command:
     passes_options: bool = False
 
 
-_RECIPE = (
-    _path("script", "SCRIPT", "the recipe's script"),
-    _path("hparams_file", "YAML", "its YAML file"),
-)
+_RECIPE = (_path("script", "SCRIPT", "the recipe's script"), _path("hparams_file", "YAML", "its YAML file"))
 
 COMMANDS = (
     Command(

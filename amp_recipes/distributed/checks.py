@@ -28,10 +28,7 @@ _ONLY_SPEED_OF_DDP = {"static_graph": False}
 
 
 def check(
-    options: Any,
-    device: torch.device,
-    modules: nn.ModuleDict,
-    tensor_parallel_plan: Mapping[str, str] | None = None,
+    options: Any, device: torch.device, modules: nn.ModuleDict, tensor_parallel_plan: Mapping[str, str] | None = None
 ) -> None:
     """Raise ConfigError with all that `options` and the plan cannot mean for `modules`; warn of what does nothing.
 

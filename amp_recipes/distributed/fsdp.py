@@ -38,9 +38,13 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 _CAST_BY_AUTOCAST = {
     **{kind.forward: {"weight", "bias"} for kind in (nn.Linear, *_CONVOLUTIONS)},
     nn.MultiheadAttention.forward: {
-        "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight",
+        "in_proj_weight",
+        "in_proj_bias",
+        "q_proj_weight",
+        "k_proj_weight",
+        "v_proj_weight",
     },
-}  # fmt: skip
+}
 
 _WAITING: WeakSet[nn.Module] = WeakSet()  # roots whose replicas add up later
 

@@ -10,14 +10,7 @@ from typing import TextIO
 
 from amp_recipes.files.run_files import write_atomically
 from amp_recipes.files.strict_json import encode
-from amp_recipes.loggers.text import (
-    QuietStream,
-    format_bytes,
-    format_rate,
-    format_seconds,
-    format_value,
-    format_values,
-)
+from amp_recipes.loggers.text import QuietStream, format_bytes, format_rate, format_seconds, format_value, format_values
 from amp_recipes.records import Logger, RunSummary
 
 log = logging.getLogger(__name__)

@@ -25,14 +25,7 @@ if TYPE_CHECKING:
     from amp_recipes.precision.patience import Patience
     from amp_recipes.precision.pins import Pins, decorated_modules, pin_fp32, pinned_modules, pinned_only
     from amp_recipes.precision.plan import PrecisionPlan
-    from amp_recipes.precision.scaling import (
-        LossScaler,
-        PendingUpdate,
-        Update,
-        UpdateOwner,
-        as_scalar,
-        clear_gradients,
-    )
+    from amp_recipes.precision.scaling import LossScaler, PendingUpdate, Update, UpdateOwner, as_scalar, clear_gradients
 
 __all__ = [
     "AMPConfig",

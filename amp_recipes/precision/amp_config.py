@@ -102,15 +102,7 @@ def set_float32_precision(mode: str) -> None:
     torch.set_float32_matmul_precision("high" if mode == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = mode == "tf32"
     cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
-    places = [
-        cudnn,
-        cudnn.conv,
-        cudnn.rnn,
-        torch.backends.cuda.matmul,
-        mkldnn.matmul,
-        mkldnn.conv,
-        mkldnn.rnn,
-    ]
+    places = [cudnn, cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
     for place in places:  # not mkldnn itself: its setter writes the default of every backend
         place.fp32_precision = mode
 

@@ -37,10 +37,7 @@ def _autocast_available(device_type: str) -> bool:
 
 AUTOCAST_DEVICE_TYPES: tuple[str, ...] = tuple(
     device_type
-    for device_type in (
-        *("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu"),
-        out_of_tree_device_type(),
-    )
+    for device_type in (*("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu"), out_of_tree_device_type())
     if _autocast_available(device_type)
 )
 """Device types that have an autocast state, whether or not this machine has such a device."""

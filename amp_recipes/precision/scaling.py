@@ -181,11 +181,7 @@ class UpdateOwner:
             self.buffers.watch()
 
     def backward(
-        self,
-        loss: torch.Tensor,
-        share: float = 1.0,
-        of: float = 1.0,
-        optimizers: Iterable[Optimizer] | None = None,
+        self, loss: torch.Tensor, share: float = 1.0, of: float = 1.0, optimizers: Iterable[Optimizer] | None = None
     ) -> None:
         """Scale and differentiate loss * share / of (0-d); gradients accumulate until `step`.
 

@@ -159,12 +159,7 @@ def new_parameters(model: nn.Module, folder: Path, loaded: dict[str, Any]) -> se
 
 
 def add_lora(
-    model: nn.Module,
-    new_modules: Sequence[str],
-    rank: int,
-    alpha: float,
-    dropout: float,
-    targets: str | Sequence[str],
+    model: nn.Module, new_modules: Sequence[str], rank: int, alpha: float, dropout: float, targets: str | Sequence[str]
 ) -> nn.Module:
     """Return the model with low-rank adapters; its new modules are trained and saved whole."""
     peft = import_peft()

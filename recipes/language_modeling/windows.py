@@ -68,12 +68,7 @@ class Windows(Dataset):
     """
 
     def __init__(
-        self,
-        streams: Sequence[Stream],
-        window_tokens: int,
-        separator: int,
-        text_bytes: int,
-        at_most: int | None = None,
+        self, streams: Sequence[Stream], window_tokens: int, separator: int, text_bytes: int, at_most: int | None = None
     ):
         self.streams = tuple(streams)
         self.window_tokens = window_tokens

@@ -143,13 +143,7 @@ def write_prompts(
 
 
 def draw_phrase(
-    draw: random.Random,
-    words: Sequence[str],
-    shortest: int,
-    longest: int,
-    index: int,
-    split: str,
-    said: dict[str, str],
+    draw: random.Random, words: Sequence[str], shortest: int, longest: int, index: int, split: str, said: dict[str, str]
 ) -> str:
     """Return a phrase that no other split has; a single word may be in all of them."""
     if longest == 1:

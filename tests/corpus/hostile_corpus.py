@@ -99,7 +99,7 @@ CALLS = evil(
         "atexit": f"!apply:atexit.register [!name:os.system, '{TOUCH}']",
         "forward_reference": "!apply:typing._eval_type "
         f'[!new:typing.ForwardRef ["{WRITE}"], !apply:builtins.globals {{}}, {{}}]',
-    },
+    }
 )
 NOT_LIVE_CALLS = evil(
     {
@@ -181,7 +181,7 @@ INDIRECT = evil(
         "argument_of_a_trusted_class": f"!new:torch.nn.Linear [4, !apply:os.system ['{TOUCH}']]",
         "default_value": f"!apply:dict.setdefault [{{}}, a, !apply:os.system ['{TOUCH}']]",
         "json_hook": "!apply:json.loads {s: '{}', object_hook: !name:os.makedirs ['@CANARY@', 448]}",
-    },
+    }
 )
 INDIRECT += evil(
     {
@@ -234,7 +234,7 @@ FILES = evil(
         "numpy_tofile": "!apply:numpy.ndarray.tofile [!apply:numpy.ones [2], '@CANARY@']",
         "numpy_through_tensor": "\nt: !apply:torch.ones [2]\na: !apply:torch.Tensor.numpy [!ref <t>]\n"
         "evil: !apply:operator.call [!ref <a.tofile>, '@CANARY@']",
-    },
+    }
 )
 FILES += evil(
     {
@@ -267,7 +267,7 @@ IMPORTS = evil(
         "import_of_linked_module": "!module:hostile_linked",
         "import_of_linked_package": "!name:hostile_linked_package.nothing",
         "import_of_module_below_trusted_name": "!module:collections.hostile_below",
-    },
+    }
 )
 IMPORTS[-1] = Payload(IMPORTS[-1].name, IMPORTS[-1].text, live=False)
 IMPORTS += evil({"import_of_private_module": "!module:_posixsubprocess", "browser": "!module:this"}, live=False)
@@ -317,7 +317,7 @@ TORCH = evil(
         "torch_package": "!new:torch.package.PackageExporter ['@CANARY@']",
         "torch_data_pipe": "!apply:operator.call [!name:torch.utils.data.datapipes.utils.common.os.mkdir, '@CANARY@']",
         "torch_profiler": "!apply:torch.autograd.profiler.torch.os.mkdir ['@CANARY@']",
-    },
+    }
 )
 TORCH += evil(
     {
@@ -548,10 +548,7 @@ TAGS += evil(
 )
 TAGS += [Payload("byte_order_mark", f"\ufeffevil: !apply:os.system ['{TOUCH}']\n")]
 TAGS += [
-    Payload(
-        "tag_directive",
-        f"%TAG ! tag:yaml.org,2002:python/\n---\nevil: !object/apply:os.system ['{TOUCH}']\n",
-    ),
+    Payload("tag_directive", f"%TAG ! tag:yaml.org,2002:python/\n---\nevil: !object/apply:os.system ['{TOUCH}']\n"),
     Payload("tag_handle", f"%TAG !e! !apply:\n---\nevil: !e!os.system ['{TOUCH}']\n"),
     Payload("yaml_directive", f"%YAML 1.1\n---\nevil: !apply:os.system ['{TOUCH}']\n", live=False),
     Payload("root_call", f"!apply:os.system ['{TOUCH}']\n"),
@@ -590,13 +587,7 @@ TUPLES = evil(
         "evil: !ref (1, !<__x>:<__y>)",
     }
 )
-TUPLES += evil(
-    {
-        "tuple_nested": f"((1, {PYTHON}))",
-        "tuple_closing_the_list": f"(1] , {PYTHON})",
-    },
-    live=False,
-)
+TUPLES += evil({"tuple_nested": f"((1, {PYTHON}))", "tuple_closing_the_list": f"(1] , {PYTHON})"}, live=False)
 TUPLES += [
     Payload("tuple_by_reference", f'__x: "{PYTHON}"\nevil: !ref (1, <__x>)\n', plain={"evil": (1, PYTHON)}),
     Payload("tuple_in_quotes", f'evil: "(1, {PYTHON})"\n', plain={"evil": f"(1, {PYTHON})"}),
@@ -610,9 +601,7 @@ INCLUDES = [
     Payload("include_hostile", "a: !include:b.yaml\n", files={"b.yaml": SIBLING}),
     Payload("include_nested", "a: !include:b.yaml\n", files={"b.yaml": "c: !include:c.yaml\n", "c.yaml": SIBLING}),
     Payload(
-        "include_values_below",
-        f"a: !include:b.yaml\n  x: !apply:os.system ['{TOUCH}']\n",
-        files={"b.yaml": "x: 1\n"},
+        "include_values_below", f"a: !include:b.yaml\n  x: !apply:os.system ['{TOUCH}']\n", files={"b.yaml": "x: 1\n"}
     ),
     Payload(
         "include_new_keys_below",

@@ -296,10 +296,12 @@ METHODS += [
             "output_folder": "@HERE@/run",
         },
         "call_as_opt_class": {"opt_class": runner("call")},
-        "words_as_samples": {"samples": f"!new:tools.Words [{WORDS}]", "loader_kwargs": "{batch_size: 2, "
-                             "collate_fn: !name:tools.wrapper }"},
+        "words_as_samples": {
+            "samples": f"!new:tools.Words [{WORDS}]",
+            "loader_kwargs": "{batch_size: 2, collate_fn: !name:tools.wrapper }",
+        },
     }.items()
-]  # fmt: skip
+]
 
 OF_A_REFERENCE = loader(f"[{WORDS}]", "batch_size: null, collate_fn: !ref <f>")
 # How an entry point, or the words, get where they are used.
@@ -308,7 +310,7 @@ TRAVELS = [
         {
             "by_reference": f"\nf: !name:train.main\nx: {OF_A_REFERENCE}",
             "by_reference_of_a_reference": f"\nf: !name:train.main\ng: !ref <f>\nx: !new:list [[!ref <g>, {WORDS}]]",
-            "by_reference_into_a_mapping": "\nf: {g: {h: !name:train.main }}\nx: [!ref \"<f[g][h]>\"]",
+            "by_reference_into_a_mapping": '\nf: {g: {h: !name:train.main }}\nx: [!ref "<f[g][h]>"]',
             "by_attribute_of_a_class": "\nf: !name:tools.Tool\nx: !ref <f.main>",
             "by_attribute_of_a_module": "\nf: !module:train\nx: !ref <f.main>",
             "by_attribute_of_a_partial": f"\nf: !name:tools.wrapper [{WORDS}]\nx: !ref <f.func.__globals__>",
@@ -323,9 +325,7 @@ TRAVELS = [
         refused=True,
     ),
     Attack("by_attribute_of_an_object", f"f: !new:tools.Tool {{}}\nx: {OF_A_REFERENCE.replace('<f>', '<f.go>')}\n"),
-    Attack(
-        "by_include", "a: !include:b.yaml\n", True, {"b.yaml": f"x: !apply:train.main [{WORDS}]\n"}
-    ),
+    Attack("by_include", "a: !include:b.yaml\n", True, {"b.yaml": f"x: !apply:train.main [{WORDS}]\n"}),
     Attack(
         "by_include_of_an_include",
         "a: !include:b.yaml\n",
@@ -351,7 +351,7 @@ TRAVELS = [
         f"# Resolved settings of a run: in place of each reference stands its value\nx: !apply:train.main [{WORDS}]\n",
         True,
     ),
-]  # fmt: skip
+]
 
 # Where else the words might come from, or the trust.
 NESTED = "x: !apply:tools.nested [third.yaml]\n"
@@ -379,20 +379,31 @@ OTHER_SOURCES = [
     Attack("trust_key_in_a_nested_yaml", NESTED, files={"third.yaml": f"trust: [os]\n{SECOND}"}),
     Attack("nested_load", "x: !apply:tools.nested [second.yaml]\n"),
     Attack("nested_load_of_a_nested_load", NESTED, files={"third.yaml": "x: !apply:tools.nested [second.yaml]\n"}),
-    Attack("nested_load_in_training",
-           training(loader_kwargs="{batch_size: 2, collate_fn: !name:tools.nested [second.yaml]}")),
-    Attack("nested_load_that_gives_trust", "x: !apply:tools.nested_with_trust [second.yaml, [os]]\n",
-           unsure="a function of the recipe passes trust on: it is the script's code, but the YAML's words"),
-    Attack("nested_load_that_makes_a_request", "x: !apply:tools.nested_with_overrides [second.yaml, [os]]\n",
-           unsure="as nested_load_that_gives_trust"),
+    Attack(
+        "nested_load_in_training",
+        training(loader_kwargs="{batch_size: 2, collate_fn: !name:tools.nested [second.yaml]}"),
+    ),
+    Attack(
+        "nested_load_that_gives_trust",
+        "x: !apply:tools.nested_with_trust [second.yaml, [os]]\n",
+        unsure="a function of the recipe passes trust on: it is the script's code, but the YAML's words",
+    ),
+    Attack(
+        "nested_load_that_makes_a_request",
+        "x: !apply:tools.nested_with_overrides [second.yaml, [os]]\n",
+        unsure="as nested_load_that_gives_trust",
+    ),
     Attack("run_options_that_look_like_trust", f"run_opts: {{trust: os}}\noverrides: {{trust: [os]}}\n{SECOND}", True),
     Attack("trust_among_the_values_of_a_key", f"trust: x\n{SECOND}", True, further=("--trust.x=os",)),
     Attack("trust_as_value_of_an_option", SECOND, True, further=("--output_folder=--trust=os",)),
-    Attack("trust_of_another_name_in_a_nested_load", "x: !apply:tools.wrapper [[second.yaml, '--trust=os']]\n",
-           further=("--trust=json",)),
+    Attack(
+        "trust_of_another_name_in_a_nested_load",
+        "x: !apply:tools.wrapper [[second.yaml, '--trust=os']]\n",
+        further=("--trust=json",),
+    ),
     Attack("trust_in_a_file_of_words", SECOND, False, {"words.txt": "--trust=os\n"}, further=("@words.txt",)),
     Attack("yaml_named_like_an_option", "x: !apply:train.main [['--trust=os', second.yaml]]\n", True),
-]  # fmt: skip
+]
 
 
 def worker(when: str, context: str, target: str, refused: bool) -> Attack:
@@ -475,17 +486,31 @@ ACTIONS = [
     Attack("diagnose", MAIN_NOW, True, further=("--diagnose",)),
     Attack("sweep", MAIN_NOW, further=("--sweep", "lr=0.1,0.2", "--output_folder=swept"), refused=True),
     Attack("sweep_of_a_wrapper", WRAPPED_NOW, further=("--sweep", "lr=0.1", "--output_folder=swept"), starts=True),
-    Attack("sweep_over_calls", "x: 1\n",
-           further=("--sweep", f"x=!apply:train.main [{WORDS}],2", "--output_folder=swept")),
-    Attack("sweep_over_words", "w: []\nx: !apply:train.main [!ref <w>]\n", True,
-           further=("--sweep", "w=[second.yaml, --trust=os]", "--output_folder=swept")),
+    Attack(
+        "sweep_over_calls", "x: 1\n", further=("--sweep", f"x=!apply:train.main [{WORDS}],2", "--output_folder=swept")
+    ),
+    Attack(
+        "sweep_over_words",
+        "w: []\nx: !apply:train.main [!ref <w>]\n",
+        True,
+        further=("--sweep", "w=[second.yaml, --trust=os]", "--output_folder=swept"),
+    ),
     Attack("command_check", MAIN_NOW, True, words=(*COMMAND, "check", "recipe/train.py", "main.yaml")),
     Attack("command_check_of_a_wrapper", WRAPPED_NOW, words=(*COMMAND, "check", "recipe/train.py", "main.yaml")),
-    Attack("command_check_of_a_linked_script", MAIN_NOW, True, links={"link.py": "recipe/train.py"},
-           words=(*COMMAND, "check", "link.py", "main.yaml")),
-    Attack("command_show_config", MAIN_NOW, True,
-           words=(*COMMAND, "check", "recipe/train.py", "main.yaml", "--show-config")),
-]  # fmt: skip
+    Attack(
+        "command_check_of_a_linked_script",
+        MAIN_NOW,
+        True,
+        links={"link.py": "recipe/train.py"},
+        words=(*COMMAND, "check", "link.py", "main.yaml"),
+    ),
+    Attack(
+        "command_show_config",
+        MAIN_NOW,
+        True,
+        words=(*COMMAND, "check", "recipe/train.py", "main.yaml", "--show-config"),
+    ),
+]
 
 CORPUS = {
     "direct": DIRECT,

@@ -47,7 +47,7 @@ LATER = {
     "custom_bwd": "!apply:amp_recipes.custom_bwd [@F@ ]",
     "opt_class": "!name:amp_recipes.Brain {opt_class: @F@ }",
     "partial": "!name:max {key: !name:sorted {key: @F@ }}",
-}  # fmt: skip
+}
 _KEYED = _LOADER.format(f"[{WORDS}, {WORDS}]", "collate_fn: !name:@KIND@ {key: @F@ }")
 _ONES = "!apply:torch.ones [1, 2]"
 _OPTIMIZER = f"!new:torch.optim.SGD {{params: [!new:torch.nn.Parameter [{_ONES}]], lr: 0.1}}"

@@ -1292,12 +1292,7 @@ class NormedLinear(RmsNorm):
 )
 def accumulation_of_gradients() -> nn.Module:
     """The second of two batches is faint, and the gradient of its norm overflows."""
-    return Chain(
-        embed=nn.Linear(12, 16, bias=False),
-        normed=NormedLinear(16),
-        blocks=blocks(16),
-        head=head(16),
-    )
+    return Chain(embed=nn.Linear(12, 16, bias=False), normed=NormedLinear(16), blocks=blocks(16), head=head(16))
 
 
 # ------------------------------------------------------------------------------- not the precision's fault

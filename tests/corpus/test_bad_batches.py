@@ -318,12 +318,7 @@ def test_two_optimizers_step_all_or_none(precision):
         torch.manual_seed(1)
         brain = TwoOptimizers(
             {"first": nn.Linear(8, 4), "second": nn.Linear(8, 4)},
-            run_opts={
-                "device": "cpu",
-                "precision": precision,
-                "noprogressbar": True,
-                "init_scale": 2.0**8,
-            },
+            run_opts={"device": "cpu", "precision": precision, "noprogressbar": True, "init_scale": 2.0**8},
         )
         brain.fit(range(1), batches)
         return brain

@@ -15,9 +15,12 @@ def loaded(folder, values):
     """What became of each value, as the program in the copy of the recipe tells."""
     write_texts(values, folder / "texts.json")
     ran = run_python(
-        folder / "recipe" / "hostile_program.py", folder / "texts.json", folder / "result.json",
-        cwd=folder, env={"ENTERED": str(folder / "entered"), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        folder / "recipe" / "hostile_program.py",
+        folder / "texts.json",
+        folder / "result.json",
+        cwd=folder,
+        env={"ENTERED": str(folder / "entered"), "OMP_NUM_THREADS": "1"},
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return json.loads((folder / "result.json").read_text())
 

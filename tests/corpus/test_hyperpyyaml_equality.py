@@ -541,21 +541,13 @@ DIFFERENCES = {
         ruamel.yaml.YAMLError,  # it reads the object as a key
         {"a": [collections.Counter(x=2)]},
     ),
-    "a Python tag is never executed": (
-        "a: !!python/tuple [1, 2]\n",
-        {"a": (1, 2)},
-        r":1:4: .*!!python/tuple",
-    ),
+    "a Python tag is never executed": ("a: !!python/tuple [1, 2]\n", {"a": (1, 2)}, r":1:4: .*!!python/tuple"),
     "a Python tag in a tuple is never executed": (
         "a: (!!python/name:os.getcwd , 1)\n",
         {"a": (os.getcwd, 1)},
         r":1:4: ",
     ),
-    "what is not trusted is not called": (
-        "a: !apply:os.getcwd\n",
-        {"a": os.getcwd()},
-        r":1:4: .*os\.getcwd.*trust",
-    ),
+    "what is not trusted is not called": ("a: !apply:os.getcwd\n", {"a": os.getcwd()}, r":1:4: .*os\.getcwd.*trust"),
     "an unknown argument is told before anything is built": (
         "a: !new:torch.nn.Linear {in_feature: 1, out_features: 2}\n",
         TypeError,

@@ -213,9 +213,11 @@ def nan_metric(amounts: Amounts, folder: Path) -> Tally:
         best = (min if mode == "min" else max)(finite) if finite else None
         with new_folder(folder) as place:
             run = Run(
-                place, epochs=4, metric=lambda epoch, values=values: values[epoch - 1],
+                place,
+                epochs=4,
+                metric=lambda epoch, values=values: values[epoch - 1],
                 options={"early_stop_metric": "score", "early_stop_mode": mode, "early_stop_patience": None},
-            )  # fmt: skip
+            )
             told, found = in_child(lambda run=run, mode=mode: _best_score(run, mode))
         tally.runs += 1
         right = told == best and found == best

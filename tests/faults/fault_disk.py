@@ -59,10 +59,22 @@ NOBODY = 65534  # a user without rights, on Linux
 # ---------------------------------------------------------------------- row 5: the N-th call fails
 
 _CALLS = [
-    (os, "open"), (os, "write"), (os, "fsync"), (os, "close"), (os, "rename"), (os, "replace"), (os, "mkdir"),
-    (os, "unlink"), (os, "remove"), (os, "rmdir"), (os, "listdir"), (os, "scandir"), (os, "statvfs"),
-    (builtins, "open"), (io, "open"),
-]  # fmt: skip
+    (os, "open"),
+    (os, "write"),
+    (os, "fsync"),
+    (os, "close"),
+    (os, "rename"),
+    (os, "replace"),
+    (os, "mkdir"),
+    (os, "unlink"),
+    (os, "remove"),
+    (os, "rmdir"),
+    (os, "listdir"),
+    (os, "scandir"),
+    (os, "statvfs"),
+    (builtins, "open"),
+    (io, "open"),
+]
 
 
 class FailingCalls:
@@ -288,8 +300,9 @@ def _check_order(tally: Tally, save: Path, calls: Iterator[tuple[str, str, str]]
             tally.add("deletions before commit", int(pending is not None or not committed))
             tally.expect(
                 pending is None and Path(path).name in committed[:-1],
-                "deleted before a newer one was committed", f"{path}, committed {committed}, pending {pending}",
-            )  # fmt: skip
+                "deleted before a newer one was committed",
+                f"{path}, committed {committed}, pending {pending}",
+            )
     tally.expect(tally.counts["renames"] == 6, "expected 6 saves in the trace", tally.counts["renames"])
     tally.expect(tally.counts["deletions"] == 5, "expected 5 deletions in the trace", tally.counts["deletions"])
     tally.expect(pending is None, "the last rename did not reach the disk", pending)
@@ -653,10 +666,16 @@ def _attacks(canary: Path) -> dict[str, Callable[[Path], object]]:
     attacks |= {
         f"{name} beside it": beside(name, content)
         for name, content in {
-            "modules.pt": saved, "modules.ckpt": saved, "brain.pkl": pickled, "data.pkl": pickled,
-            "brain.pt": saved, ".metadata": pickled, "conftest.py": b"raise SystemExit", "meta.pkl": pickled,
+            "modules.pt": saved,
+            "modules.ckpt": saved,
+            "brain.pkl": pickled,
+            "data.pkl": pickled,
+            "brain.pt": saved,
+            ".metadata": pickled,
+            "conftest.py": b"raise SystemExit",
+            "meta.pkl": pickled,
         }.items()
-    }  # fmt: skip
+    }
     attacks |= {
         "meta: a pickle": lambda checkpoint: (checkpoint / "meta.json").write_bytes(pickled),
         "meta: 100,000 levels": lambda checkpoint: (checkpoint / "meta.json").write_text("[" * 100_000),
@@ -745,9 +764,11 @@ def _load_into_another(run: Run, change: Callable[[nn.Sequential], object]) -> t
     original = make(replace(run, folder=None))
     change(original.modules.model)
     brain = type(original)(
-        dict(original.modules), original.opt_class, vars(original.hparams),
+        dict(original.modules),
+        original.opt_class,
+        vars(original.hparams),
         {**{name: original.run_opts[name] for name in original.run_opts.explicit}, "output_folder": str(run.folder)},
-    )  # fmt: skip
+    )
     brain.run = run
     before = {name: value.clone() for name, value in brain.modules.state_dict().items()}
     error = None
@@ -851,11 +872,19 @@ def names_and_paths(amounts: Amounts, folder: Path) -> Tally:
     tally = Tally()
     whole = reference(Run(None), folder)
     names = [
-        "with spaces in it ", "Größe", "数据 実験 실험", "🙂", "'quoted' \"twice\"", "-leading $HOME %s {0} *",
-        "e\u0301 combining \u202e right to left", "line\nfeed\ttab", "x" * 255,
+        "with spaces in it ",
+        "Größe",
+        "数据 実験 실험",
+        "🙂",
+        "'quoted' \"twice\"",
+        "-leading $HOME %s {0} *",
+        "e\u0301 combining \u202e right to left",
+        "line\nfeed\ttab",
+        "x" * 255,
         "/".join(["y" * 200] * 15),  # about 3,000 bytes: the system takes up to 4,096
-        "z" * 256, "/".join(["w" * 200] * 30),  # longer than the system takes
-    ]  # fmt: skip
+        "z" * 256,
+        "/".join(["w" * 200] * 30),  # longer than the system takes
+    ]
     for name in names:
         with new_folder(folder) as place:
             this = Run(place / name)

@@ -201,8 +201,9 @@ def two_in_a_folder(amounts: Amounts, folder: Path) -> Tally:
             tally.expect(refused, "the second run was not refused", second.how)
             tally.expect(
                 str(life.pid) in text and socket.gethostname() in text and not second.of("train"),
-                "the holder is not named", text,
-            )  # fmt: skip
+                "the holder is not named",
+                text,
+            )
             tally.add("first undisturbed", int(judge_end(tally, whole, [life])))
             life.bury()
             second.bury()

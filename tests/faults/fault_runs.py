@@ -167,9 +167,14 @@ def make(run: Run) -> Recipe:
     np.random.seed(11)
     wide = run.width
     model = nn.Sequential(
-        nn.Linear(FEATURES, wide), nn.BatchNorm1d(wide), nn.Dropout(0.3), nn.ReLU(),
-        nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, 1),
-    )  # fmt: skip
+        nn.Linear(FEATURES, wide),
+        nn.BatchNorm1d(wide),
+        nn.Dropout(0.3),
+        nn.ReLU(),
+        nn.Linear(wide, wide),
+        nn.ReLU(),
+        nn.Linear(wide, 1),
+    )
     hparams = {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)}
     folder = None if run.folder is None else str(run.folder)
     options = {"device": "cpu", "noprogressbar": True, "seed": 5, "ema_decay": 0.9, "output_folder": folder}

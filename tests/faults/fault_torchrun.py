@@ -39,9 +39,14 @@ class Launch:
     """
 
     def __init__(
-        self, plan: Plan, place: Path, world: int = 2, restarts: int = 0, plain: bool = False,
+        self,
+        plan: Plan,
+        place: Path,
+        world: int = 2,
+        restarts: int = 0,
+        plain: bool = False,
         patience: float = PATIENCE_SECONDS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         number = next(_numbers)
         self.events: list[list[Any]] = []
         self._file = place / f"events.{number}"
@@ -52,9 +57,7 @@ class Launch:
         self.hung = False
         self.ended: dict[tuple[int, int], float] = {}  # (life, rank) -> when its process was found to be over
         path = replace(plan, events=str(self._file)).save(place / f"plan.{number}.json")
-        arguments = [
-            "--standalone", f"--nproc_per_node={world}", f"--max-restarts={restarts}", str(WORKER), str(path),
-        ]  # fmt: skip
+        arguments = ["--standalone", f"--nproc_per_node={world}", f"--max-restarts={restarts}", str(WORKER), str(path)]
         start = partial(_exec, arguments) if plain else partial(_agent, arguments, str(self._file), patience)
         self.agent = Child(start, 2 * LIMIT_SECONDS)
         _alive.append(self)

@@ -303,10 +303,12 @@ class Recipe(Brain):
         """Whether `action` comes at this step: (epoch, step) is said by the number of the batch in the run."""
         faults = self.faults
         return any(
-            fault.action == action and faults.seen["forward"] == fault.nth
-            and fault.life == faults.life and (fault.ranks is None or faults.rank in fault.ranks)
+            fault.action == action
+            and faults.seen["forward"] == fault.nth
+            and fault.life == faults.life
+            and (fault.ranks is None or faults.rank in fault.ranks)
             for fault in faults.plan.faults
-        )  # fmt: skip
+        )
 
 
 def make(faults: Faults) -> Recipe:

@@ -60,14 +60,25 @@ def rows() -> list[Row]:
     both_ways = [False, True]
     strategies = processes.STRATEGIES
     return [
-        Row(1, "SIGKILL in a save", "the newest that verifies is used; no finished save is lost",
-            [partial(kills.in_saves, background=it) for it in both_ways]),
-        Row(2, "SIGKILL mid-epoch, 0 and 2 loader workers", "same losses and samples, bitwise equal at the end",
-            [partial(kills.in_epochs, workers=it) for it in (0, 2)]),
-        Row(3, "SIGKILL while pruning", "at least one good checkpoint is left",
-            [partial(kills.in_deletions, background=it) for it in both_ways]),
-        Row(4, "two kills in an epoch", "still aligned",
-            [partial(kills.two_in_an_epoch, workers=it) for it in (0, 2)]),
+        Row(
+            1,
+            "SIGKILL in a save",
+            "the newest that verifies is used; no finished save is lost",
+            [partial(kills.in_saves, background=it) for it in both_ways],
+        ),
+        Row(
+            2,
+            "SIGKILL mid-epoch, 0 and 2 loader workers",
+            "same losses and samples, bitwise equal at the end",
+            [partial(kills.in_epochs, workers=it) for it in (0, 2)],
+        ),
+        Row(
+            3,
+            "SIGKILL while pruning",
+            "at least one good checkpoint is left",
+            [partial(kills.in_deletions, background=it) for it in both_ways],
+        ),
+        Row(4, "two kills in an epoch", "still aligned", [partial(kills.two_in_an_epoch, workers=it) for it in (0, 2)]),
         Row(5, "the Nth I/O call fails (EIO, ENOSPC), every N", "the older one is intact", [disk.every_call_fails]),
         Row(6, "power loss (order of fsync and rename, by strace)", "no rename before fsync", [disk.order_of_calls]),
         Row(7, "disk full", "says what it needs, resumes from the step before", [disk.disk_full]),
@@ -78,25 +89,45 @@ def rows() -> list[Row]:
         Row(12, "every checkpoint bad", "refuses", [disk.all_bad]),
         Row(13, "two runs, one folder", "the second is refused, the first undisturbed", [kills.two_in_a_folder]),
         Row(14, "stale lock", "reclaimed", [kills.stale_lock]),
-        Row(15, "SIGTERM, SIGINT in every phase", "finishes the step, saves, exits 143 or 130; 0 steps lost",
+        Row(
+            15,
+            "SIGTERM, SIGINT in every phase",
+            "finishes the step, saves, exits 143 or 130; 0 steps lost",
             [partial(kills.signals, number=it) for it in (signal.SIGTERM, signal.SIGINT)]
-            + [partial(processes.terminated, strategy=it) for it in strategies]),
+            + [partial(processes.terminated, strategy=it) for it in strategies],
+        ),
         Row(16, "more signals inside a save", "the save completes", [kills.signals_in_saves]),
         Row(17, "loader worker killed", "names the worker in 10 s, resumes", [data.killed_worker]),
         Row(18, "loader worker hangs", "error in time, resumes", [data.hanging_worker]),
         Row(19, "bad sample", "names index and file, resumes", [data.bad_sample]),
-        Row(20, "a rank killed; all of them, torchrun; a rank raises", "all exit in 10 s; a restart is bitwise equal",
+        Row(
+            20,
+            "a rank killed; all of them, torchrun; a rank raises",
+            "all exit in 10 s; a restart is bitwise equal",
             [partial(processes.killed, strategy=it, restarts=n) for it in strategies for n in (0, 1)]
             + [partial(processes.other_deaths, strategy=it) for it in strategies]
-            + [processes.as_typed]),
-        Row(21, "a rank frozen or gone, a mismatched collective", "all exit at our own timeout, which is named",
-            [partial(processes.in_vain, action=it) for it in processes.IN_VAIN]),
-        Row(22, "a rank killed in a sharded save, or its disk full", "0 torn; the older one is intact",
+            + [processes.as_typed],
+        ),
+        Row(
+            21,
+            "a rank frozen or gone, a mismatched collective",
+            "all exit at our own timeout, which is named",
+            [partial(processes.in_vain, action=it) for it in processes.IN_VAIN],
+        ),
+        Row(
+            22,
+            "a rank killed in a sharded save, or its disk full",
+            "0 torn; the older one is intact",
             [partial(processes.killed_in_sharded_save, background=it) for it in both_ways]
-            + [partial(processes.disk_full_on_a_rank, strategy=it) for it in strategies]),
+            + [partial(processes.disk_full_on_a_rank, strategy=it) for it in strategies],
+        ),
         Row(23, "NaN loss at each precision", "skips, counts, stops after patience", [data.nan_loss]),
-        Row(24, "Inf gradient on one rank", "all ranks skip; ranks equal, 0 bad",
-            [partial(processes.inf_on_one_rank, strategy=it) for it in strategies]),
+        Row(
+            24,
+            "Inf gradient on one rank",
+            "all ranks skip; ranks equal, 0 bad",
+            [partial(processes.inf_on_one_rank, strategy=it) for it in strategies],
+        ),
         Row(25, "scaler overflow and resume", "scale sequence equal", [data.scales]),
         Row(26, "NaN parameters at a save", "refuses, the good one is kept", [disk.nan_parameters]),
         Row(27, "NaN metric", "never the best, never 0", [data.nan_metric]),
@@ -106,12 +137,16 @@ def rows() -> list[Row]:
         Row(40, "malicious checkpoint", "nothing executed; a clear error", [disk.malicious]),
         Row(42, "checkpoint of another model", "lists keys and shapes, loads nothing", [disk.other_model]),
         Row(43, "older or newer format", "migrates, or refuses by version", [disk.other_formats]),
-        Row(44, "2 processes, then 1, then 2", "each sample of the epoch once", 
-            [data.world_sizes, *(partial(processes.other_worlds, strategy=it) for it in strategies)]),
+        Row(
+            44,
+            "2 processes, then 1, then 2",
+            "each sample of the epoch once",
+            [data.world_sizes, *(partial(processes.other_worlds, strategy=it) for it in strategies)],
+        ),
         Row(45, "clock or file times a day off", "the newest is used", [disk.clock]),
         Row(46, "unicode, spaces, very long paths", "works, or a clear error", [disk.names_and_paths]),
         Row(47, "changed YAML on resume", "shows the difference, refuses without a flag", [data.changed_settings]),
-    ]  # fmt: skip
+    ]
 
 
 # ---------------------------------------------------------------------- doing them

@@ -14,9 +14,22 @@ FOLDER = Path(__file__).parent
 MATRIX = FOLDER / "matrix.py"
 ROWS = [*range(1, 31), 40, *range(42, 48)]
 # A row in which nothing was lost counts these to 0.
-NEVER = ["torn", "finished saves lost", "the older one lost", "crashes on resume", "crashes", "steps lost", "leaked",
-         "batches done twice", "bad parameters", "executed", "missing", "repeated", "renames before fsync",
-         "deletions before commit"]  # fmt: skip
+NEVER = [
+    "torn",
+    "finished saves lost",
+    "the older one lost",
+    "crashes on resume",
+    "crashes",
+    "steps lost",
+    "leaked",
+    "batches done twice",
+    "bad parameters",
+    "executed",
+    "missing",
+    "repeated",
+    "renames before fsync",
+    "deletions before commit",
+]
 # What each row must at least count in these amounts, so that no part of it is left out without a word.
 LEAST = {
     1: {"inside a save": 2, "bitwise equal": 2},

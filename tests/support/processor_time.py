@@ -41,8 +41,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         again, reports = _measured(item, nextitem)
         seconds = min(seconds, again)
     if seconds > allowed:
-        _fail(reports, f"{item.nodeid} takes {seconds:.1f} s of processor time; a test of `make test` may take "
-                       f"{allowed:.1f} s on this machine. Make it smaller, or mark it `extended`.")  # fmt: skip
+        _fail(
+            reports,
+            f"{item.nodeid} takes {seconds:.1f} s of processor time; a test of `make test` may take "
+            f"{allowed:.1f} s on this machine. Make it smaller, or mark it `extended`.",
+        )
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)

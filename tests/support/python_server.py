@@ -27,9 +27,19 @@ from typing import Any, NoReturn
 
 # What programs import. torch imports `_dynamo` at the first optimizer, and setuptools must come before distutils.
 PRELOADED = [
-    "setuptools", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "numpy",
-    "hyperpyyaml", "pytest", "sklearn.datasets", "amp_recipes", "amp_recipes.brain", "amp_recipes.distributed",
-]  # fmt: skip
+    "setuptools",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "numpy",
+    "hyperpyyaml",
+    "pytest",
+    "sklearn.datasets",
+    "amp_recipes",
+    "amp_recipes.brain",
+    "amp_recipes.distributed",
+]
 REQUEST_BYTES = 1 << 18
 _PATH = sys.path[1:]  # without this file's folder, which stands first
 

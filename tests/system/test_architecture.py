@@ -90,8 +90,10 @@ def test_a_file_imports_only_from_lower_layers():
         for node, name in imports_of(path):
             other = name.split(".")[1] if "." in name else None
             if other in LAYERS and not may_import(room, other):
-                wrong.append(f"{shown(path, node)} imports {name}: {room} (layer {LAYERS[room]}) may not know {other} "
-                             f"(layer {LAYERS[other]})")  # fmt: skip
+                wrong.append(
+                    f"{shown(path, node)} imports {name}: {room} (layer {LAYERS[room]}) may not know {other} "
+                    f"(layer {LAYERS[other]})"
+                )
     assert not wrong, "pass in what they need, or move the shared part to a lower layer"
 
 
@@ -156,9 +158,20 @@ def test_recipes_hold_no_scaler_autocast_or_device_code():
 
 def test_public_names_are_those_of_the_contract():
     contract = {
-        "AMPConfig", "TorchAutocast", "fwd_default_precision", "custom_fwd", "custom_bwd", "Stage", "Brain",
-        "RunOptions", "parse_arguments", "load_hparams", "create_experiment_directory", "EpochCounter", "Checkpointer",
-    }  # fmt: skip
+        "AMPConfig",
+        "TorchAutocast",
+        "fwd_default_precision",
+        "custom_fwd",
+        "custom_bwd",
+        "Stage",
+        "Brain",
+        "RunOptions",
+        "parse_arguments",
+        "load_hparams",
+        "create_experiment_directory",
+        "EpochCounter",
+        "Checkpointer",
+    }
     assert set(amp_recipes.__all__) == contract
     assert all(getattr(amp_recipes, name).__doc__ for name in contract)
 

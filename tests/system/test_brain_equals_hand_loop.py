@@ -48,10 +48,7 @@ class Case:
 
     def scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(
-            "cpu",
-            enabled=self.precision == "fp16",
-            init_scale=self.init_scale,
-            growth_interval=self.growth_interval,
+            "cpu", enabled=self.precision == "fp16", init_scale=self.init_scale, growth_interval=self.growth_interval
         )
 
     def run_opts(self, **options) -> dict:

@@ -28,8 +28,16 @@ def process(folder, kind=Traced, weight=4.0, factors=(), dies_at=None, reads=Tru
     """A Brain, made as in a new process."""
     by_epoch = options.get("lr_scheduler_interval") == "epoch"
     schedule = partial(Halving, step_size=1, total_updates=0) if by_epoch else partial(Halving, step_size=4)
-    options = {"device": "cpu", "noprogressbar": True, "output_folder": str(folder), "ckpt_background": False,
-               "max_grad_norm": 0.0, "locate_nonfinite": False, "init_scale": 1024.0, **options}  # fmt: skip
+    options = {
+        "device": "cpu",
+        "noprogressbar": True,
+        "output_folder": str(folder),
+        "ckpt_background": False,
+        "max_grad_norm": 0.0,
+        "locate_nonfinite": False,
+        "init_scale": 1024.0,
+        **options,
+    }
     brain = kind({"model": Model(weight)}, partial(make_optimizer, fused=fused), {"lr_scheduler": schedule}, options)
     brain.factors, brain.dies_at, brain.reads, brain.loggers = dict(factors), dies_at, reads, [Ear()]
     brain.checkpointer.add_recoverable("recoverable", Recoverable())
@@ -48,9 +56,17 @@ def batches(*values):
 
 def course(folder, precision):
     """Windows, a skipped update, an average of weights; dies in a window, resumes, stops early, tests the best."""
-    options = {"grad_accumulation_factor": 2, "ema_decay": 0.5, "ckpt_interval_steps": 2, "precision": precision,
-               "early_stop_metric": "score", "early_stop_mode": "max", "early_stop_patience": 1, "growth_interval": 3,
-               "factors": {(1, 3): math.nan}}  # fmt: skip
+    options = {
+        "grad_accumulation_factor": 2,
+        "ema_decay": 0.5,
+        "ckpt_interval_steps": 2,
+        "precision": precision,
+        "early_stop_metric": "score",
+        "early_stop_mode": "max",
+        "early_stop_patience": 1,
+        "growth_interval": 3,
+        "factors": {(1, 3): math.nan},
+    }
     train, valid = samples(1, 3, 2, 2, -1, -3, 4, 2, 0, 2, -2, -4, 3), batches(1, 3, 2, 2)
     lines = []
     for dies_at in ((2, 6), None):
@@ -72,16 +88,31 @@ def course_beside_fp32(folder, precision):
 
 def spike(folder):
     """A loss 16 times too large: back to the checkpoint before it, and on with lower learning rates."""
-    brain = process(folder, weight=64.0, factors={(1, 5): 16.0}, on_spike="lower_lr", spike_window=4, spike_steps=2,
-                    spike_lr_factor=0.25, ckpt_interval_steps=2)  # fmt: skip
+    brain = process(
+        folder,
+        weight=64.0,
+        factors={(1, 5): 16.0},
+        on_spike="lower_lr",
+        spike_window=4,
+        spike_steps=2,
+        spike_lr_factor=0.25,
+        ckpt_interval_steps=2,
+    )
     brain.fit(EpochCounter(1), [torch.ones(1, 1)] * 8)
     return TRACE.lines
 
 
 def queued(folder):
     """Nobody reads the counters between stages: what follows from an update comes just before the next one."""
-    brain = process(folder, reads=False, fused=True, factors={(1, 3): math.inf}, ema_decay=0.5, ckpt_interval_steps=3,
-                    grad_accumulation_factor=2)  # fmt: skip
+    brain = process(
+        folder,
+        reads=False,
+        fused=True,
+        factors={(1, 3): math.inf},
+        ema_decay=0.5,
+        ckpt_interval_steps=3,
+        grad_accumulation_factor=2,
+    )
     brain.fit(EpochCounter(1), batches(1, 3, 2, 2, -1, -3, 4, 2, 0, 1, 2, 1, 1, 1, 3, 1), batches(2, 2))
     return TRACE.lines
 

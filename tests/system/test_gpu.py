@@ -180,8 +180,15 @@ def test_a_run_that_dies_goes_on_bit_for_bit(tmp_path, precision, background):
 def test_a_spike_goes_back_to_the_same_place_also_where_work_is_queued(tmp_path, precision, on_spike):
     ends = []
     for name in ("one", "two"):
-        brain = make_brain(precision, tmp_path / name, on_spike=on_spike, spike_window=6, spike_steps=4,
-                           ckpt_interval_steps=4, max_grad_norm=1.0)  # fmt: skip
+        brain = make_brain(
+            precision,
+            tmp_path / name,
+            on_spike=on_spike,
+            spike_window=6,
+            spike_steps=4,
+            ckpt_interval_steps=4,
+            max_grad_norm=1.0,
+        )
         data = [(x * (50.0 if index == 10 else 1.0), y) for index, (x, y) in enumerate(make_batches(18))]
         brain.modules["model"][1] = nn.Identity()  # statistics would hide the scale of one batch
         brain.fit(range(1), data, progressbar=False)

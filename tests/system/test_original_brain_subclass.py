@@ -355,11 +355,7 @@ def test_make_dataloader_overridden_by_the_recipe():
 
     brain = OwnLoader({"model": linear()}, lambda x: SGD(x, 0.1), run_opts=RUN_OPTS)
     brain.fit(
-        range(1),
-        Samples(),
-        Samples(),
-        train_loader_kwargs={"batch_size": 3},
-        valid_loader_kwargs={"batch_size": 4},
+        range(1), Samples(), Samples(), train_loader_kwargs={"batch_size": 3}, valid_loader_kwargs={"batch_size": 4}
     )
     assert brain.optimizer_step == 4
     assert brain.made == [(Stage.TRAIN, {"batch_size": 3}), (Stage.VALID, {"batch_size": 4})]

@@ -234,9 +234,7 @@ def test_skipped_overflow_leaves_batchnorm_statistics_as_they_were(precision):
         gain.weight.fill_(1e3)
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))
     brain = Overflows(
-        {"model": model, "gain": gain},
-        lambda p: SGD(p, lr=1e-6),
-        run_opts=options(precision, max_grad_norm=0),
+        {"model": model, "gain": gain}, lambda p: SGD(p, lr=1e-6), run_opts=options(precision, max_grad_norm=0)
     )
     good = make_batches(1)[0]
     huge = (torch.full((4, 8), 1e30 if precision != "fp16" else 1e4), good[1])

@@ -121,8 +121,7 @@ STEPS = [("fp32", 1.0, 1), ("bf16", 1.0, 2), ("fp16", 512.0, 1), ("fp16", 65536.
 
 
 @pytest.mark.parametrize(
-    ("precision", "init_scale", "window"),
-    [*STEPS, *(extended(*it, 3 - window) for *it, window in STEPS)],
+    ("precision", "init_scale", "window"), [*STEPS, *(extended(*it, 3 - window) for *it, window in STEPS)]
 )
 def test_steps_equal_a_loop_by_hand_bit_for_bit(recipe, precision, init_scale, window):
     ours, theirs = networks(recipe), networks(recipe)

@@ -482,11 +482,7 @@ GOOD_ROWS = "".join(f"good {row},a\nbad {row},b\n" for row in range(6))
 
 
 WRONG_TABLES = [
-    (
-        "review,label\n" + GOOD_ROWS,
-        {},
-        r"a.csv:2: there is no column 'text' \(text_column\); found 'review', 'label'",
-    ),
+    ("review,label\n" + GOOD_ROWS, {}, r"a.csv:2: there is no column 'text' \(text_column\); found 'review', 'label'"),
     ("text,labels\n" + GOOD_ROWS, {}, "Did you mean --label_column=labels"),
     ("text,label\ngood,a\n  ,b\n", {}, "a.csv:3: 'text' is empty"),
     ("text,label\ngood,a\nbad,\n", {}, "a.csv:3: 'label' is empty"),

@@ -208,11 +208,7 @@ def test_split_folders_are_kept_as_they_are(recipe, tmp_path):
         save_images(tmp_path / split / "light", count, 230)
     images = recipe.data.load_images(tmp_path)
     assert (images.classes, images.channels) == (("dark", "light"), 1)
-    for name, part, count in (
-        ("train", images.train, 10),
-        ("valid", images.valid, 4),
-        ("test", images.test, 6),
-    ):
+    for name, part, count in (("train", images.train, 10), ("valid", images.valid, 4), ("test", images.test, 6)):
         assert len(part) == count
         assert {Path(path).relative_to(tmp_path).parts[0] for path in part.paths} == {name}
     assert images.train[0]["image"].shape == (1, 32, 32)

@@ -27,7 +27,7 @@ NOT_RUN = {"language_modeling_124m.yaml"}
 TINY = {
     "adversarial.yaml": ["--width=4", "--precision=fp16"],
     "finetuning.yaml": [
-        *("--pretraining_updates=2", "--max_tokens=16", "--batch_size=4", "--tuning=lora", "--precision=bf16"),
+        *("--pretraining_updates=2", "--max_tokens=16", "--batch_size=4", "--tuning=lora", "--precision=bf16")
     ],
     "image_classification.yaml": ["--model.widths=[4, 8]", "--precision=bf16"],
     "keyword_classification.yaml": [

@@ -312,10 +312,7 @@ def test_arguments_of_another_kind_say_what_is_expected(subtests):
         (model,): r"^modules is a Linear; expected .*\{'model': \.\.\.\}",
         (model.parameters(),): r"^modules is a generator; expected",
         ((("model", nn.Linear),), None): r"^modules is a tuple; expected",
-        (
-            nn.ModuleDict({"model": model}),
-            adam,
-        ): r"^opt_class is an object of Adam; .*!name:torch\.optim\.Adam",
+        (nn.ModuleDict({"model": model}), adam): r"^opt_class is an object of Adam; .*!name:torch\.optim\.Adam",
         (None, "Adam"): r"^opt_class is an object of str",
     }.items():
         with subtests.test(said), pytest.raises(RecipeError, match=said):
@@ -571,8 +568,12 @@ def test_every_update_is_written_also_the_one_that_ends_the_run(tmp_path):
         brain.fit(range(1), [*batches(2), *bad, *batches(2)])
     steps = [record for record in records(tmp_path) if record["kind"] == "step"]
     assert [(record["step"], record["skipped"]) for record in steps] == [
-        (1, False), (2, False), (3, True), (4, True), (5, True),
-    ]  # fmt: skip
+        (1, False),
+        (2, False),
+        (3, True),
+        (4, True),
+        (5, True),
+    ]
     assert json.loads((tmp_path / "summary.json").read_text())["skipped_steps"] == 3
 
 

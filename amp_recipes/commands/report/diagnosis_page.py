@@ -31,6 +31,7 @@ from amp_recipes.commands.report.drawing import (
     words,
     wrapped,
 )
+from amp_recipes.errors import listed
 
 JSON_FILE, PICTURE_FILE = "diagnosis.json", "diagnosis.png"
 
@@ -187,9 +188,13 @@ def _mark_init_scale(axes: Any, scale: float | None, middle: float) -> None:
     text = f"init_scale\n2^{at:g}" if at == int(at) else f"init_scale\n{scale:g}"
     left = at > middle
     axes.annotate(
-        text, (at, 0.1), xytext=(-5 if left else 5, 0), textcoords="offset points", fontweight="bold",
+        text,
+        (at, 0.1),
+        xytext=(-5 if left else 5, 0),
+        textcoords="offset points",
+        fontweight="bold",
         ha="right" if left else "left",
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------------- casts
@@ -230,9 +235,15 @@ def _pins(pins: dict[str, Any], figure: Any) -> None:
         axes.axvline(tolerance, color=VERMILION, linestyle="--", linewidth=1.4)
         left = axes.transAxes.inverted().transform(axes.transData.transform((tolerance, 0)))[0] > 0.6
         axes.annotate(
-            f"tolerance {percent(tolerance)}", (tolerance, -0.62), xytext=(-4 if left else 4, 0),
-            textcoords="offset points", color=VERMILION, fontweight="bold", va="center", ha="right" if left else "left",
-        )  # fmt: skip
+            f"tolerance {percent(tolerance)}",
+            (tolerance, -0.62),
+            xytext=(-4 if left else 4, 0),
+            textcoords="offset points",
+            color=VERMILION,
+            fontweight="bold",
+            va="center",
+            ha="right" if left else "left",
+        )
     axes.set_yticks(range(len(rows)), list(rows.values()))
     axes.set_ylim(len(rows) - 0.4, -0.9)
     axes.set_xlabel("\n".join(_told_of_pins(pins, modules)), loc="left")
@@ -247,9 +258,7 @@ def _title_of_pins(count: int, verified: Any) -> str:
 def _told_of_pins(pins: dict[str, Any], modules: Sequence[Any]) -> list[str]:
     lines = []
     if modules:
-        listed = ", ".join(str(name) for name in modules[:_PINS_LISTED])
-        more = f" and {len(modules) - _PINS_LISTED} more" if len(modules) > _PINS_LISTED else ""
-        lines.append(wrapped(f"in fp32: {listed}{more}", 84, 3))
+        lines.append(wrapped(f"in fp32: {listed(modules, _PINS_LISTED)}", 84, 3))
     costs = {"time": finite(pins.get("cost_time")), "memory": finite(pins.get("cost_memory"))}
     told = [f"{cost:.2f} times the {what}" for what, cost in costs.items() if cost is not None]
     return [*lines, *([f"a step takes {' and '.join(told)}"] if told else [])]

@@ -85,7 +85,7 @@ def _why_data_differ(generators_too: bool, found: list[str]) -> list[str]:
         "The data set or its loader is not a function of the seed. Look for a generator of its own without a seed "
         "(numpy.random.default_rng(), random.Random(), torch.Generator().seed()), for time or os.urandom, for the "
         "order of a set or of hash() (it changes from start to start unless PYTHONHASHSEED is set), for a file "
-        "listing that is not sorted, and for a loader with an order of its own.",
+        "listing that is not sorted, and for a loader with an order of its own."
     ]
 
 

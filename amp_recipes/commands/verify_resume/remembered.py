@@ -22,12 +22,7 @@ from torch import Tensor, nn
 
 from amp_recipes.brain import Brain
 from amp_recipes.commands.verify_resume.compare import GENERATOR, TRAIN_SET
-from amp_recipes.commands.verify_resume.digests import (
-    SEQUENCES,
-    digest_of_tree,
-    is_flat,
-    is_scalar,
-)
+from amp_recipes.commands.verify_resume.digests import SEQUENCES, digest_of_tree, is_flat, is_scalar
 from amp_recipes.state.randomness import GENERATORS
 
 _MAX_ENTRIES = 2000

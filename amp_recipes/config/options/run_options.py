@@ -22,9 +22,17 @@ from amp_recipes.state.options import RandomnessOptions
 if TYPE_CHECKING:
 
     class OptionFields(
-        PrecisionOptions, LossScaleOptions, OptimizationOptions, SpikeOptions, EarlyStoppingOptions,
-        RandomnessOptions, TrialOptions, OutputOptions, CheckpointOptions, ProcessOptions,
-    ):  # fmt: skip
+        PrecisionOptions,
+        LossScaleOptions,
+        OptimizationOptions,
+        SpikeOptions,
+        EarlyStoppingOptions,
+        RandomnessOptions,
+        TrialOptions,
+        OutputOptions,
+        CheckpointOptions,
+        ProcessOptions,
+    ):
         """Each option as an attribute, for checkers of types: at run time no class inherits from a group."""
 else:
     OptionFields = object

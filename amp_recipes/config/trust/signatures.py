@@ -30,10 +30,7 @@ _TRANSPARENT_WRAPPERS = frozenset({"contextlib", "torch.utils._contextlib", "tor
 _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.MutableSequence)
 _ANY_ITERABLE = (collections.abc.Iterable, collections.abc.Collection)
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-_NOT_PLAIN = {
-    torch.dtype: "a dtype, as in !name:torch.float32",
-    torch.nn.Module: "a module, as !new: makes one",
-}
+_NOT_PLAIN = {torch.dtype: "a dtype, as in !name:torch.float32", torch.nn.Module: "a module, as !new: makes one"}
 _CONVERTING = ("__post_init__", "__attrs_post_init__")  # after which a field need not be what its annotation says
 _SHOWN_ITEMS = 6
 _WORDS = {

@@ -1,21 +1,7 @@
 """Locates the birth of a nonfinite value, says why, and takes that step again."""
 
 from amp_recipes.numerics.nonfinite.cause import locate
-from amp_recipes.numerics.nonfinite.report import (
-    NonfiniteReport,
-    Replay,
-    read_command,
-    read_replay,
-    write_report,
-)
+from amp_recipes.numerics.nonfinite.report import NonfiniteReport, Replay, read_command, read_replay, write_report
 from amp_recipes.numerics.nonfinite.trace import NonfiniteTrace
 
-__all__ = [
-    "NonfiniteReport",
-    "NonfiniteTrace",
-    "Replay",
-    "locate",
-    "read_command",
-    "read_replay",
-    "write_report",
-]
+__all__ = ["NonfiniteReport", "NonfiniteTrace", "Replay", "locate", "read_command", "read_replay", "write_report"]

@@ -29,7 +29,7 @@ from amp_recipes.checkpoint.folder import (
 from amp_recipes.checkpoint.saving import write_folder
 from amp_recipes.checkpoint.state_format import pack_state, read_state
 from amp_recipes.data import to_device
-from amp_recipes.errors import CheckpointError
+from amp_recipes.errors import CheckpointError, listed
 from amp_recipes.files.run_files import refuse_link, write_atomically
 from amp_recipes.files.strict_json import as_it_is_read, encode_findings
 from amp_recipes.numerics.nonfinite import command as commands
@@ -245,10 +245,9 @@ class Replay:
         parameters, buffers = dict(modules.named_parameters()), dict(modules.named_buffers())
         problems = [*_misfits("parameter", parameters, self.parameters), *_misfits("buffer", buffers, self.buffers)]
         if problems:
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise CheckpointError(
-                f"{self.folder}: the model is not the one that the step was taken with: {'; '.join(problems[:5])}"
-                f"{more}. Use the script and the YAML of that run."
+                f"{self.folder}: the model is not the one that the step was taken with: {listed(problems)}. Use the "
+                "script and the YAML of that run."
             )
         for name, parameter in parameters.items():
             parameter.data.copy_(self.parameters[name])

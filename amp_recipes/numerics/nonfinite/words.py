@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from amp_recipes.errors import listed
 from amp_recipes.numerics.nonfinite.values import Birth, TensorRange
 from amp_recipes.numerics.nonfinite.walk import Origin
 from amp_recipes.numerics.watch.observe import OUTSIDE
@@ -122,10 +123,9 @@ def _samples(samples: Sequence, all_samples: bool) -> str:
     if all_samples:
         return "All samples of the batch do it."
     pairs = isinstance(samples[0], list)
-    named = ", ".join(f"{sample[1]} of batch {sample[0]}" if pairs else str(sample) for sample in samples[:_MOST_NAMED])
-    more = f" and {len(samples) - _MOST_NAMED} more" if len(samples) > _MOST_NAMED else ""
+    named = listed((f"{sample[1]} of batch {sample[0]}" if pairs else sample for sample in samples), _MOST_NAMED)
     whole = "window" if pairs else "batch"
-    return f"Sample{'s' if len(samples) > 1 else ''} {named}{more} (counted from 0) of the {whole} did it."
+    return f"Sample{'s' if len(samples) > 1 else ''} {named} (counted from 0) of the {whole} did it."
 
 
 def _why(origin: Origin, cause: str) -> str:

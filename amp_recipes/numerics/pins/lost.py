@@ -22,12 +22,7 @@ from amp_recipes.precision.torch_private import Op
 
 
 def lost_pins(
-    trial: Trial,
-    window: Window,
-    names: Iterable[str],
-    dtype: torch.dtype,
-    scale: float = 1.0,
-    standing: bool = False,
+    trial: Trial, window: Window, names: Iterable[str], dtype: torch.dtype, scale: float = 1.0, standing: bool = False
 ) -> list[dict[str, str]]:
     """Which pins of these modules would do nothing in this window, and why, as {module, reason}.
 

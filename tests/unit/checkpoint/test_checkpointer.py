@@ -261,14 +261,7 @@ def test_the_number_of_a_deleted_checkpoint_is_not_given_out_again(tmp_path):
 
 def test_find_takes_the_best_and_of_equals_the_newest_never_nan_never_without_the_key(tmp_path):
     checkpointer = Checkpointer(tmp_path, {"a": Holder(1)})
-    for meta in [
-        {"loss": 2.0},
-        {"loss": 1.0},
-        {"loss": 1.0},
-        {"loss": float("nan")},
-        {"other": 0.0},
-        {"loss": 3},
-    ]:
+    for meta in [{"loss": 2.0}, {"loss": 1.0}, {"loss": 1.0}, {"loss": float("nan")}, {"other": 0.0}, {"loss": 3}]:
         checkpointer.save_checkpoint(meta)
     assert checkpointer.find_checkpoint(min_key="loss").number == 3
     assert checkpointer.find_checkpoint(max_key="loss").number == 6

@@ -72,8 +72,11 @@ def test_rank_0_alone_writes_and_all_load(tmp_path, background):
         assert (number, meta, weight) == (1, {"loss": 2.0}, [[1.5] * 3] * 2)
         assert (position, untouched) == (rank * 10, None)
     assert sorted(os.listdir(tmp_path / "CKPT+000001")) == [
-        "MANIFEST.sha256", "meta.json", "modules.safetensors", "position.safetensors"
-    ]  # fmt: skip
+        "MANIFEST.sha256",
+        "meta.json",
+        "modules.safetensors",
+        "position.safetensors",
+    ]
 
 
 def keep_only(rank, folder):

@@ -158,10 +158,7 @@ def load(rank, folder, strategy):
 
 EQUAL = {name: {"modules": True, "optimizer": True, "ema": True} for name in ("fresh", "trained")}
 # From a strategy and a number of processes to others; each is loaded from and into at least twice.
-COURSES = [
-    ((2, "fsdp"), [(1, "ddp")]),
-    ((1, "ddp"), [(2, "tp+fsdp")]),
-]
+COURSES = [((2, "fsdp"), [(1, "ddp")]), ((1, "ddp"), [(2, "tp+fsdp")])]
 LONG_COURSES = [
     ((1, "ddp"), [(2, "fsdp"), (4, "tp+fsdp")]),
     ((2, "ddp"), [(1, "ddp"), (4, "fsdp")]),
@@ -198,10 +195,18 @@ def test_the_files_hold_each_element_once_and_no_code(tmp_path, ranks, strategy)
     folder = tmp_path / "CKPT+000001"
     files = sorted(it.name for it in folder.iterdir())
     assert files == [
-        "MANIFEST.sha256", "ema.safetensors", "ema@00000.safetensors", "ema@00001.safetensors", "meta.json",
-        "modules.safetensors", "modules@00000.safetensors", "modules@00001.safetensors", "optimizer.safetensors",
-        "optimizer@00000.safetensors", "optimizer@00001.safetensors",
-    ]  # fmt: skip
+        "MANIFEST.sha256",
+        "ema.safetensors",
+        "ema@00000.safetensors",
+        "ema@00001.safetensors",
+        "meta.json",
+        "modules.safetensors",
+        "modules@00000.safetensors",
+        "modules@00001.safetensors",
+        "optimizer.safetensors",
+        "optimizer@00000.safetensors",
+        "optimizer@00001.safetensors",
+    ]
     assert json.loads((folder / "meta.json").read_text())["shards"] == ranks
     manifest = (folder / "MANIFEST.sha256").read_text()
     assert all(name in manifest for name in files[1:])

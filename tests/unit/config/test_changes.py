@@ -163,17 +163,26 @@ def test_a_shared_object_is_one_setting(subtests):
         ("m: {a: &x !new:x.A }\nc: *x", "c: &x !new:x.A\nm: {a: *x}", []),
         # An object of its own is another model than one that is shared.
         ("a: &x !new:x.A\nc: *x", "a: !new:x.A\nc: !new:x.A", ["c: !ref <a> -> !new:x.A"]),
-        ("a: {b: &x !new:x.A {d: 1}}\nc: {e: *x}", "a: {b: !new:x.A {d: 1}}\nc: {e: !new:x.A {d: 1}}",
-         ["c.e: !ref <a[b]> -> !new:x.A", "c.e.d: (absent) -> 1"]),
+        (
+            "a: {b: &x !new:x.A {d: 1}}\nc: {e: *x}",
+            "a: {b: !new:x.A {d: 1}}\nc: {e: !new:x.A {d: 1}}",
+            ["c.e: !ref <a[b]> -> !new:x.A", "c.e.d: (absent) -> 1"],
+        ),
         # Attributes of an object, each time an `!apply:getattr` of its own or shared.
         ("a: &x !new:x.A\nb: !apply:getattr [*x, n]", "a: &x !new:x.A\nb: !apply:getattr\n- *x\n- n", []),
-        ("a: &x !new:x.A\nb: &y !apply:getattr [*x, n]\nc: *y",
-         "a: &x !new:x.A\nb: !apply:getattr [*x, n]\nc: !apply:getattr [*x, n]", []),
-        ("a: &x !new:x.A\nb: !apply:getattr [*x, n]", "a: &x !new:x.A\nb: !apply:getattr [*x, m]",
-         ["b: !ref <a.n> -> !ref <a.m>"]),
+        (
+            "a: &x !new:x.A\nb: &y !apply:getattr [*x, n]\nc: *y",
+            "a: &x !new:x.A\nb: !apply:getattr [*x, n]\nc: !apply:getattr [*x, n]",
+            [],
+        ),
+        (
+            "a: &x !new:x.A\nb: !apply:getattr [*x, n]",
+            "a: &x !new:x.A\nb: !apply:getattr [*x, m]",
+            ["b: !ref <a.n> -> !ref <a.m>"],
+        ),
         ("a: &x !new:x.A\nb: !apply:getattr [*x, n]", "a: &x !new:x.A\nb: 3", ["b: !ref <a.n> -> 3"]),
         ("b: !apply:getattr [!new:x.A , n]", "b: !apply:getattr [!new:x.B , n]", ["b.0: !new:x.A -> !new:x.B"]),
-    ]:  # fmt: skip
+    ]:
         with subtests.test(old=old, new=new):
             assert changes(old, new) == expected
             assert changes(old, old) == changes(new, new) == []
@@ -288,18 +297,27 @@ def test_a_resumed_run_may_train_for_longer(subtests):
 def test_keys_that_may_always_change_are_these_and_no_others(subtests):
     for old, new, expected in [
         # What follows from the number of epochs is a change as any other.
-        ("number_of_epochs: 2\ns: !name:x.S {T_max: 2}", "number_of_epochs: 5\ns: !name:x.S {T_max: 5}",
-         ["s.T_max: 2 -> 5"]),
+        (
+            "number_of_epochs: 2\ns: !name:x.S {T_max: 2}",
+            "number_of_epochs: 5\ns: !name:x.S {T_max: 5}",
+            ["s.T_max: 2 -> 5"],
+        ),
         ("c: !new:x.EpochCounter {limit: 2}", "c: !new:x.EpochCounter {limit: 3}", ["c.limit: 2 -> 3"]),
-        ("c: !new:x.Counter {limit: 2}", "c: !new:amp_recipes.EpochCounter {limit: 3}",
-         ["c: !new:x.Counter -> !new:amp_recipes.EpochCounter", "c.limit: 2 -> 3"]),
-        ("c: !new:amp_recipes.EpochCounter {limit: 2, x: 1}", "c: !new:amp_recipes.EpochCounter {limit: 3, x: 2}",
-         ["c.x: 1 -> 2"]),
+        (
+            "c: !new:x.Counter {limit: 2}",
+            "c: !new:amp_recipes.EpochCounter {limit: 3}",
+            ["c: !new:x.Counter -> !new:amp_recipes.EpochCounter", "c.limit: 2 -> 3"],
+        ),
+        (
+            "c: !new:amp_recipes.EpochCounter {limit: 2, x: 1}",
+            "c: !new:amp_recipes.EpochCounter {limit: 3, x: 2}",
+            ["c.x: 1 -> 2"],
+        ),
         ("m: {number_of_epochs: 2}", "m: {number_of_epochs: 3}", ["m.number_of_epochs: 2 -> 3"]),
         ("limit: 2", "limit: 3", ["limit: 2 -> 3"]),
         ("train_logger: !new:x.L {file: a}", "train_logger: !new:x.M {file: b, n: 1}", []),
         ("log_interval: 2", "", []),
-    ]:  # fmt: skip
+    ]:
         with subtests.test(old=old, new=new):
             assert changes(old, new) == expected
 
@@ -350,8 +368,12 @@ def test_changes_are_refused_all_together_and_nothing_is_written(start):
         start("--lr=0.002", "--model.hidden=8", "--precision=bf16", "--log_interval_steps=2")
     text = str(refused.value)
     lines = [line.strip() for line in text.splitlines()]
-    assert lines[1:-1] == ["lr: 0.001 -> 0.002", "model.hidden: 4 -> 8", "optimizer.lr: 0.001 -> 0.002",
-                           "precision: fp32 -> bf16"]  # fmt: skip
+    assert lines[1:-1] == [
+        "lr: 0.001 -> 0.002",
+        "model.hidden: 4 -> 8",
+        "optimizer.lr: 0.001 -> 0.002",
+        "precision: fp32 -> bf16",
+    ]
     assert str(start.folder) in lines[0]
     assert all(advice in lines[-1] for advice in ("--allow-config-change", "--output_folder", "--resume never"))
     assert contents(start.folder) == before
@@ -363,11 +385,13 @@ def test_changes_are_refused_all_together_and_nothing_is_written(start):
         (("name: net", "name: net\n    bias: true"), "model.bias: (absent) -> true"),
         (("seed: 3", "seed: 4"), "seed: 3 -> 4"),
         (("betas: [0.9, 0.999]\n", ""), "betas: [0.9, 0.999] -> (absent)"),
-        (("!name:collections.OrderedDict", "!name:collections.Counter"),
-         "optimizer: !name:collections.OrderedDict -> !name:collections.Counter"),
+        (
+            ("!name:collections.OrderedDict", "!name:collections.Counter"),
+            "optimizer: !name:collections.OrderedDict -> !name:collections.Counter",
+        ),
         (("{width: 2}", "{width: 5}"), "layers.1.width: 2 -> 5"),
     ],
-)  # fmt: skip
+)
 def test_a_changed_yaml_is_refused_and_taken_with_the_flag(start, change, line, caplog):
     checkpoint(start())
     text = RECIPE.format(folder=start.folder).replace(*change)

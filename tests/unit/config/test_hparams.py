@@ -119,10 +119,7 @@ def test_an_override_arrives_as_the_value_that_was_given(tmp_path_factory, value
 
 
 def test_paths_and_tuples_are_plain_values(write, tmp_path):
-    assert load_hparams(write("a: 1\nb: 1\n"), {"a": tmp_path, "b": (1, 2)}) == {
-        "a": str(tmp_path),
-        "b": (1, 2),
-    }
+    assert load_hparams(write("a: 1\nb: 1\n"), {"a": tmp_path, "b": (1, 2)}) == {"a": str(tmp_path), "b": (1, 2)}
 
 
 def test_a_mapping_may_replace_what_holds_nothing(write):
@@ -148,18 +145,12 @@ def test_an_anchored_number_stays_the_number(write):
 
 def test_merged_keys_can_be_overridden(write):
     file = write("base: &base {k: 1, l: 2}\nderived:\n  <<: *base\n  z: 3\n")
-    assert hparams_of(file, "--derived.k=5") == {
-        "base": {"k": 1, "l": 2},
-        "derived": {"k": 5, "l": 2, "z": 3},
-    }
+    assert hparams_of(file, "--derived.k=5") == {"base": {"k": 1, "l": 2}, "derived": {"k": 5, "l": 2, "z": 3}}
 
 
 def test_a_run_option_overrides_the_key_of_its_name_and_only_where_there_is_one(write):
     file = write("precision: fp32\nshown: !ref at <precision>\n")
-    assert hparams_of(file, "--precision=bf16", "--max_grad_norm=1") == {
-        "precision": "bf16",
-        "shown": "at bf16",
-    }
+    assert hparams_of(file, "--precision=bf16", "--max_grad_norm=1") == {"precision": "bf16", "shown": "at bf16"}
     assert hparams_of(file) == {"precision": "fp32", "shown": "at fp32"}  # a default overrides nothing
 
 

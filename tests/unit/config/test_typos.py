@@ -61,11 +61,7 @@ REFERENCES = [
     ("weight_decay", "weight_decay: !ref <{}>"),
     ("model", "model: !ref <{}>"),
 ]
-VALUES = [
-    ("fp32", "precision: {} "),
-    ("max", "early_stop_mode: {} "),
-    ("epoch", "lr_scheduler_interval: {} "),
-]
+VALUES = [("fp32", "precision: {} "), ("max", "early_stop_mode: {} "), ("epoch", "lr_scheduler_interval: {} ")]
 OPTION_NAMES = [
     *("precision", "eval_precision", "max_grad_norm", "seed", "debug_batches", "output_folder", "device"),
     *("grad_accumulation_factor", "nonfinite_patience", "ckpt_interval_minutes", "early_stop_patience", "resume"),

@@ -124,19 +124,7 @@ def test_a_packed_sequence_moves_its_data():
 
 
 def test_everything_else_passes_as_it_is():
-    for value in [
-        "a",
-        1,
-        2.5,
-        None,
-        b"b",
-        np.ones(2),
-        object(),
-        {1, 2},
-        int,
-        torch.float32,
-        torch.Size([2, 3]),
-    ]:
+    for value in ["a", 1, 2.5, None, b"b", np.ones(2), object(), {1, 2}, int, torch.float32, torch.Size([2, 3])]:
         assert to_device(value, META) is value
         assert to_device([value], META)[0] is value
 

@@ -366,8 +366,14 @@ OWN_GENERATORS = {
 }
 
 
-@pytest.mark.parametrize("make", [lambda data: make_loader(data, shuffle=False, seed=0, device="cpu", batch_size=2),
-                                  lambda data: DataLoader(data, batch_size=2)], ids=["ours", "torch"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: make_loader(data, shuffle=False, seed=0, device="cpu", batch_size=2),
+        lambda data: DataLoader(data, batch_size=2),
+    ],
+    ids=["ours", "torch"],
+)
 def test_without_workers_the_data_sets_own_generators_go_on(make, subtests):
     for name, (data, names) in OWN_GENERATORS.items():
         with subtests.test(name):

@@ -8,13 +8,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from amp_recipes.data import make_loader, set_epoch
-from amp_recipes.data.sample_draws import (
-    DrawStream,
-    SampleSeeds,
-    draws_nothing,
-    draws_put_back,
-    held_generators,
-)
+from amp_recipes.data.sample_draws import DrawStream, SampleSeeds, draws_nothing, draws_put_back, held_generators
 from amp_recipes.state.randomness import generator_state, set_generator_state
 
 

@@ -203,8 +203,7 @@ def gan_run(rank, precision):
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [("fp32", torch.float32), pytest.param("bf16", torch.bfloat16, marks=pytest.mark.extended)],
+    ("precision", "dtype"), [("fp32", torch.float32), pytest.param("bf16", torch.bfloat16, marks=pytest.mark.extended)]
 )
 def test_a_loss_for_one_optimizer_leaves_gradients_with_it_alone(precision, dtype):
     """Two forwards of one module in one backward, and a backward through a module to another's parameters."""
@@ -257,8 +256,7 @@ def penalised_run(rank, precision):
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [("fp32", torch.float32), pytest.param("bf16", torch.bfloat16, marks=pytest.mark.extended)],
+    ("precision", "dtype"), [("fp32", torch.float32), pytest.param("bf16", torch.bfloat16, marks=pytest.mark.extended)]
 )
 def test_a_gradient_penalty(precision, dtype):
     """Its backward computes with weights that the first one had gathered."""

@@ -502,10 +502,7 @@ def test_full_disk_warns_once_and_logging_goes_on_when_there_is_room(tmp_path, c
     assert str(tmp_path / "metrics.jsonl") in caplog.text and "No space left" in caplog.text
     logger.log_stage(replace(STAGE, epoch=9))
     logger.close()
-    assert [(record["kind"], record.get("epoch")) for record in lines_of(tmp_path)] == [
-        ("header", None),
-        ("stage", 9),
-    ]
+    assert [(record["kind"], record.get("epoch")) for record in lines_of(tmp_path)] == [("header", None), ("stage", 9)]
 
 
 def test_line_torn_by_a_disk_error_is_cut_off_before_the_next(tmp_path, monkeypatch):

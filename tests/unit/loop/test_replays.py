@@ -160,10 +160,7 @@ def test_the_overflowing_module_is_named_and_its_pin_is_proven(tmp_path, undrawn
     for row, keys in (
         (written["census"][0], {"module", "phase", "op", "inputs", "outputs", "calls"}),
         (written["casts"][0], {"module", "phase", "by", "from", "to", "calls", "bytes"}),
-        (
-            written["drift"][0],
-            {"module", "local_error", "sensitivity", "gradient_error", "above_max", "below_normal"},
-        ),
+        (written["drift"][0], {"module", "local_error", "sensitivity", "gradient_error", "above_max", "below_normal"}),
         (
             written["pins"],
             {"modules", "tolerance", "error", "held_out_error", "steps", "cost_time", "cost_memory", "verified"},

@@ -204,8 +204,7 @@ def test_a_trial_writes_beside_the_run(tmp_path):
 def test_nothing_is_to_be_written_without_a_folder_or_in_a_diagnosis(tmp_path):
     assert brain_of().output_path("a.png") is None
     options = RunOptions.from_mapping(
-        {"device": "cpu", "noprogressbar": True, "output_folder": str(tmp_path / "run")},
-        purpose=Purpose("diagnose"),
+        {"device": "cpu", "noprogressbar": True, "output_folder": str(tmp_path / "run")}, purpose=Purpose("diagnose")
     )
     assert Regression({"model": nn.Linear(3, 1)}, OPT, run_opts=options).output_path("a.png") is None
     assert not (tmp_path / "run").exists()

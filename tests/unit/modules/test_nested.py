@@ -55,11 +55,21 @@ def tagged():
 @pytest.mark.parametrize(
     "value",
     [
-        {"a": 1, "b": 2}, [1, 2], (1, 2), Point(1, 2), OrderedDict(a=1, b=2), defaultdict(list, a=1, b=2),
-        Named(a=1, b=2), Itself({"a": 1, "b": 2}), tagged(), Row([1, 2]), Frozen(1), Slotted(1, 2),
+        {"a": 1, "b": 2},
+        [1, 2],
+        (1, 2),
+        Point(1, 2),
+        OrderedDict(a=1, b=2),
+        defaultdict(list, a=1, b=2),
+        Named(a=1, b=2),
+        Itself({"a": 1, "b": 2}),
+        tagged(),
+        Row([1, 2]),
+        Frozen(1),
+        Slotted(1, 2),
     ],
     ids=lambda value: type(value).__name__,
-)  # fmt: skip
+)
 def test_a_container_comes_back_as_its_class_with_other_contents(value):
     items, rebuild = parts_of(value)
     before = list(items)

@@ -110,10 +110,7 @@ def test_a_linear_layer_counted_by_hand():
 def test_a_convolution_counted_by_hand():
     census = census_of(nn.Sequential(nn.Conv1d(4, 3, 2), nn.ReLU()), torch.randn(2, 4, 6))
     # One op in either direction; its backward gives dW and db at once. ReLU keeps its (detached) output.
-    assert ops_of(census, "0", "forward") == {
-        "_to_copy: fp32 -> bf16": 3,
-        "convolution: bf16 bf16 bf16 -> bf16": 1,
-    }
+    assert ops_of(census, "0", "forward") == {"_to_copy: fp32 -> bf16": 3, "convolution: bf16 bf16 bf16 -> bf16": 1}
     assert ops_of(census, "1", "forward") == {"relu: bf16 -> bf16": 1, "detach: bf16 -> bf16": 1}
     assert ops_of(census, "1", "backward") == {"threshold_backward: bf16 bf16 -> bf16": 1, "detach: bf16 -> bf16": 1}
     assert ops_of(census, "0", "backward") == {
@@ -697,17 +694,25 @@ ODD_MODELS = [
     (lambda: nn.Linear(4, 4), torch.randn(0, 4)),
     (lambda: nn.Linear(4, 4).double(), torch.randn(3, 4).double()),
     (lambda: nn.Linear(4, 4).to(BF16), torch.randn(3, 4).to(BF16)),
-    (lambda: Calls(lambda self, x: torch.view_as_real(torch.fft.fft(self.child(x).float())), child=nn.Linear(4, 4)),
-     torch.randn(3, 4)),
+    (
+        lambda: Calls(lambda self, x: torch.view_as_real(torch.fft.fft(self.child(x).float())), child=nn.Linear(4, 4)),
+        torch.randn(3, 4),
+    ),
     (lambda: nn.Embedding(5, 4, sparse=True), torch.arange(3)),
     (lambda: nn.EmbeddingBag(5, 4), torch.arange(4).view(2, 2)),
     (lambda: nn.Sequential(nn.Linear(4, 4), Calls(lambda self, x: Doubled.apply(x))), torch.randn(3, 4)),
     (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), torch.randn(3, 4)),
     (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), torch.randn(3, 4)),
-    (lambda: Calls(torch.autocast("cpu", enabled=False)(
-        lambda self, x: torch.sparse.mm(x.relu().to_sparse(), self.child.weight)), child=nn.Linear(4, 4)),
-     torch.randn(3, 4)),
-]  # fmt: skip
+    (
+        lambda: Calls(
+            torch.autocast("cpu", enabled=False)(
+                lambda self, x: torch.sparse.mm(x.relu().to_sparse(), self.child.weight)
+            ),
+            child=nn.Linear(4, 4),
+        ),
+        torch.randn(3, 4),
+    ),
+]
 
 
 def test_odd_models(subtests):

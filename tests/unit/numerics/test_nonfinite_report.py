@@ -118,11 +118,7 @@ def test_the_step_goes_wrong_again_in_another_model(written):
     assert (replay.dtype, replay.scale, replay.pins) == (torch.bfloat16, 2.0, ["last"])
     assert {key: replay.command[key] for key in COMMAND} == COMMAND
     kept = read_command(folder)
-    assert kept.pop("not_vouched_for") and kept == {
-        **COMMAND,
-        "module": None,
-        "masked": [],
-    }
+    assert kept.pop("not_vouched_for") and kept == {**COMMAND, "module": None, "masked": []}
     assert replay.report["message"] == then.message and replay.versions["torch"] == torch.__version__
     model = Unlucky(2)
     pin_fp32(model, replay.pins)

@@ -883,8 +883,7 @@ def make_matmul(forward_decorator, backward_decorator):
 def test_custom_functions_compute_as_with_torch_amp(cast_inputs, dtype, in_autocast, needs_grad):
     ours = make_matmul(custom_fwd(cast_inputs=cast_inputs), custom_bwd)
     theirs = make_matmul(
-        torch.amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs),
-        torch.amp.custom_bwd(device_type="cpu"),
+        torch.amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs), torch.amp.custom_bwd(device_type="cpu")
     )
     results = []
     for function, states in (ours, theirs):

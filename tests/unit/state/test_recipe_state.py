@@ -260,8 +260,10 @@ def test_modules_that_are_not_trained_as_modules_come_back():
     moved(made, change, other)
     for name in ("teacher", "normalize"):
         one, two = ((it.teacher if name == "teacher" else it.hparams.normalize) for it in (made, other))
-        assert torch.equal(one.state_dict()["0.weight" if name == "teacher" else "running_var"],
-                           two.state_dict()["0.weight" if name == "teacher" else "running_var"])  # fmt: skip
+        assert torch.equal(
+            one.state_dict()["0.weight" if name == "teacher" else "running_var"],
+            two.state_dict()["0.weight" if name == "teacher" else "running_var"],
+        )
 
 
 def test_large_weights_that_never_changed_and_those_of_the_brain_are_not_saved_again():

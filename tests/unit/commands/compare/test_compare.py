@@ -185,10 +185,18 @@ def write_run(folder, losses, metrics=None, best=None, memory=None, stage="valid
     records = [{"kind": "header", "schema_version": header}]
     for index, loss in enumerate(losses):
         epoch, step = divmod(index, half)
-        records.append({
-            "kind": "step", "stage": "train", "epoch": epoch + 1, "step": step + 1, "loss": loss, "skipped": False,
-            "seconds": (step + 1) * seconds, "memory_bytes": None,
-        })  # fmt: skip
+        records.append(
+            {
+                "kind": "step",
+                "stage": "train",
+                "epoch": epoch + 1,
+                "step": step + 1,
+                "loss": loss,
+                "skipped": False,
+                "seconds": (step + 1) * seconds,
+                "memory_bytes": None,
+            }
+        )
     records.append({"kind": "stage", "stage": "train", "epoch": 2, "loss": losses[-1], "metrics": {}})
     records.append({"kind": "stage", "stage": stage, "epoch": 2, "loss": 0.5, "metrics": metrics or {}})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -266,16 +274,22 @@ def test_why_a_run_failed(subtests):
     for said, status, kind, message in [
         (
             "Traceback (most recent call last):\n  File ...\namp_recipes.errors.NonfiniteError: loss is nan\n  in x\n",
-            1, "NonfiniteError", "NonfiniteError: loss is nan",
+            1,
+            "NonfiniteError",
+            "NonfiniteError: loss is nan",
         ),
-        ("epoch 1: 10%\repoch 1: 100%\nRuntimeError: \"addmm\" not implemented for 'Half'\n", 1, "RuntimeError",
-         "RuntimeError: \"addmm\" not implemented for 'Half'"),
+        (
+            "epoch 1: 10%\repoch 1: 100%\nRuntimeError: \"addmm\" not implemented for 'Half'\n",
+            1,
+            "RuntimeError",
+            "RuntimeError: \"addmm\" not implemented for 'Half'",
+        ),
         ("train.py: configs/x.yaml:3: wrong\n", 1, "", "exit status 1: train.py: configs/x.yaml:3: wrong"),
         ("", 3, "", "exit status 3"),
         ("anything", -9, "", "killed by SIGKILL (the machine may have run out of memory)"),
         ("KeyError\n", 1, "KeyError", "KeyError"),
         ("x\nValueError: \x1b[31mred\n", 1, "ValueError", "ValueError: \\x1b[31mred"),
-    ]:  # fmt: skip
+    ]:
         with subtests.test(said=said):
             assert why_it_failed(EndedChild(status, 0.0, said)) == (kind, message)
 
@@ -430,9 +444,11 @@ def test_times_and_memory_are_ratios_to_the_reference(plan):
 
 def test_curves_are_averaged_to_as_many_points_as_a_picture_shows(plan):
     losses = [float(index) for index in range(1000)]
-    found = verdicts(plan(), {"fp32": [0.9] * 3, "bf16": [0.8] * 3}, losses=lambda precision, seed: (
-        losses if precision == "fp32" else [*losses[:500], *["nan"] * 3]
-    ))[1]  # fmt: skip
+    found = verdicts(
+        plan(),
+        {"fp32": [0.9] * 3, "bf16": [0.8] * 3},
+        losses=lambda precision, seed: losses if precision == "fp32" else [*losses[:500], *["nan"] * 3],
+    )[1]
     curves = found["curves"]["loss"]
     assert len(curves["updates"]) == CURVE_POINTS and curves["updates"][-1] == 1000
     (first, *_), (short, *_) = curves["by_precision"]["fp32"], curves["by_precision"]["bf16"]
@@ -546,22 +562,54 @@ def test_the_json_has_the_layout_that_is_promised(compare, tmp_path, capsys):
     assert "finished in" in printed.err
     assert found == found_in(tmp_path)
     assert set(found) == {
-        "schema_version", "command", "script", "yaml", "options", "reference", "seeds", "metric", "eval_precision",
-        "alpha", "power", "precisions", "curves", "worse", "undecided", "notes",
-    }  # fmt: skip
+        "schema_version",
+        "command",
+        "script",
+        "yaml",
+        "options",
+        "reference",
+        "seeds",
+        "metric",
+        "eval_precision",
+        "alpha",
+        "power",
+        "precisions",
+        "curves",
+        "worse",
+        "undecided",
+        "notes",
+    }
     assert found["metric"] == {"name": "loss", "place": "valid", "mode": "min"}
     assert (found["reference"], found["seeds"], found["alpha"]) == ("fp32", [1, 2], 0.05)
     reference, low = found["precisions"]
     assert set(low) == {
-        "precision", "verdict", "headline", "reason", "mean", "spread", "test", "step_seconds", "step_ratio",
-        "memory_bytes", "memory_ratio", "memory_of", "runs",
-    }  # fmt: skip
+        "precision",
+        "verdict",
+        "headline",
+        "reason",
+        "mean",
+        "spread",
+        "test",
+        "step_seconds",
+        "step_ratio",
+        "memory_bytes",
+        "memory_ratio",
+        "memory_of",
+        "runs",
+    }
     assert set(low["test"]) == {"name", "worse_by", "degrees_of_freedom", "p", "p_holm", "detectable"}
     assert reference["test"] is None and low["test"]["name"] == PAIRED
     assert low["runs"][1] == {
-        "seed": 2, "folder": "out/bf16/seed_2", "finished": True, "message": "", "value": pytest.approx(1.21),
-        "updates": 10, "skipped": 0, "step_seconds": pytest.approx(0.01), "memory_bytes": 1 << 20,
-    }  # fmt: skip
+        "seed": 2,
+        "folder": "out/bf16/seed_2",
+        "finished": True,
+        "message": "",
+        "value": pytest.approx(1.21),
+        "updates": 10,
+        "skipped": 0,
+        "step_seconds": pytest.approx(0.01),
+        "memory_bytes": 1 << 20,
+    }
     assert set(found["curves"]["loss"]) == {"updates", "by_precision"}
     assert set(found["curves"]["metric"]) == {"stage", "epochs", "by_precision"}
 

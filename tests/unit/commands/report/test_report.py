@@ -36,28 +36,51 @@ def diagnosis(modules=60):
         "census": [{"module": "head", "phase": "forward", "op": "mm", "inputs": [], "outputs": [], "calls": 1}],
         "drift": [
             {
-                "module": module(index), "local_error": 0.01, "sensitivity": 10.0 ** -(index / 10),
-                "gradient_error": 0.1 / (index + 1), "above_max": 0.25 if index == 0 else 0.0, "below_normal": 0.5,
+                "module": module(index),
+                "local_error": 0.01,
+                "sensitivity": 10.0 ** -(index / 10),
+                "gradient_error": 0.1 / (index + 1),
+                "above_max": 0.25 if index == 0 else 0.0,
+                "below_normal": 0.5,
             }
             for index in range(modules)
         ],
         "casts": [
-            {"module": module(index), "phase": "forward", "by": by, "from": "float32", "to": "float16", "calls": 1,
-             "bytes": 1000 * (index + 1)}
-            for index in range(modules) for by in ("autocast", "user", "backward", "a", "b")
+            {
+                "module": module(index),
+                "phase": "forward",
+                "by": by,
+                "from": "float32",
+                "to": "float16",
+                "calls": 1,
+                "bytes": 1000 * (index + 1),
+            }
+            for index in range(modules)
+            for by in ("autocast", "user", "backward", "a", "b")
         ],
         "underflow": {
-            "scales": scales, "flushed": [0.001 + 0.5 / 4**index for index in range(len(scales))],
+            "scales": scales,
+            "flushed": [0.001 + 0.5 / 4**index for index in range(len(scales))],
             "subnormal": [0.4 / 2**index for index in range(len(scales))],
-            "largest": 65504 / 2.0**36, "window_octaves": 18.9, "init_scale": 65536.0, "exact_zeros": 0.001,
+            "largest": 65504 / 2.0**36,
+            "window_octaves": 18.9,
+            "init_scale": 65536.0,
+            "exact_zeros": 0.001,
         },
         "pins": {
-            "modules": ["head"], "tolerance": 0.01, "error": 0.004, "error_without": "inf", "held_out_error": 0.006,
-            "steps": 200, "cost_time": 1.03, "cost_memory": 1.01, "verified": True,
+            "modules": ["head"],
+            "tolerance": 0.01,
+            "error": 0.004,
+            "error_without": "inf",
+            "held_out_error": 0.006,
+            "steps": 200,
+            "cost_time": 1.03,
+            "cost_memory": 1.01,
+            "verified": True,
             "curves": {"reference": [[rng.random() for _ in range(30)]] * 3, "pinned": [1.0] * 30},
         },
         "hazards": [{"kind": "mask", "file": "a.py", "line": 1, "message": "m"}] * 2,
-    }  # fmt: skip
+    }
 
 
 def comparison():
@@ -177,15 +200,30 @@ def test_the_page_says_what_the_report_says(page_of_60):
     shown = texts(page_of_60)
     everything = "\n".join(shown)
     for text in (
-        "fp16: 1 of 60 modules overflows.", "Add to your YAML: fp32_modules: [head]", "Hazards in the code: mask (2).",
-        "Diagnosis of fp16, torch 2.13.0", "Sensitivity, the first 20 of 60 modules", "25 %", "50 %",
-        "window: 18.9 octaves", "init_scale\n2^16", "flushed to 0", "subnormal", "overflow",
+        "fp16: 1 of 60 modules overflows.",
+        "Add to your YAML: fp32_modules: [head]",
+        "Hazards in the code: mask (2).",
+        "Diagnosis of fp16, torch 2.13.0",
+        "Sensitivity, the first 20 of 60 modules",
+        "25 %",
+        "50 %",
+        "window: 18.9 octaves",
+        "init_scale\n2^16",
+        "flushed to 0",
+        "subnormal",
+        "overflow",
         "Bytes cast in a step, 10 of 60",
-        "autocast", "others", "tolerance 1 %", "0.4 %", "0.6 %", "with 1 more module in fp32, verified",
+        "autocast",
+        "others",
+        "tolerance 1 %",
+        "0.4 %",
+        "0.6 %",
+        "with 1 more module in fp32, verified",
         "in fp32: head\na step takes 1.03 times the time and 1.01 times the memory",
         "beyond the 0.1 % that are 0 in bf16",
-        "3 fp32 seeds and fp16, pinned", "modules of encoder.transformer_layers",
-    ):  # fmt: skip
+        "3 fp32 seeds and fp16, pinned",
+        "modules of encoder.transformer_layers",
+    ):
         assert text in everything, text
     assert sum("norm" in text or "query_key" in text for text in shown) > 5
 
@@ -295,9 +333,15 @@ def test_the_comparison_says_what_the_report_says(page_of_comparison):
     figure = page_of_comparison
     everything = "\n".join(texts(figure))
     for text in (
-        "bf16: fine\nfp16: worse", "Compared with fp32", "valid accuracy after each epoch", "2 did not finish",
-        "Final test accuracy of each seed (higher is better)", "(x90.00)", "10 ms", "256 MiB",
-    ):  # fmt: skip
+        "bf16: fine\nfp16: worse",
+        "Compared with fp32",
+        "valid accuracy after each epoch",
+        "2 did not finish",
+        "Final test accuracy of each seed (higher is better)",
+        "(x90.00)",
+        "10 ms",
+        "256 MiB",
+    ):
         assert text in everything, text
     assert overlaps(figure) == []
     loss = figure.axes[1]
@@ -318,12 +362,27 @@ def test_curves_that_end_together_have_labels_apart(drawn):
 
 def test_numbers_of_a_report():
     assert [finite(value) for value in (1, "2.5", "inf", "nan", None, True, [], {}, 10**400, "x")] == [
-        1.0, 2.5, None, None, None, None, None, None, None, None,
-    ]  # fmt: skip
+        1.0,
+        2.5,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+    ]
     assert finite_list("12") == [] and finite_list([1, "nan"])[0] == 1.0 and math.isnan(finite_list([1, "nan"])[1])
     assert [percent(share) for share in (0, 1e-6, 0.0013, 0.12, 0.999, 1, 3.5)] == [
-        "0", "< 0.001 %", "0.13 %", "12 %", "100 %", "100 %", "350 %",
-    ]  # fmt: skip
+        "0",
+        "< 0.001 %",
+        "0.13 %",
+        "12 %",
+        "100 %",
+        "100 %",
+        "350 %",
+    ]
 
 
 def test_long_names_stay_apart_and_short_ones_whole():

@@ -151,10 +151,12 @@ def window(update, loss=1.0, **sections):
     whole = {name: {f"{name}.a": str(update), f"{name}.b": "0"} for name in SECTIONS}
     whole.update({name: {**whole[name], **given} for name, given in sections.items() if name in SECTIONS})
     rest = {name: given for name, given in sections.items() if name not in SECTIONS}
-    return Window(**{
-        **{"update": update, "epoch": 1, "step": update, "batches": 1, "sections": whole, "losses": (loss.hex(),)},
-        **rest,
-    })  # fmt: skip
+    return Window(
+        **{
+            **{"update": update, "epoch": 1, "step": update, "batches": 1, "sections": whole, "losses": (loss.hex(),)},
+            **rest,
+        }
+    )
 
 
 def trace(*windows, first=1, last=4, end=True):
@@ -208,8 +210,11 @@ def test_a_missing_tensor_is_told_as_missing():
     del less.sections["optimizers"]["optimizers.b"]
     found = first_difference(trace(), trace(less))
     assert (found.section, list(found.names), found.one, found.other) == (
-        "optimizers", ["optimizers.b"], "", "(nothing)",
-    )  # fmt: skip
+        "optimizers",
+        ["optimizers.b"],
+        "",
+        "(nothing)",
+    )
 
 
 def test_a_run_that_took_fewer_updates_differs_unless_it_was_killed():
@@ -257,14 +262,14 @@ def test_metrics_are_compared_by_stage_and_epoch_and_the_later_record_counts(tmp
 
     record = '{{"kind": "stage", "stage": "{}", "epoch": {}, "loss": {}, "metrics": {{"acc": {}}}, "seconds": {}}}'
     one = write("one", record.format("train", 1, 0.5, 0.25, 1), record.format("valid", 1, 0.5, 0.5, 1))
-    same = write("same", record.format("train", 1, 9, 9, 1), *[record.format(s, 1, 0.5, m, 7) for s, m in
-                 (("train", 0.25), ("valid", 0.5))])  # fmt: skip
+    same = write(
+        "same",
+        record.format("train", 1, 9, 9, 1),
+        *[record.format(s, 1, 0.5, m, 7) for s, m in (("train", 0.25), ("valid", 0.5))],
+    )
     assert differing_metrics(one, same) == {}
     other = write("other", record.format("train", 1, 0.5, 0.75, 1), record.format("valid", 1, "null", 0.5, 1))
-    assert differing_metrics(one, other) == {
-        "train acc of epoch 1": (0.25, 0.75),
-        "valid loss of epoch 1": (0.5, None),
-    }
+    assert differing_metrics(one, other) == {"train acc of epoch 1": (0.25, 0.75), "valid loss of epoch 1": (0.5, None)}
     assert differing_metrics(one, {}) and read_stages(tmp_path / "none") == {}
 
 
@@ -573,9 +578,16 @@ def run(*arguments):
 def test_a_recipe_with_dropout_shuffling_and_augmentation_is_proved_equal(tmp_path):
     status, output = run(
         # 20 samples make 7 batches: the end of an epoch, its validation and its save lie between kill and end.
-        *write_recipe(tmp_path, yaml="output_folder: x\n"), "--steps", "9", "--kill_at", "6", "--precision", "bf16",
-        "--keep", tmp_path / "kept",
-    )  # fmt: skip
+        *write_recipe(tmp_path, yaml="output_folder: x\n"),
+        "--steps",
+        "9",
+        "--kill_at",
+        "6",
+        "--precision",
+        "bf16",
+        "--keep",
+        tmp_path / "kept",
+    )
     assert status == 0, output
     assert "EQUAL bit for bit: the run that was killed after update 6 went on from update 5." in output
     assert "The YAML sets no seed" in output and "9 updates of 9 batches, 4 after the resume" in output
@@ -584,8 +596,11 @@ def test_a_recipe_with_dropout_shuffling_and_augmentation_is_proved_equal(tmp_pa
     resumed = read_trace(tmp_path / "kept" / "resumed.jsonl")
     assert [it.update for it in resumed.windows] == [6, 7, 8, 9] and resumed.end is not None
     assert {name for name, found in resumed.windows[0].sections.items() if found} == {
-        "data", "random", "modules", "optimizers",
-    }  # fmt: skip
+        "data",
+        "random",
+        "modules",
+        "optimizers",
+    }
 
 
 GAN = """

@@ -212,10 +212,7 @@ def test_words_that_are_no_options_become_a_request(subtests, monkeypatch):
                 words=("--seed=3", "--debug=true", "--trust=a"),
             ),
         ),
-        (
-            ["--sweep=lr=1,2", "--sweep-trials", "5", "--x.y=a=b"],
-            Request("sweep", (), ("lr=1,2",), 5, ("--x.y=a=b",)),
-        ),
+        (["--sweep=lr=1,2", "--sweep-trials", "5", "--x.y=a=b"], Request("sweep", (), ("lr=1,2",), 5, ("--x.y=a=b",))),
     ]:
         with subtests.test(words=words):
             file, _, overrides = parse_arguments(["f.yaml", *words])

@@ -139,10 +139,7 @@ def test_every_tag_does_what_hyperpyyaml_does():
 
 def test_a_method_may_be_named_though_each_look_gives_a_new_one():
     found = built(
-        {
-            "kept": (f"!apply:{HERE}.Kept.made", {"name": "x"}),
-            "builtin": ("!apply:dict.fromkeys", [["a"], 1]),
-        }
+        {"kept": (f"!apply:{HERE}.Kept.made", {"name": "x"}), "builtin": ("!apply:dict.fromkeys", [["a"], 1])}
     )
     assert found["kept"].kwargs == {"name": "x"} and found["builtin"] == {"a": 1}
 

@@ -96,10 +96,7 @@ def test_text_in_quotes_is_never_a_tuple():
 
 def test_tags_text_places_and_scopes_are_kept():
     root = read("lr: 1e-3\nm: !new:a.B\n  lr: !ref <lr>\n  n: [!copy <m> , !name:a.c ]\np: !PLACEHOLDER\n")
-    assert data(root.items["m"]) == (
-        "!new:a.B",
-        {"lr": ("!ref", "<lr>"), "n": [("!copy", "<m>"), ("!name:a.c", "")]},
-    )
+    assert data(root.items["m"]) == ("!new:a.B", {"lr": ("!ref", "<lr>"), "n": [("!copy", "<m>"), ("!name:a.c", "")]})
     assert root.items["lr"].text == "1e-3"
     model = root.items["m"]
     assert model.source == Source("f.yaml", 2, 4)

@@ -141,13 +141,17 @@ def in_a_list():
 SOURCES = [plain_loader, shuffled, stream, loader_over_stream, stateful, anew_each_time, in_a_list, with_workers]
 
 
-@pytest.mark.parametrize("options", [
-    pytest.param({}, marks=pytest.mark.extended),
-    {"precision": "fp16", "init_scale": 2.0**10, "growth_interval": 3, "on_spike": "wider_precision"},
-    {"ema_decay": 0.9, "grad_accumulation_factor": 5, "lr_scheduler_interval": "epoch", "ckpt_background": True},
-    pytest.param({"overfit_batches": 3}, marks=pytest.mark.extended),
-    {"early_stop_metric": "seen", "early_stop_mode": "max", "ckpt_interval_steps": 0},
-], ids=lambda options: "-".join(options) or "plain")  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.extended),
+        {"precision": "fp16", "init_scale": 2.0**10, "growth_interval": 3, "on_spike": "wider_precision"},
+        {"ema_decay": 0.9, "grad_accumulation_factor": 5, "lr_scheduler_interval": "epoch", "ckpt_background": True},
+        pytest.param({"overfit_batches": 3}, marks=pytest.mark.extended),
+        {"early_stop_metric": "seen", "early_stop_mode": "max", "ckpt_interval_steps": 0},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
 def test_without_a_spike_the_run_is_the_one_without_the_option(tmp_path, options):
     ends = []
     for on_spike in ("off", options.get("on_spike", "lower_lr")):
@@ -240,11 +244,15 @@ def test_the_checkpoint_gone_back_to_is_written_again_and_differs_in_the_recover
         fit(make(tmp_path, dies_at=19))
     names = saved(tmp_path)
     first, copied = (tmp_path / "save" / name for name in names[-2:])
-    sums = [dict(reversed(line.split("  ")) for line in (it / "MANIFEST.sha256").read_text().splitlines())
-            for it in (first, copied)]  # fmt: skip
+    sums = [
+        dict(reversed(line.split("  ")) for line in (it / "MANIFEST.sha256").read_text().splitlines())
+        for it in (first, copied)
+    ]
     assert {name for name in sums[0] if sums[0][name] != sums[1][name]} == {"brain.safetensors"}
-    states = [Checkpointer(tmp_path / "save").read(it)["brain"]
-              for it in Checkpointer(tmp_path / "save").list_checkpoints()[:2]]  # fmt: skip
+    states = [
+        Checkpointer(tmp_path / "save").read(it)["brain"]
+        for it in Checkpointer(tmp_path / "save").list_checkpoints()[:2]
+    ]
     spikes = [state.pop("spikes") for state in states]
     assert repr(states[0]) == repr(states[1])
     assert spikes[0] == {**spikes[1], "until": 21, "went_back_to": 16, "spikes": 1, "went_back": 1}
@@ -294,8 +302,15 @@ def test_epochs_that_end_outside_the_band_do_not_push_the_good_checkpoint_out(tm
             loss = super().compute_objectives(predictions, batch, stage)
             return loss * 1e3 if stage is Stage.TRAIN and 12 <= self.epoch <= 15 else loss
 
-    brain = make(tmp_path, One, spike_patience=4, ckpt_interval_steps=0, early_stop_metric="later",
-                 early_stop_mode="max", early_stop_patience=None)  # fmt: skip
+    brain = make(
+        tmp_path,
+        One,
+        spike_patience=4,
+        ckpt_interval_steps=0,
+        early_stop_metric="later",
+        early_stop_mode="max",
+        early_stop_patience=None,
+    )
     brain.on_stage_end = lambda stage, loss, epoch=None: {"later": epoch}
     brain.epoch = 0
     brain.fit(EpochCounter(18), batches(1))
@@ -370,8 +385,9 @@ def test_a_schedule_that_jumps_does_not_end_in_a_loop(tmp_path):
 
     ends = {}
     for on_spike in ("off", "lower_lr"):
-        brain = make(tmp_path / on_spike, Jumps, on_spike=on_spike, spike_lr_factor=0.001, max_grad_norm=0.0,
-                     spike_steps=12)  # fmt: skip
+        brain = make(
+            tmp_path / on_spike, Jumps, on_spike=on_spike, spike_lr_factor=0.001, max_grad_norm=0.0, spike_steps=12
+        )
         brain.hparams.lr_scheduler = jump
         try:
             ends[on_spike] = fit(brain, Samples(None), epochs=2, batch_size=BATCH).summary.last["valid"]["loss"]
@@ -437,6 +453,10 @@ def test_at_the_limit_patience_ends_the_run_as_ever(tmp_path):
 
 
 def test_in_fp16_ordinary_back_off_is_no_spike(tmp_path):
-    brain = fit(make(tmp_path, precision="fp16", init_scale=2.0**24, on_spike="wider_precision"), Samples(None),
-                epochs=1, batch_size=BATCH)  # fmt: skip
+    brain = fit(
+        make(tmp_path, precision="fp16", init_scale=2.0**24, on_spike="wider_precision"),
+        Samples(None),
+        epochs=1,
+        batch_size=BATCH,
+    )
     assert brain.skipped_steps > 3 and brain.summary.spikes == 0

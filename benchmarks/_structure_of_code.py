@@ -199,8 +199,9 @@ def private_uses(path: Path) -> Iterator[tuple[str, str]]:
             if imported.get(root, "amp_recipes").startswith("amp_recipes") and "super()" not in root:
                 yield node.attr, f"{ast.unparse(node)}, line {node.lineno}"
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "delattr", "hasattr"):
-            if isinstance(node.args[1], ast.Constant):
-                yield node.args[1].value, f"{ast.unparse(node)}, line {node.lineno}"
+            for name in node.args[1:2]:
+                if isinstance(name, ast.Constant):
+                    yield name.value, f"{ast.unparse(node)}, line {node.lineno}"
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("amp_recipes"):
             for alias in node.names:
                 yield alias.name, f"{ast.unparse(node)}, line {node.lineno}"

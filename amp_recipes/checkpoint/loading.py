@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 
 from amp_recipes.checkpoint.folder import RANK_MARK, STATE_SUFFIX, Damaged
 from amp_recipes.checkpoint.names import clean_names, clean_state, live_state
-from amp_recipes.checkpoint.shards import Stored, is_distributed, local_part
+from amp_recipes.checkpoint.shards import Stored
 from amp_recipes.checkpoint.state_format import PackedState, pack_state
 from amp_recipes.distributed.torch_private import dtensor_like
-from amp_recipes.errors import CheckpointError, ConfigError
+from amp_recipes.errors import CheckpointError, ConfigError, listed
 from amp_recipes.modules.nested import tensors_in
+from amp_recipes.modules.sharded import is_sharded, local
+from amp_recipes.state.preserved import has_state
 
 _RECOVERABLE_PATTERN = re.compile(r"\w[\w.+-]*")  # safe as a file name on every platform
 _MAX_NAME_BYTES = 255 - len(STATE_SUFFIX)
@@ -33,8 +35,7 @@ def check_recoverable(name: str, obj: Any, taken: Mapping[str, Any]) -> None:
     if name in taken:
         taken_by = type(taken[name]).__name__
         raise ConfigError(f"Recoverable {name!r} is already a {taken_by}; choose another name.")
-    verbs = [getattr(obj, "state_dict", None), getattr(obj, "load_state_dict", None)]
-    if isinstance(obj, type) or not all(map(callable, verbs)):
+    if isinstance(obj, type) or not has_state(obj):
         what = f"the class {obj.__name__}" if isinstance(obj, type) else f"a {type(obj).__name__}"
         raise ConfigError(
             f"Recoverable {name!r} is {what}; expected an object with state_dict() and load_state_dict()."
@@ -96,14 +97,9 @@ def refuse_nonfinite(bad: Iterable[str]) -> None:
     bad = list(dict.fromkeys(bad))
     if bad:
         raise CheckpointError(
-            f"nonfinite parameters (NaN or infinite): {_some(bad)}. Training has diverged: go on from an "
+            f"nonfinite parameters (NaN or infinite): {listed(bad)}. Training has diverged: go on from an "
             "earlier checkpoint with a lower learning rate, or freeze parameters that are to hold infinities."
         )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(names[:5])}{more}"
 
 
 def _extremes(tensor: Tensor) -> Tensor:
@@ -133,7 +129,7 @@ def refuse_diverged(recoverables: Mapping[str, Any], states: Mapping[str, Any]) 
     bad = _with_bad_numbers(_here(weights), lambda extremes: ~extremes.isfinite())
     bad += _with_bad_numbers(_here(kept), torch.isnan)
     if bad:
-        raise Damaged(f"not finite: {_some(bad)}")
+        raise Damaged(f"not finite: {listed(bad)}")
 
 
 def _kept_of_parameters(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -153,7 +149,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def _here(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: local_part(tensor) if is_distributed(tensor) else tensor for name, tensor in tensors.items()}
+    return {name: local(tensor.detach()) for name, tensor in tensors.items()}
 
 
 def mismatches(name: str, obj: Any, state: Any) -> list[str]:
@@ -282,6 +278,7 @@ def _copied(state: Any) -> Any:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    if is_distributed(tensor):
-        return dtensor_like(tensor, local_part(tensor).to("cpu", copy=True))
-    return tensor if is_lazy(tensor) else tensor.detach().to("cpu", copy=True)
+    if is_lazy(tensor):
+        return tensor
+    part = local(tensor.detach()).to("cpu", copy=True)
+    return dtensor_like(tensor, part) if is_sharded(tensor) else part

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from amp_recipes.checkpoint.shards import here, is_distributed, is_first_holder, local_part
+from amp_recipes.checkpoint.shards import here, is_first_holder
+from amp_recipes.modules.sharded import is_sharded, local
 from amp_recipes.modules.torch_private import storage_id, versions_of_state
 
 VERSIONS = "_metadata"  # of the modules whose state an OrderedDict is; as the first files have it
@@ -152,7 +153,7 @@ class Packer:
     def _tensor(self, value: Tensor, path: tuple) -> Any:
         if is_lazy(value):
             raise Refused(path, "a lazy parameter without a shape yet (run a batch before the first save)")
-        if is_distributed(value):
+        if is_sharded(value):
             return self._distributed(value, path)
         tensor = _plain_tensor(value, path)
         layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -173,21 +174,21 @@ class Packer:
     def _distributed(self, value: Any, path: tuple) -> Any:
         if any(placement.is_partial() for placement in value.placements):
             raise Refused(path, f"a DTensor with a sum that has not been taken ({value.placements})")
-        local = local_part(value)
+        part = local(value.detach())
         if all(placement.is_replicate() for placement in value.placements):
-            return self._tensor(local, path)
-        if value.dtype not in DTYPE_NAMES or local.layout != torch.strided:
+            return self._tensor(part, path)
+        if value.dtype not in DTYPE_NAMES or part.layout != torch.strided:
             raise Refused(path, f"a sharded tensor of {str(value.dtype).removeprefix('torch.')}")
-        place = _place_of_shards(value, local) or (path,)
+        place = _place_of_shards(value, part) or (path,)
         name = self._packed.get(place)
         if name is None:
             name = self._packed[place] = self._free_name(path)
             self.sharded[name] = {"dtype": DTYPE_NAMES[value.dtype], "shape": list(value.shape), "pieces": []}
-            if local.numel() and is_first_holder(value):
+            if part.numel() and is_first_holder(value):
                 offsets, sizes = here(value)
-                if sizes != list(local.shape):
-                    raise Refused(path, f"a sharded tensor whose part is {list(local.shape)}, expected {sizes}")
-                self.parts[name] = (local, offsets)
+                if sizes != list(part.shape):
+                    raise Refused(path, f"a sharded tensor whose part is {list(part.shape)}, expected {sizes}")
+                self.parts[name] = (part, offsets)
         return {"$sharded": name}
 
     def _free_name(self, path: tuple) -> str:
@@ -216,12 +217,12 @@ def _plain_tensor(value: Tensor, path: tuple) -> Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def _place_of_shards(value: Any, local: Tensor) -> tuple | None:
+def _place_of_shards(value: Any, part: Tensor) -> tuple | None:
     """Equal for sharded tensors that are tied; None for one without elements, which is tied to none."""
-    if local.numel():
-        return local.device, local.data_ptr(), tuple(value.shape), local.stride(), value.dtype
+    if part.numel():
+        return part.device, part.data_ptr(), tuple(value.shape), part.stride(), value.dtype
     if value.numel():  # the memory tells which are tied, also where nothing of them is here
-        return storage_id(local), local.storage_offset(), tuple(value.shape), value.dtype
+        return storage_id(part), part.storage_offset(), tuple(value.shape), value.dtype
     return None
 
 

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 from amp_recipes.checkpoint.folder import STATE_SUFFIX, Checkpoint, Damaged, verify
 from amp_recipes.checkpoint.group import ALONE, CheckpointGroup
 from amp_recipes.checkpoint.names import clean_state
-from amp_recipes.checkpoint.shards import OpenFiles, Stored, dtensors_exist, here, is_distributed, replicated_like
+from amp_recipes.checkpoint.shards import OpenFiles, Stored, dtensors_exist, here, replicated_like
 from amp_recipes.checkpoint.state_format import read_state
 from amp_recipes.distributed.torch_private import dtensor_like
 from amp_recipes.errors import CheckpointError
+from amp_recipes.modules.sharded import is_sharded
 from amp_recipes.modules.torch_private import tree_leaves
 
 
@@ -76,7 +77,7 @@ def fill(folder: Path, states: dict[str, Any], layouts: Mapping[str, Any], group
         def put(tensor: Tensor | Stored, live: Any) -> Any:
             if isinstance(tensor, Stored):
                 return made[_key(tensor, live)]
-            if not is_distributed(live) or is_distributed(tensor):
+            if not is_sharded(live) or is_sharded(tensor):
                 return tensor
             box = tuple(slice(at, at + size) for at, size in zip(*_box(tensor, live), strict=True))
             return _wrapped(tensor[box].clone(), tensor.shape, live)
@@ -126,7 +127,7 @@ def _optimizer_layout(optimizer: Optimizer) -> dict[str, Any]:
     by_index = {
         index: _ParameterState(live["state"].get(index, {}), parameter)
         for index, parameter in zip(indices, parameters, strict=True)
-        if is_distributed(parameter)
+        if is_sharded(parameter)
     }
     return {**live, "state": {**live["state"], **by_index}}
 
@@ -168,23 +169,23 @@ def _beneath(live: Any, key: Any) -> Any:
         return live.get(key)
     if isinstance(live, list | tuple | deque):
         return live[key] if isinstance(key, int) and key < len(live) else None
-    return live if is_distributed(live) else None
+    return live if is_sharded(live) else None
 
 
 def _key(tensor: Stored, live: Any) -> tuple[int, int]:
     # Tied tensors are read once, and are one object again, unless they are to be shared in different ways.
-    return id(tensor), hash((live.device_mesh, tuple(live.placements))) if is_distributed(live) else 0
+    return id(tensor), hash((live.device_mesh, tuple(live.placements))) if is_sharded(live) else 0
 
 
 def _box(tensor: Tensor | Stored, live: Any) -> tuple[list[int], list[int]]:
     """What of a tensor this process is to hold."""
-    if is_distributed(live) and live.shape == tensor.shape:
+    if is_sharded(live) and live.shape == tensor.shape:
         return here(live)
     return [0] * len(tensor.shape), list(tensor.shape)
 
 
 def _wrapped(local: Tensor, shape: Any, live: Any) -> Any:
-    if not is_distributed(live) or not shape:
+    if not is_sharded(live) or not shape:
         return local
     return dtensor_like(live, local) if live.shape == shape else replicated_like(live, local)
 

@@ -15,20 +15,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from amp_recipes.modules.sharded import local
+
 
 def dtensors_exist() -> bool:
     """Whether anybody has imported DTensor, which takes half a second: else there is none."""
     return hasattr(sys.modules.get("torch.distributed.tensor"), "DTensor")
-
-
-def is_distributed(value: Any) -> bool:
-    """Whether it is a DTensor."""
-    return dtensors_exist() and isinstance(value, sys.modules["torch.distributed.tensor"].DTensor)
-
-
-def local_part(value: Any) -> Tensor:
-    """What this process holds of a DTensor, without its history."""
-    return value.detach().to_local()
 
 
 def here(value: Any) -> tuple[list[int], list[int]]:
@@ -36,7 +28,7 @@ def here(value: Any) -> tuple[list[int], list[int]]:
     module = sys.modules["torch.distributed.tensor._utils"]
     sizes, offsets = module.compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     if len(offsets) != len(value.shape) or 0 in sizes:  # a part that is empty, or no part of the mesh
-        return [0] * len(value.shape), list(local_part(value).shape)
+        return [0] * len(value.shape), list(local(value.detach()).shape)
     return list(offsets), list(sizes)
 
 

@@ -1,4 +1,4 @@
-"""Reads and writes the JSON files of runs, and shows what stands in them."""
+"""Looks for the script of runs, reads and writes their JSON files, and shows what stands in them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from amp_recipes.config.changes import one_line
+from amp_recipes.errors import ConfigError
 from amp_recipes.files.run_files import read_json, write_atomically
 from amp_recipes.files.strict_json import encode
+
+
+def require_script(script: Path) -> None:
+    """Raise ConfigError unless the file of a recipe's script is there."""
+    if not script.is_file():
+        raise ConfigError(f"{script} is not a file; expected the recipe's script, such as train.py.")
 
 
 def read_object(file: Path) -> dict[str, Any]:

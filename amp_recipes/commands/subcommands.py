@@ -12,6 +12,7 @@ from amp_recipes.commands.child_runs import ChildRuns
 from amp_recipes.commands.diff import compare_runs
 from amp_recipes.commands.export import export_run
 from amp_recipes.commands.requests import report
+from amp_recipes.commands.run_files import require_script
 from amp_recipes.commands.verify_resume.verify import verify_resume
 from amp_recipes.config import check as check_yaml
 from amp_recipes.config import parse_arguments
@@ -40,8 +41,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    if not arguments.script.is_file():
-        raise ConfigError(f"there is no script {arguments.script}; expected: amp-recipes check SCRIPT YAML.")
+    require_script(arguments.script)
     file, _, overrides = parse_arguments([str(arguments.hparams_file), *arguments.recipe_options])
     settings = check_yaml(file, overrides, recipe_folder=arguments.script.resolve().parent)
     print(report(settings, overrides))
@@ -78,8 +78,7 @@ def _start(script: Path, words: Sequence[str], folder: str | None = None, module
 
     module: its name, where it was started by `python -m`.
     """
-    if not script.is_file():
-        raise ConfigError(f"there is no script {script}; expected the recipe's script, such as train.py.")
+    require_script(script)
     start = ["-m", module] if module else [str(script)]
     try:
         with ChildRuns() as children:

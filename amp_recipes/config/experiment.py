@@ -108,6 +108,14 @@ def _prepare(folder: Path, yaml: str | os.PathLike[str] | None, overrides: AnyOv
             files.clear()
     if yaml is not None and os.path.realpath(yaml) == os.path.realpath(resolved_file):
         files.pop(ORIGINAL_FILE, None)  # the run's own settings again: what they came from stays
+    _write(folder, files)
+    for text in warnings:
+        logger.warning("%s", text)
+    _prepared[_key(folder)] = None
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> None:
+    """Write the files, and from here on the log."""
     try:
         for name, content in files.items():
             write_atomically(folder / name, content)
@@ -116,9 +124,6 @@ def _prepare(folder: Path, yaml: str | os.PathLike[str] | None, overrides: AnyOv
         raise ConfigError(
             f"output folder {folder} is not writable: {reason(error, folder)} ({error.filename})."
         ) from error
-    for text in warnings:
-        logger.warning("%s", text)
-    _prepared[_key(folder)] = None
 
 
 def _run_options(yaml: str | os.PathLike[str] | None, overrides: AnyOverrides, loaded: Loaded | None) -> RunOptions:

@@ -100,7 +100,6 @@ class Loaded:
 
     original: bytes
     tree: MappingNode | None
-    trust: Trust
     names: tuple[str, ...]
     results: list[Any] = field(default_factory=list)
 
@@ -137,7 +136,7 @@ def load_hparams(path: str | os.PathLike[str], overrides: AnyOverrides = None, t
     with loading():  # what the YAML names is imported
         settings = check_settings(path, overrides, trusted)
     _warn_of_resolved(path, original, overrides)
-    loaded = Loaded(original, settings.tree, trusted, names)
+    loaded = Loaded(original, settings.tree, names)
     _seed_if_set(settings.options)
     with loading():
         if settings.has_unknown:

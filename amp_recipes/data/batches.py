@@ -50,9 +50,9 @@ def windows(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
         yield window
 
 
-def length(batches: Iterable[Any]) -> int | None:
-    """How many batches there are; None where they cannot be counted."""
+def length(items: Any) -> int | None:
+    """How many items (batches, samples) there are; None where they cannot be counted."""
     try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
+        return len(items)
+    except (TypeError, NotImplementedError):  # torch's data pipes have a __len__ that raises
         return None

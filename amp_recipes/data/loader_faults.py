@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing.pool import RemoteTraceback
 from typing import Any
 from weakref import WeakSet
 
@@ -55,17 +56,6 @@ class Iteration:
                 return samples_of(task.indices)
             return describe_sample(self.dataset, task.indices[reading.place])
         return describe_sample(self.dataset, task.indices)
-
-
-class _WorkerTraceback(Exception):
-    """Carries the traceback of another process, as text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return f'\n"""\n{self.text}"""'
 
 
 class loader_faults:
@@ -134,7 +124,7 @@ def read_fault(failure: Failure, name: str) -> DataError:
     """The DataError of a sample that raised, with the original error and its traceback as the cause."""
     where = "" if failure.worker is None else f" It was read by loader worker {failure.worker}."
     error = DataError(f"{name}: {failure.what}: {failure.summary}.{where} Mend it, or leave it out of the data set.")
-    error.__cause__ = failure.error if failure.error is not None else _WorkerTraceback(failure.traceback)
+    error.__cause__ = failure.error if failure.error is not None else RemoteTraceback(f'\n"""\n{failure.traceback}"""')
     return error
 
 

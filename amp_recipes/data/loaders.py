@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from amp_recipes.data.batches import length
 from amp_recipes.data.buckets import EpochBatches
 from amp_recipes.data.dynamic_items import usual_collate_fn
 from amp_recipes.data.epoch_loader import EpochLoader
@@ -131,10 +132,10 @@ def _refuse_unknown(loader_kwargs: dict[str, Any], name: str) -> None:
 
 
 def _refuse_empty(dataset: Any, name: str, needs_length: bool) -> None:
-    length = _length(dataset)
-    if length == 0:
+    samples = length(dataset)
+    if samples == 0:
         raise DataError(f"{name} is empty: its {type(dataset).__name__} has 0 samples.")
-    if length is None and needs_length:
+    if samples is None and needs_length:
         raise DataError(
             f"{name}: a {type(dataset).__name__} has no length. Give it __len__, pass a "
             "sampler, or make it an IterableDataset."
@@ -144,7 +145,7 @@ def _refuse_empty(dataset: Any, name: str, needs_length: bool) -> None:
 def _fit_batch_sampler(batch_sampler: EpochBatches, dataset: Any, seed: int, name: str) -> None:
     if batch_sampler.seed is None:
         batch_sampler.seed = seed
-    samples, lengths = _length(dataset), len(batch_sampler.lengths)
+    samples, lengths = length(dataset), len(batch_sampler.lengths)
     if samples is not None and samples != lengths:
         kind = type(batch_sampler).__name__
         raise ConfigError(f"{name}: {kind} was given {lengths} lengths, but the data set has {samples} samples")
@@ -158,30 +159,23 @@ def _checked(loader: DataLoader, name: str) -> DataLoader:
     else:
         source = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
     # Asked of the source: `len(loader)` would make torch warn about an IterableDataset that yields more.
-    length = _length(source)
-    if length == 0:
+    count = length(source)
+    if count == 0:
         raise DataError(f"{name} gives 0 batches: its {type(source).__name__} yields nothing.")
-    if length is not None and loader.drop_last and not own_batches:
-        _refuse_less_than_a_batch(loader, length, name)
+    if count is not None and loader.drop_last and not own_batches:
+        _refuse_less_than_a_batch(loader, count, name)
     return loader
 
 
-def _refuse_less_than_a_batch(loader: DataLoader, length: int, name: str) -> None:
+def _refuse_less_than_a_batch(loader: DataLoader, samples: int, name: str) -> None:
     shares = isinstance(loader, EpochLoader) and not loader.already_shared
     processes = loader.world_size if shares else 1
-    if length >= (loader.batch_size or 1) * processes:
+    if samples >= (loader.batch_size or 1) * processes:
         return
     size = f"batch size {loader.batch_size}"
     if processes > 1:
         size += f" x {processes} processes"
     raise DataError(
-        f"{name} gives 0 batches: drop_last with {length} samples < {size}. "
+        f"{name} gives 0 batches: drop_last with {samples} samples < {size}. "
         "Lower batch_size, or set drop_last to false."
     )
-
-
-def _length(x: Any) -> int | None:
-    try:
-        return len(x)
-    except (TypeError, NotImplementedError):  # torch's data pipes have a __len__ that raises
-        return None

@@ -95,10 +95,9 @@ def _updates(summary: RunSummary) -> str:
 
 
 def _spikes(summary: RunSummary) -> str:
-    spikes = getattr(summary, "spikes", 0)  # of a run that watches for them
-    if not spikes:
+    if not summary.spikes:
         return ""
-    return f"{spikes:,}, went back {'once' if summary.went_back == 1 else f'{summary.went_back:,} times'}"
+    return f"{summary.spikes:,}, went back {'once' if summary.went_back == 1 else f'{summary.went_back:,} times'}"
 
 
 def _throughput(summary: RunSummary) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from amp_recipes.errors import PrecisionError
+from amp_recipes.errors import PrecisionError, listed
 from amp_recipes.files.run_files import write_atomically
 from amp_recipes.files.strict_json import encode_findings
 from amp_recipes.numerics.census.census import Census, take_census
@@ -134,14 +134,11 @@ class Answer:
         if not worst:
             return "it is beyond a bound" if self.pins.without is None else self._measured(self.pins.without)
         largest = torch.finfo(AMPConfig.from_name(self.name).dtype).max
-        named = ", ".join(
-            f"{row.module} (|x| up to {row.largest:.2g}{f' > {largest:.5g}' if row.largest > largest else ''})"
-            for row in worst[:_NAMED]
-        )
+        bound = f" > {largest:.5g}"
+        named = [f"{row.module} (|x| up to {row.largest:.2g}{bound * (row.largest > largest)})" for row in worst]
         one = "s" if len(worst) == 1 else ""
         verb = f"overflow{one}" if any(row.largest > largest for row in worst) else f"become{one} nonfinite"
-        more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
-        return f"{len(worst)} of {len(self.drift)} modules with low-precision ops {verb}: {named}{more}"
+        return f"{len(worst)} of {len(self.drift)} modules with low-precision ops {verb}: {listed(named, _NAMED)}"
 
     def as_dict(self) -> dict[str, Any]:
         """As in `diagnosis.json`."""

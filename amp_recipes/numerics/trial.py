@@ -45,12 +45,12 @@ class Outcome:
 
     @property
     def loss_is_finite(self) -> bool:
-        return all(bool(torch.isfinite(loss).all()) for loss in (*self.losses, *self.differentiated))
+        return _are_finite(*self.losses, *self.differentiated)
 
     @property
     def is_finite(self) -> bool:
         """Whether every loss and every gradient is."""
-        return self.loss_is_finite and all(bool(torch.isfinite(it).all()) for it in self.gradients.values())
+        return self.loss_is_finite and _are_finite(*self.gradients.values())
 
 
 @dataclass
@@ -265,6 +265,10 @@ def plain_trial(
         return losses
 
     return Trial(model, device, take, lambda: optimizers)
+
+
+def _are_finite(*tensors: torch.Tensor) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def gradient_error(outcome: Outcome, reference: Outcome) -> float:

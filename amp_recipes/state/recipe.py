@@ -297,6 +297,8 @@ def _mark(value: Any) -> Any:
         return type(value), [(key, _mark(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple, deque)):
         return type(value), [_mark(item) for item in value]
+    if isinstance(value, set):
+        return set, frozenset(value)  # not the set itself, which would be equal to whatever it becomes
     return type(value), value
 
 

@@ -6,6 +6,7 @@ import math
 import statistics
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -132,13 +133,11 @@ def read_records(file: Path) -> tuple[list[Step], list[Epoch]]:
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
     """The records; a line that a crash tore is none."""
     try:
-        with open(file, "rb", opener=regular_only) as stream:
+        with suppress(FileNotFoundError), open(file, "rb", opener=regular_only) as stream:
             while line := stream.readline(_LINE_BYTES):
                 record = parsed(line)
                 if record is not None:
                     yield record
-    except FileNotFoundError:
-        return
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}.") from error
 

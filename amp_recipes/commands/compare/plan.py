@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from amp_recipes.commands.run_files import require_script
 from amp_recipes.config import parse_arguments
 from amp_recipes.config.changes import differences
 from amp_recipes.config.options.run_options import display
@@ -95,8 +96,7 @@ def make_plan(
     mode: str | None,
 ) -> Plan:
     """The plan of a comparison as it was typed. Raises ConfigError for what is wrong with it, the YAML included."""
-    if not script.is_file():
-        raise ConfigError(f"{script} is not a file; expected the recipe's script, such as train.py.")
+    require_script(script)
     names, numbers = read_precisions(precisions), read_seeds(seeds)
     if len(names) * len(numbers) > _MOST_RUNS:
         raise ConfigError(

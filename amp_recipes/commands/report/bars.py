@@ -101,7 +101,7 @@ def stacked_bars(axes: Any, rows: Sequence[Counter[str]]) -> None:
     axes.set_xlabel(unit)
 
 
-def _series(rows: Sequence[Counter[str]]) -> dict[str, list[float]]:
+def _series(rows: Sequence[Counter[str]]) -> dict[str, list[int]]:
     """The sizes in each row of the names with most in all, then of all others together."""
     totals = sum(rows, Counter[str]())
     named = [name for name, _ in totals.most_common(len(_LOOKS) - 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,6 +31,7 @@ from amp_recipes.commands.report.drawing import (
     words,
     wrapped,
 )
+from amp_recipes.errors import listed
 
 JSON_FILE, PICTURE_FILE = "diagnosis.json", "diagnosis.png"
 
@@ -77,19 +78,23 @@ def _drift_panel(found: dict[str, Any]) -> list[list[_Panel]]:
 def _panels(found: dict[str, Any]) -> list[_Panel]:
     """The other pictures for which the file has something, in the order of the page."""
     panels: list[_Panel] = []
-    underflow, casts, pins = part(found, "underflow"), dicts(found.get("casts")), part(found, "pins")
+    underflow, casts = part(found, "underflow"), dicts(found.get("casts"))
     if finite_list(underflow.get("scales")) and finite_list(underflow.get("flushed")):
         panels.append((partial(_underflow, underflow), 3.2))
     if casts:
         count = min(_CASTING_SHOWN, len({str(row.get("module")) for row in casts}))
         panels.append((partial(_casts, casts), 1.2 + 0.2 * count))
+    return [*panels, *_panels_of_pins(found)]
+
+
+def _panels_of_pins(found: dict[str, Any]) -> Iterator[_Panel]:
+    pins = part(found, "pins")
     if any(finite(pins.get(name)) is not None for name in ("error", "held_out_error")):
-        panels.append((partial(_pins, pins), 3.0))
+        yield partial(_pins, pins), 3.0
     curves = part(pins, "curves")
     if _curves(curves.get("reference")) or _curves(curves.get("pinned")):
         low = f"{words(found.get('precision') or 'low', 12)}{', pinned' if pins.get('modules') else ''}"
-        panels.append((partial(_training, curves, low), 3.0))
-    return panels
+        yield partial(_training, curves, low), 3.0
 
 
 def _title(found: dict[str, Any]) -> str:
@@ -205,8 +210,8 @@ def _casts(casts: Sequence[dict[str, Any]], figure: Any) -> None:
             of.setdefault(str(row.get("module") or "(outside of modules)"), Counter())[str(row.get("by"))] += size
     ranked = sorted(of.items(), key=lambda entry: -entry[1].total())
     shown = ranked[:_CASTING_SHOWN]
-    of = f"{len(shown)} of {len(ranked)} modules" if len(ranked) > len(shown) else "all modules"
-    axes.set_title(f"Bytes cast in a step, {of}")
+    which = f"{len(shown)} of {len(ranked)} modules" if len(ranked) > len(shown) else "all modules"
+    axes.set_title(f"Bytes cast in a step, {which}")
     stacked_bars(axes, [sizes for _, sizes in shown])
     label_rows(axes, *module_names([name for name, _ in shown], _NAME_CHARACTERS - 8))
 
@@ -253,9 +258,7 @@ def _title_of_pins(count: int, verified: Any) -> str:
 def _told_of_pins(pins: dict[str, Any], modules: Sequence[Any]) -> list[str]:
     lines = []
     if modules:
-        listed = ", ".join(str(name) for name in modules[:_PINS_LISTED])
-        more = f" and {len(modules) - _PINS_LISTED} more" if len(modules) > _PINS_LISTED else ""
-        lines.append(wrapped(f"in fp32: {listed}{more}", 84, 3))
+        lines.append(wrapped(f"in fp32: {listed(modules, _PINS_LISTED)}", 84, 3))
     costs = {"time": finite(pins.get("cost_time")), "memory": finite(pins.get("cost_memory"))}
     told = [f"{cost:.2f} times the {what}" for what, cost in costs.items() if cost is not None]
     return [*lines, *([f"a step takes {' and '.join(told)}"] if told else [])]

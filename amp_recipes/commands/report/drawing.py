@@ -76,12 +76,12 @@ def page(title: str, text: str, width: float, rows: Sequence[float]) -> Iterator
     heights = [0.3 + 0.155 * (text.count("\n") + 1), *rows]
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(width, sum(heights)), layout="constrained")
-        top, *cells = figure.add_gridspec(len(heights), 1, height_ratios=heights)
-        head = figure.add_subplot(top)
+        grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+        head = figure.add_subplot(grid[0])
         head.set_axis_off()
         head.set_title(title, fontsize=12)
         head.text(0, 1, text, va="top", transform=head.transAxes)
-        yield figure, cells
+        yield figure, [grid[row] for row in range(1, len(heights))]
 
 
 def save(figure: Any, file: Path) -> Path:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from amp_recipes.commands.child_runs import ChildRuns, EndedChild
+from amp_recipes.commands.run_files import require_script
 from amp_recipes.commands.tables import columns
 from amp_recipes.commands.verify_resume import causes, compare
 from amp_recipes.commands.verify_resume.compare import Difference, Trace, first_difference, read_trace
@@ -67,11 +68,12 @@ class ResumeCheck:
             self.say(line)
 
     def run(
-        self, name: str, output: str, kill_at: int = 0, more: Sequence[str] = (), env: Mapping[str, str] | None = None
+        self, name: str, goes_on: str = "", kill_at: int = 0, more: Sequence[str] = (), env: Mapping[str, str] = {}
     ) -> _Run:
         """Start the recipe and wait for its end; its trace and what it says lie in the folder under `name`.
 
-        Raises SystemExit if a signal asked this process to end meanwhile.
+        goes_on: the name of the run that it goes on with. Raises SystemExit if a signal asked this process to end
+        meanwhile.
         """
         trace = self.folder / f"{name}.jsonl"
         command = [
@@ -79,7 +81,7 @@ class ResumeCheck:
             *(str(trace), str(self.steps), str(kill_at), str(self.script), str(self.hparams_file)),
             *self.options,
             *more,
-            f"--output_folder={self.folder / output}",
+            f"--output_folder={self.folder / (goes_on or name)}",
             f"--ckpt_interval_steps={self.save_at}",
             *("--resume=auto", "--test_only=false", "--debug=false", "--noprogressbar=true"),
         ]
@@ -89,15 +91,15 @@ class ResumeCheck:
             raise SystemExit(128 + self.children.requested)
         return _Run(read_trace(trace), ended)
 
-    def told(self, what: str, name: str, kill_at: int = 0) -> _Run:
-        """A run, in the folder of that name, whose length is told."""
-        run = self.run(name, "killed" if name == "resumed" else name, kill_at)
+    def told(self, what: str, name: str, goes_on: str = "", kill_at: int = 0) -> _Run:
+        """A run whose length is told."""
+        run = self.run(name, goes_on, kill_at)
         self.say(f"  {what:<26}{len(run.trace.windows):>4} updates {run.ended.seconds:>7.1f} s")
         return run
 
-    def whole(self, what: str, name: str) -> _Run:
+    def whole(self, what: str, name: str, goes_on: str = "") -> _Run:
         """A run that has to come to its end."""
-        run = self.told(what, name)
+        run = self.told(what, name, goes_on)
         run.refuse_failure(name)
         if run.trace.end is None:
             raise _RunFailed(f"{self.script} ended without a call of Brain.fit that returned.")
@@ -128,8 +130,7 @@ def verify_resume(
             "the kill before the end (0 < save_at < kill_at < steps)."
         )
     script, hparams_file = Path(script), Path(hparams_file)
-    if not script.is_file():
-        raise ConfigError(f"{script} is not a file; expected the recipe's script, such as train.py.")
+    require_script(script)
     options = [*options, *_seed_if_none(hparams_file, options, say)]
     with _folder(keep) as folder, ChildRuns() as children:
         check = ResumeCheck(script, hparams_file, options, steps, save_at, kill_at, folder, children, say)
@@ -152,13 +153,13 @@ def _verify(check: ResumeCheck) -> int:
     if difference := first_difference(one, again):
         return _not_reproducible(check, difference, one, again)
 
-    killed = check.told(f"killed after {check.kill_at} updates", "killed", check.kill_at)
+    killed = check.told(f"killed after {check.kill_at} updates", "killed", kill_at=check.kill_at)
     if killed.ended.status != -signal.SIGKILL:
         killed.refuse_failure("killed")
         raise _RunFailed(f"The run that was to be killed ended after {len(killed.trace.windows)} updates.")
     if difference := first_difference(one, killed.trace, both_ended=False):
         return _not_reproducible(check, difference, one, killed.trace)
-    resumed = check.whole("that one, resumed", "resumed")
+    resumed = check.whole("that one, resumed", "resumed", goes_on="killed")
     whole, resumed_at = compare.spliced(killed.trace, resumed.trace)
     check.say("")
     if resumed_at == 0:
@@ -238,10 +239,10 @@ def _not_reproducible(check: ResumeCheck, difference: Difference, one: Trace, ot
 def _ask_determinism(check: ResumeCheck) -> list[str]:
     """What torch says about the operations, and whether two deterministic runs are equal."""
     more, env = ["--deterministic=true"], {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    one = check.run("deterministic", "deterministic", more=more, env=env)
+    one = check.run("deterministic", more=more, env=env)
     if one.ended.status:
         return causes.what_determinism_says(one.ended.status, one.ended.said, None)
-    again = check.run("deterministic_again", "deterministic_again", more=more, env=env)
+    again = check.run("deterministic_again", more=more, env=env)
     equal = again.ended.status == 0 and first_difference(one.trace, again.trace) is None
     return causes.what_determinism_says(0, "", equal)
 
@@ -261,8 +262,8 @@ def _seed_if_none(hparams_file: Path, options: Sequence[str], say: Callable[[str
 def _folder(keep: str | Path | None) -> Iterator[Path]:
     """The folder of the runs; one that is kept must be new or empty, since runs would go on from what is in it."""
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="amp-resume-", ignore_cleanup_errors=True) as folder:
-            yield Path(folder)
+        with tempfile.TemporaryDirectory(prefix="amp-resume-", ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
         return
     folder = Path(keep).absolute()
     try:

@@ -63,14 +63,17 @@ class RequestWords:
                 f"--trust {','.join(foreign)} is not on the command line that started this process, and only that can "
                 "grant trust: other words may be a YAML's. Give it there, or in the script, to load_hparams(trust=...)."
             )
+        yield from self._wrong_trials()
+        actions = [*dict.fromkeys(self._flags), *(name for name in ("sweep", "replay") if self._values[name])]
+        if len(actions) > 1:
+            yield f"{' and '.join(f'--{action}' for action in actions)} cannot be done at once; give one of them."
+
+    def _wrong_trials(self) -> Iterator[str]:
         for trials in self._values["sweep-trials"][-1:]:
             if not trials.isdecimal() or int(trials) == 0:
                 yield f"--sweep-trials is {trials!r}, but must be a whole number, 1 or more."
             if not self._values["sweep"]:
                 yield "--sweep-trials needs --sweep with the keys to try: --sweep 'lr=1e-5..1e-2:log'."
-        actions = [*dict.fromkeys(self._flags), *(name for name in ("sweep", "replay") if self._values[name])]
-        if len(actions) > 1:
-            yield f"{' and '.join(f'--{action}' for action in actions)} cannot be done at once; give one of them."
 
     def request(self, words: list[str]) -> Request:
         """What is asked for. words: the other words of the command line."""

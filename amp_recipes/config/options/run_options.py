@@ -146,7 +146,8 @@ def validate_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     if not isinstance(options, Mapping):
         kind = type(options).__name__
         return {}, {"": f"run options must be a mapping of names to values, but are a {kind}"}
-    values, mistakes = {name: option.default for name, option in OPTIONS.items()}, {}
+    mistakes: dict[str, str] = {}
+    values: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
     values |= {name: make() for name, option in OPTIONS.items() if (make := option.default_factory) is not MISSING}
     for name, value in options.items():
         if name not in OPTIONS:

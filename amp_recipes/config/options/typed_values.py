@@ -11,7 +11,7 @@ from typing import Any
 
 from amp_recipes.config.options.run_options import OPTION_TYPES, option_choices
 from amp_recipes.config.yaml.limits import TEXT_CHARACTERS, Budget
-from amp_recipes.config.yaml.nodes import COMMAND_LINE, Mistakes, Scalar, Source, plain_data, walk
+from amp_recipes.config.yaml.nodes import COMMAND_LINE, Mistakes, Node, Scalar, Source, plain_data, walk
 from amp_recipes.config.yaml.reading import read_tuple
 
 _LINE_BREAKS = frozenset("\n\r\x85\u2028\u2029")
@@ -62,8 +62,12 @@ def _plain_value(text: str) -> Any:
     if _CLOSING[typed[0]] != typed[-1] or isinstance(node, Scalar) != (typed[0] in _QUOTES) or "<<" in text:
         raise ValueError("something stands behind the value, or it is a pair, or a merge")
     for _, below in walk(node):
-        if isinstance(below, Scalar) and below.value is None and not below.text:
-            raise ValueError("`{name}` is more often a template than a mapping to nothing")
-        if isinstance(below, Scalar) and isinstance(below.value, datetime.date):
-            below.value = below.text
+        _write_date_as_text(below)
     return plain_data(node)
+
+
+def _write_date_as_text(node: Node) -> None:
+    if isinstance(node, Scalar) and isinstance(node.value, datetime.date):
+        node.value = node.text
+    if isinstance(node, Scalar) and node.value is None and not node.text:
+        raise ValueError("`{name}` is more often a template than a mapping to nothing")

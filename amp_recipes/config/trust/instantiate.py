@@ -1,15 +1,17 @@
-"""Builds the objects of a checked tree, each from the arguments below it: by the rules of HyperPyYAML.
+"""Builds the objects of a checked tree, each from the arguments below it.
 
-HyperPyYAML itself is not called. It would look each name up again, which need not find what was checked, read text in
-parentheses with an unsafe loader, and change defaults of PyYAML and ruamel for the whole process.
+What is called is what the check looked up; HyperPyYAML decides how (`hyperpyyaml_calls`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import pydoc
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
+from amp_recipes.config.trust.hyperpyyaml_calls import call
 from amp_recipes.config.trust.late_building import LateClass, raise_unbuilt
 from amp_recipes.config.trust.trust import Trust
 from amp_recipes.config.yaml.nodes import (
@@ -24,6 +26,7 @@ from amp_recipes.config.yaml.nodes import (
     is_plain_scalar,
 )
 from amp_recipes.config.yaml.tags import TUPLE
+from amp_recipes.errors import ConfigError
 
 
 def build(root: Mapping, trust: Trust) -> dict[str, Any]:
@@ -57,16 +60,19 @@ class _Builder:
             return values
         if node.tag == TUPLE:
             return tuple(values)
-        start = f"{node.source}: {dotted(path)}: " if path else f"{node.source}: "
         is_attribute = attribute_name(node) is not None
         try:
             if is_attribute:
                 return self._trust.attribute(*values)
-            return self._construct(node.tag, values, f"{start}{node.tag}")
+            found = self._construct(node, values)
         except Exception as error:  # the code that the YAML names may raise anything
             if is_attribute:
-                raise_unbuilt(f"{start}attribute {values[1]!r}", error, "cannot be read")
-            raise_unbuilt(f"{start}{node.tag}", error)
+                raise_unbuilt(f"{_place(node, path)}attribute {values[1]!r}", error, "cannot be read")
+            raise_unbuilt(f"{_place(node, path)}{node.tag}", error)
+        if type(found) is functools.partial and inspect.isclass(found.func):
+            found = LateClass(found.func, *found.args, **found.keywords)
+            found.place = f"{_place(node, path)}{node.tag}"
+        return found
 
     def _values_below(self, node: Scalar | Sequence | Mapping, path: KeyPath) -> Any:
         if isinstance(node, Mapping):
@@ -75,19 +81,21 @@ class _Builder:
             return [self.value_of(item, (*path, str(index))) for index, item in enumerate(node.items)]
         return None
 
-    def _construct(self, tag: str, arguments: Any, place: str) -> Any:
-        kind, _, name = tag.partition(":")
-        if kind == "!module":
-            return self._trust.module(name)
-        target = self._trust.locate(name)
-        positional = arguments if isinstance(arguments, list) else ()
-        named = arguments if isinstance(arguments, dict) else {}
-        if kind in ("!new", "!apply"):
-            return target(*positional, **named)
-        if not arguments:
-            return target
-        if not inspect.isclass(target):
-            return functools.partial(target, *positional, **named)
-        late = LateClass(target, *positional, **named)
-        late.place = place
-        return late
+    def _construct(self, node: Scalar | Sequence | Mapping, arguments: Any) -> Any:
+        kind, _, name = node.tag.partition(":")
+        target = self._trust.module(name) if kind == "!module" else self._trust.locate(name)
+        # HyperPyYAML looks the name up again, with pydoc: what has been checked must be what it calls.
+        found = pydoc.locate(name)
+        if not _is_same(found, target):
+            raise ConfigError(f"{name} is ambiguous: {found!r} is found where {target!r} was checked; rename one.")
+        return call(kind, name, arguments)
+
+
+def _is_same(found: Any, target: Any) -> bool:
+    if isinstance(found, MethodType | BuiltinMethodType) and type(found) is type(target):
+        return found == target  # a method is a new object each time it is looked up
+    return found is target
+
+
+def _place(node: Node, path: KeyPath) -> str:
+    return f"{node.source}: {dotted(path)}: " if path else f"{node.source}: "

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 from amp_recipes.config.trust.signatures import Callee
 from amp_recipes.config.trust.trust import Trust
 from amp_recipes.config.yaml.mistakes import did_you_mean
-from amp_recipes.config.yaml.nodes import Mapping, Mistakes, Node, Scalar, Unknown, attribute_name, walk
+from amp_recipes.config.yaml.nodes import Mapping, Mistakes, Node, Scalar, Sequence, Unknown, attribute_name, walk
 from amp_recipes.config.yaml.tags import ATTRIBUTE
 from amp_recipes.errors import ConfigError
 
@@ -18,7 +20,7 @@ _ENOUGH_MISTAKES = 300  # of which the first are told; a file of nothing but mis
 _OBJECTS = ("!new", "!name", "!apply")
 _KINDS = (*_OBJECTS, "!module", "!applyref")
 # What a tag must name: as a test, and in words.
-_MUST_BE = {
+_MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "!new": (inspect.isclass, "makes an object of a class"),
     "!apply": (inspect.isroutine, "calls a function"),
     "!applyref": (inspect.isroutine, "calls a function"),
@@ -61,18 +63,13 @@ class _Checking:
 
     def check_object(self, kind: str, name: str, node: Node) -> None:
         """Note what is wrong with `!new:`, `!name:`, ... of a name. Raises ConfigError if it may not be named."""
-        has_arguments = not isinstance(node, Scalar | Unknown) and bool(node.items)
         if kind == "!module":
             self._trust.module(name)
-            if has_arguments:
+            if _has_arguments(node):
                 self._mistakes.add(node.source, f"!module:{name} takes no arguments.")
-            return
-        target = self._target(name)
-        if wrong := _wrong_kind(kind, name, target):
+        elif wrong := _wrong_kind(kind, name, self._target(name)):
             self._mistakes.add(node.source, wrong)
-        elif kind == "!name" and has_arguments and not (inspect.isclass(target) or inspect.isroutine(target)):
-            self._mistakes.add(node.source, f"only a class or function takes arguments, but {name} is {_what(target)}.")
-        elif kind in ("!new", "!apply") or (kind == "!name" and has_arguments):
+        elif kind in ("!new", "!apply") or (kind == "!name" and _has_arguments(node)):
             self._check_arguments(name, node, partial=kind == "!name")
 
     def check_attribute(self, node: Node) -> None:
@@ -85,25 +82,32 @@ class _Checking:
             text = f"{name!r} is no public attribute: expected one name that begins with a letter."
             self._mistakes.add(node.source, text)
         else:
+            assert isinstance(node, Sequence)  # as `attribute_name` says
             self._check_attribute_of(node.items[0].tag, name, node)
 
     def _check_attribute_of(self, tag: str, name: str, node: Node) -> None:
         kind, _, owner = tag.partition(":")
+        with suppress(ConfigError):  # told where the object itself is checked
+            if kind == "!module":
+                self._check_member(self._trust.module(owner), name, node)
+            elif kind in ("!new", "!apply"):
+                known = self._attributes_of(tag)
+                public = [attribute for attribute in known if not attribute.startswith("_")]
+                if known and name not in known:
+                    self._mistakes.add(node.source, f"{tag} gives no {name!r}.{did_you_mean(name, public)}")
+
+    def _check_member(self, module: ModuleType, name: str, node: Node) -> None:
         try:
-            module = self._trust.module(owner) if kind == "!module" else None
-            known = self._attributes_of(tag) if kind in ("!new", "!apply") else set()
-        except ConfigError:  # told where the object itself is checked
-            return
-        if module is not None:
-            try:
-                self._trust.attribute(module, name)
-            except ConfigError as error:
-                self._mistakes.add(node.source, str(error))
-        elif known and name not in known:
-            public = [attribute for attribute in known if not attribute.startswith("_")]
-            self._mistakes.add(node.source, f"{tag} gives no {name!r}.{did_you_mean(name, public)}")
+            self._trust.attribute(module, name)
+        except ConfigError as error:
+            self._mistakes.add(node.source, str(error))
 
     def _check_arguments(self, name: str, node: Node, partial: bool) -> None:
+        target = self._target(name)
+        if not (inspect.isclass(target) or inspect.isroutine(target)):
+            text = f"only a class or function takes arguments, but {name} is {_what(target)}."
+            self._mistakes.add(node.source, text)
+            return
         for source, text in self._callee(name).check(node, partial):
             self._mistakes.add(source, text)
             if len(self._mistakes) > _ENOUGH_MISTAKES:
@@ -149,6 +153,10 @@ def _wrong_kind(kind: str, name: str, target: Any) -> str:
         methods = ", ".join(sorted(target.__abstractmethods__))
         return f"{name} is abstract: name a class that also defines {methods}."
     return ""
+
+
+def _has_arguments(node: Node) -> bool:
+    return not isinstance(node, Scalar | Unknown) and bool(node.items)
 
 
 def _what(target: Any) -> str:

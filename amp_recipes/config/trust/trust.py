@@ -36,6 +36,7 @@ from amp_recipes.config.trust.trusted_names import (
     STANDARD,
     amp_recipes_objects,
     key_of,
+    listed_elsewhere,
     listed_keys,
     listed_names,
     nearest_listed,
@@ -369,7 +370,7 @@ class Trust:
             return near
         # `nn.Linear` and `Linear` lack their module; `speechbrain.nnet.linear.Linear` is another one.
         if nearest or "." not in rest:
-            return nearest_listed(wanted, anywhere=True) or nearest
+            return listed_elsewhere(wanted) or nearest
         return ""
 
     def _own_tops(self) -> set[str]:
@@ -390,7 +391,7 @@ class Trust:
             return f" Did you mean {place}.{same[0]}?"
         if near := did_you_mean(part, known, f"{place}."):
             return near
-        elsewhere = nearest_listed(walked, anywhere=True)
+        elsewhere = listed_elsewhere(walked)
         return f" Did you mean {elsewhere}?" if elsewhere else ""
 
     def _known_members(self, owner: Any, place: str) -> set[str]:

@@ -188,19 +188,20 @@ def listed_names() -> list[str]:
     return [*torch_objects(), *_AMP_RECIPES_NAMES, *standard_objects()]
 
 
-def nearest_listed(name: str, anywhere: bool = False) -> str:
-    """The listed name that is nearest in the same module; empty if none is near.
-
-    anywhere: with the same last part in any module instead, if only but for upper and lower case.
-    """
+def nearest_listed(name: str) -> str:
+    """The listed name that is nearest in the same module; empty if none is near."""
     place, _, leaf = name.rpartition(".")
-    if anywhere:
-        same = [listed for listed in listed_names() if listed.rpartition(".")[2].lower() == leaf.lower()]
-        return min(same, key=lambda listed: (listed.rpartition(".")[2] != leaf, len(listed)), default="")
     members = {listed.rpartition(".")[2] for listed in listed_names() if listed.rpartition(".")[0] == place}
-    same = [member for member in members if member.lower() == leaf.lower()]
-    near = sorted(same, key=lambda member: member != leaf) or difflib.get_close_matches(leaf, sorted(members), 1)
+    same = sorted(member for member in members if member.lower() == leaf.lower())
+    near = [leaf] if leaf in same else same or difflib.get_close_matches(leaf, sorted(members), 1)
     return f"{place}.{near[0]}" if near else ""
+
+
+def listed_elsewhere(name: str) -> str:
+    """A listed name with the same last part in any module, if only but for upper and lower case; empty if none is."""
+    leaf = name.rpartition(".")[2]
+    same = [listed for listed in listed_names() if listed.rpartition(".")[2].lower() == leaf.lower()]
+    return min(same, key=lambda listed: (listed.rpartition(".")[2] != leaf, len(listed)), default="")
 
 
 def _is_of_lists(name: str) -> bool:

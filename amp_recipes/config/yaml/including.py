@@ -210,11 +210,7 @@ def _holds_nothing(node: Node) -> bool:
 
 def _keys_of_reference(value: Node) -> Node:
     """A reference to a mapping as a mapping of references to its keys, which can be merged; others as they are."""
-    reference, target = value, value
-    for _ in range(DEPTH):  # a longer chain is as good as a circle
-        if not isinstance(target, Scalar) or target.tag not in REFERENCES:
-            break
-        reference, target = target, _referred(target)
+    reference, target = _followed(value)
     if not isinstance(reference, Scalar) or not isinstance(target, Mapping) or target.tag:
         return value
     start = reference.value.strip()[1:-1]
@@ -224,6 +220,17 @@ def _keys_of_reference(value: Node) -> Node:
         for key, node in target.items.items()
     }
     return Mapping("", items, value.source, dict(target.key_sources), dict(target.comments))
+
+
+def _followed(value: Node) -> tuple[Node, Node | None]:
+    """The last of the references that lead on from a value, and what it names."""
+    reference: Node = value
+    target: Node | None = value
+    for _ in range(DEPTH):  # a longer chain is as good as a circle
+        if not isinstance(target, Scalar) or target.tag not in REFERENCES:
+            break
+        reference, target = target, _referred(target)
+    return reference, target
 
 
 def _referred(reference: Scalar) -> Node | None:

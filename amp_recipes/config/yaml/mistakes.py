@@ -27,13 +27,10 @@ def reader_may_leave() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def did_you_mean(name: Any, known: Any, prefix: str = "") -> str:
+def did_you_mean(name: Any, known: Iterable[Any], prefix: str = "") -> str:
     """` Did you mean x?` for the nearest of the `known` names; empty if none is near, or if there are thousands."""
-    candidates = sorted(text for text in map(str, known) if len(text) <= _COMPARED_CHARACTERS)
-    if len(str(name)) > _COMPARED_CHARACTERS or len(candidates) > _COMPARED_NAMES:
-        return ""  # a comparison takes 10 microseconds, and longer for long names
-    nearest = difflib.get_close_matches(str(name).replace("-", "_"), candidates, n=1)
-    return f" Did you mean {prefix}{nearest[0]}?" if nearest else ""
+    nearest = _nearest(str(name).replace("-", "_"), known)
+    return f" Did you mean {prefix}{nearest}?" if nearest else ""
 
 
 def slip_of(key: str, known: Iterable[str], cutoff: float, plurals: bool = False) -> str:
@@ -42,12 +39,17 @@ def slip_of(key: str, known: Iterable[str], cutoff: float, plurals: bool = False
     cutoff: as of `difflib.get_close_matches`, high where a name of its own must not be refused; plurals: whether
     `seeds` may be a slip of `seed`.
     """
-    names = [name for name in known if len(name) <= _COMPARED_CHARACTERS]
-    if len(key) > _COMPARED_CHARACTERS or len(names) > _COMPARED_NAMES:
-        return ""
-    same = [name for name in names if name.lower() == key.lower()]
-    near = same or difflib.get_close_matches(key, names, n=1, cutoff=cutoff)
-    return near[0] if near and (same or plurals or near[0].rstrip("s") != key.rstrip("s")) else ""
+    nearest = _nearest(key, known, cutoff)
+    is_plural = nearest.rstrip("s") == key.rstrip("s") and nearest.lower() != key.lower()
+    return "" if is_plural and not plurals else nearest
+
+
+def _nearest(name: str, known: Iterable[Any], cutoff: float = 0.6) -> str:
+    names = sorted(text for text in map(str, known) if len(text) <= _COMPARED_CHARACTERS)
+    if len(name) > _COMPARED_CHARACTERS or len(names) > _COMPARED_NAMES:
+        return ""  # a comparison takes 10 microseconds, and longer for long names
+    same = [text for text in names if text.lower() == name.lower()]
+    return next(iter(same or difflib.get_close_matches(name, names, 1, cutoff)), "")
 
 
 def join_mistakes(mistakes: list[str], where: str) -> str:

@@ -59,8 +59,11 @@ def read_file(path: str, mistakes: Mistakes, budget: Budget, where: Source | Non
     budget.take_characters(len(text), where or path)
     known = len(mistakes)
     root = read_text(text, path, mistakes, budget)
-    if root is None and len(mistakes) > known:
-        return None
+    return None if root is None and len(mistakes) > known else _as_top_level(root, path, mistakes)
+
+
+def _as_top_level(root: Node | None, path: str, mistakes: Mistakes) -> Mapping | None:
+    """The root of a file, if it is a mapping; that its keys are no text is a mistake."""
     if root is None or not is_plain_mapping(root):
         place = root.source if root else Source(path)
         mistakes.add(place, f"the top level must be a mapping of names to values (lr: 0.1), but is {_describe(root)}.")

@@ -352,18 +352,22 @@ class _Resolver:
                 return self._wrong(node, f"{node.tag} takes plain data only, not {what}; use !apply: for objects.")
         if self._call is None:
             return self._unknown(node)
-        name = node.tag.removeprefix(APPLYREF)
+        result = self._called(
+            self._call, node, values[: len(args)], dict(zip(kwargs, values[len(args) :], strict=True))
+        )
+        said = f"{self._name(node)}: what {node.tag} returned (for an object, use !apply:)"
+        made = self.resolved(to_nodes(result, node.source, self._mistakes, said))
+        self._budget.take_nodes(self._sizes[made].nodes, node.source)
+        return made
+
+    def _called(self, call: Call, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         try:
-            result = self._call(name, values[: len(args)], dict(zip(kwargs, values[len(args) :], strict=True)))
+            return call(node.tag.removeprefix(APPLYREF), args, kwargs)
         except Exception as error:  # the function that the YAML names may raise anything
             words = str(error) if isinstance(error, AmpRecipesError) else f"{type(error).__name__}: {error}"
             cause = None if isinstance(error, AmpRecipesError) else error
             told = printable(f"{node.source}: {self._name(node)}: {node.tag} failed: {words}")
             raise ConfigError(told) from cause
-        said = f"{self._name(node)}: what {node.tag} returned (for an object, use !apply:)"
-        made = self.resolved(to_nodes(result, node.source, self._mistakes, said))
-        self._budget.take_nodes(self._sizes[made].nodes, node.source)
-        return made
 
     def _arguments(self, node: Node) -> tuple[list[Node], dict[str, Node]]:
         if isinstance(node, Sequence):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,12 +46,14 @@ def take_census(
     or writes, whatever the layout in memory.
     """
     pins = None if pins is None else list(pins)
-    bare = trial.run(window, dtype, scale, pins)
+    run = partial(trial.run, window, dtype, scale, pins)
+    bare = run()
     watch = CensusWatch(trial.modules, expects_autocast=dtype is not torch.float32)
-    watched = trial.run(window, dtype, scale, pins, watch=[watch])
-    again = trial.run(window, dtype, scale, pins)
+    watched = run(watch=[watch])
+    again = run()
     census = census_of(watch, trial.modules, dtype, trial.device.type, pins)
-    census.cache = _cache_effect(trial, window, dtype, scale, pins, watch, watched)
+    if dtype is not torch.float32:
+        census.cache = _cache_effect(trial.modules, run, watch, watched)
     census.never_called = [] if watched.pins is None else watched.pins.never_called()
     census.seconds, census.bare_seconds = watched.seconds, min(bare.seconds, again.seconds)
     census.cast_seconds = _cast_seconds(watch, trial.device)
@@ -60,7 +63,7 @@ def take_census(
     elif not same_bits(bare, again):
         census.neutrality_note = "The step does not repeat itself: two bare runs differ, so neutrality cannot be told."
     else:
-        changed = differing_modules(trial, window, dtype, scale, pins)
+        changed = differing_modules(trial.modules, run)
         where = ", ".join(changed[:5]) + (" ..." if len(changed) > 5 else "")
         census.neutrality_note = (
             f"Watching changes the step; first in {where}." if changed else "Watching changes the step, in no module."
@@ -198,23 +201,13 @@ def _has_rule(base: str, device_type: str) -> bool:
     return not is_dispatch_key(key) or has_kernel(f"aten::{base}", key)
 
 
-def _cache_effect(
-    trial: Trial,
-    window: Window,
-    dtype: torch.dtype,
-    scale: float,
-    pins: Sequence[str] | None,
-    watch: CensusWatch,
-    watched: Outcome,
-) -> CacheEffect | None:
+def _cache_effect(modules: nn.Module, run: Callable[..., Outcome], watch: CensusWatch, watched: Outcome) -> CacheEffect:
     """Another watched run, with autocast's cache off."""
-    if dtype is torch.float32:
-        return None
-    without = CensusWatch(trial.modules)
+    without = CensusWatch(modules)
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # each autocast region begins with what is set here
     try:
-        outcome = trial.run(window, dtype, scale, pins, watch=[without])
+        outcome = run(watch=[without])
     finally:
         torch.set_autocast_cache_enabled(enabled)
     with_cache, without_cache = _weight_casts(watch), _weight_casts(without)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from amp_recipes.modules.nested import tensors_in
-from amp_recipes.numerics.trial import Outcome, Trial, Window
+from amp_recipes.numerics.trial import Outcome
 from amp_recipes.numerics.watch.observe import Attribution, OpWatch, dtype_name
 from amp_recipes.precision.torch_private import without_modes
 
@@ -26,18 +26,16 @@ def same_bits(outcome: Outcome, other: Outcome) -> bool:
     return all(one.dtype == two.dtype and torch.equal(_bits(one), _bits(two)) for one, two in pairs)
 
 
-def differing_modules(
-    trial: Trial, window: Window, dtype: torch.dtype, scale: float, pins: Sequence[str] | None
-) -> list[str]:
-    """Modules whose output is another when ops are watched, the first to end first, each with what changed.
+def differing_modules(modules: nn.Module, run: Callable[..., Outcome]) -> list[str]:
+    """Modules whose output is another when `run(watch=...)` is watched, the first to end first, with what changed.
 
     Two runs with a hook on each module. Empty where they agree: then what changes is in no module, or the hook itself
     changes the path. Later modules mostly differ because earlier ones do.
     """
-    bare, watched = _Outputs(trial.modules), _Outputs(trial.modules)
-    trial.run(window, dtype, scale, pins, watch=[bare])
-    silent = OpWatch(Attribution(trial.modules), lambda *_: None)  # sees every op and does nothing
-    trial.run(window, dtype, scale, pins, watch=[watched, silent])
+    bare, watched = _Outputs(modules), _Outputs(modules)
+    run(watch=[bare])
+    silent = OpWatch(Attribution(modules), lambda *_: None)  # sees every op and does nothing
+    run(watch=[watched, silent])
     found: dict[str, str] = {}
     for (name, before), (_, after) in zip(bare.seen, watched.seen, strict=False):
         if name in found or len(before) != len(after):

@@ -71,12 +71,7 @@ def drift(
     chosen = None if candidates is None else list(candidates)
     found: dict[str, tuple[list[Measured], list[float]]] = {}
     for window in windows:
-        dtypes = CallDtypes(trial.modules)
-        low, owners = _low_run(trial, window, dtype, scale, pins, dtypes)
-        reference, measured = _measured(trial, window, dtype, pins, owners if chosen is None else chosen, dtypes)
-        if low is not None and reference.is_finite and low.loss_is_finite and not low.is_finite:
-            for name in _backward_births(trial, window, dtype, low.scale, pins) & measured.keys():
-                measured[name].breaks_backward = True
+        low, reference, measured = _run_both(trial, window, dtype, scale, pins, chosen)
         for name, one in measured.items():
             if one.calls or one.raised:
                 seen, errors = found.setdefault(name, ([], []))
@@ -84,6 +79,19 @@ def drift(
                 errors += _own_gradient_error(trial.modules, name, low, reference)
     ranked = [_mean(name, seen, errors, len(windows)) for name, (seen, errors) in found.items()]
     return sorted(ranked, key=lambda row: -row.sensitivity)
+
+
+def _run_both(
+    trial: Trial, window: Window, dtype: torch.dtype, scale: float, pins: list[str] | None, chosen: list[str] | None
+) -> tuple[Outcome | None, Outcome, dict[str, Measured]]:
+    """The low run (None: it raises) and the fp32 run of a window, and what was measured in them."""
+    dtypes = CallDtypes(trial.modules)
+    low, owners = _low_run(trial, window, dtype, scale, pins, dtypes)
+    reference, measured = _measured(trial, window, dtype, pins, owners if chosen is None else chosen, dtypes)
+    if low is not None and low.loss_is_finite and not low.is_finite and reference.is_finite:
+        for name in _backward_births(trial, window, dtype, low.scale, pins) & measured.keys():
+            measured[name].breaks_backward = True
+    return low, reference, measured
 
 
 def _low_run(
@@ -148,9 +156,8 @@ class _LowOwners:
         self.found: dict[str, None] = {}
 
     def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if op_kind(op).doing != "compute" or all(
-            tensor.dtype not in LOW for tensor in tensors_in(args, kwargs, output)
-        ):
+        dtypes = {tensor.dtype for tensor in tensors_in(args, kwargs, output)}
+        if op_kind(op).doing != "compute" or dtypes.isdisjoint(LOW):
             return
         place = self.at.here
         if place.phase == "backward" or place.module in (OUTSIDE, *self.found):

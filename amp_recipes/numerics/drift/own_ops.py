@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def hookable(modules: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in modules.named_modules() if name not in scripts}
 
 
-class CallDtypes(AbstractContextManager):
+class CallDtypes(ExitStack):
     """Within it, remembers for each call of each module in which dtypes floating tensors went in and came out.
 
     without_gradient: names of the modules that returned floating tensors of which none needs a gradient, while
@@ -55,17 +55,14 @@ class CallDtypes(AbstractContextManager):
     def __init__(self, modules: nn.Module) -> None:
         self._modules = modules
         self._calls: dict[nn.Module, list[tuple[_Dtypes, _Dtypes]]] = {}
-        self._context = ExitStack()
+        super().__init__()
         self.without_gradient: set[str] = set()
 
     def __enter__(self) -> CallDtypes:
         for name, module in hookable(self._modules).items():
             self._calls[module] = []
-            hook_forwards(self._context, module, self._before, self._after(name))
+            hook_forwards(self, module, self._before, self._after(name))
         return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._context.close()
 
     def of(self, module: nn.Module, call: int) -> tuple[_Dtypes, _Dtypes]:
         """Dtypes of what went into this call of `module` (from 0, recomputation counts too), and of what came out."""
@@ -89,7 +86,7 @@ def _dtypes(tensors: list[torch.Tensor]) -> _Dtypes:
     return tuple(tensor.dtype for tensor in tensors)
 
 
-class OwnOps(AbstractContextManager):
+class OwnOps(ExitStack):
     """Within it, in a run that is in fp32, a module can be run as it would in a low run, alone.
 
     Its own ops run under autocast to `dtype`. What went into it in low precision in the run of `dtypes` goes in
@@ -101,20 +98,17 @@ class OwnOps(AbstractContextManager):
         self._modules = modules
         self._dtypes = dtypes
         self._dtype = dtype
-        self.device = device
+        self._device = device
         self._calls: Counter[nn.Module] = Counter()
-        self._context = ExitStack()
+        super().__init__()
         self.busy = False
         self.rounded = False  # whether the latest `run` in low precision rounded what its own ops were given
 
     def __enter__(self) -> OwnOps:
         self._calls.clear()
         for module in hookable(self._modules).values():
-            self._context.callback(module.register_forward_pre_hook(self._count).remove)
+            self.callback(module.register_forward_pre_hook(self._count).remove)
         return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._context.close()
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], low: bool) -> list[torch.Tensor]:
         """The floating tensors that this call of `module` gives; for its forward pre-hook, and nothing is changed.
@@ -128,7 +122,7 @@ class OwnOps(AbstractContextManager):
         try:
             with ExitStack() as stack:
                 stack.enter_context(without_modes())  # instruments watch the step
-                stack.callback(set_random_state, random_state(self.device))
+                stack.callback(set_random_state, random_state(self._device))
                 stack.enter_context(module_state_kept(module))
                 # Activation checkpointing around it counts what is saved.
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
@@ -143,14 +137,40 @@ class OwnOps(AbstractContextManager):
         dtypes = self._dtypes.of(module, self._calls[module] - 1)[0]
         args, kwargs = self._as_in_low_run((args, kwargs), dtypes, low)
         with (
-            _Children(self, module, low),
-            TorchAutocast(self.device.type, dtype=self._dtype if low else torch.float32, cache_enabled=False),
+            self._inner_modules_in_fp32(module, low),
+            TorchAutocast(self._device.type, dtype=self._dtype if low else torch.float32, cache_enabled=False),
         ):
             return module.forward(*args, **kwargs)
 
-    def as_returned(self, child: nn.Module, output: Any, low: bool) -> Any:
-        """`output` of a module inside, rounded as in the low run."""
-        return self._as_in_low_run(output, self._dtypes.of(child, self._calls[child] - 1)[1], low)
+    @contextmanager
+    def _inner_modules_in_fp32(self, outer: nn.Module, low: bool) -> Iterator[None]:
+        """Within it, the outermost calls of modules inside compute in fp32, and give what is rounded as there."""
+        device_types = {parameter.device.type for parameter in outer.parameters()} | {self._device.type}
+        running: list[nn.Module] = []
+        autocast_off = ExitStack()
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            running.append(module)
+            if len(running) > 1 or not low:
+                return None
+            for device_type in device_types:
+                autocast_off.enter_context(TorchAutocast(device_type, enabled=False))
+            return map_tensors(lambda tensor: tensor.float() if tensor.dtype in LOW else tensor, (args, kwargs))
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            del running[-1:]  # empty where a pre-hook before ours raised
+            if running:
+                return None
+            autocast_off.close()
+            if output is None:
+                return None
+            return self._as_in_low_run(output, self._dtypes.of(module, self._calls[module] - 1)[1], low)
+
+        with ExitStack() as hooks, autocast_off:
+            for module in hookable(outer).values():
+                if module is not outer:
+                    hook_forwards(hooks, module, before, after)
+            yield
 
     def _as_in_low_run(self, value: Any, dtypes: _Dtypes, low: bool) -> Any:
         """`value` with tensors in the dtypes that they had there (not low: in fp32 again, but rounded)."""
@@ -165,47 +185,10 @@ class OwnOps(AbstractContextManager):
         if not rounded:
             return value
         self.rounded = True
-        return map_tensors(lambda it: rounded.get(id(it), it), value)
+        return map_tensors(lambda tensor: rounded.get(id(tensor), tensor), value)
 
     def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._calls[module] += 1
-
-
-class _Children(AbstractContextManager):
-    """Within it, the outermost calls of modules inside `module` compute in fp32."""
-
-    def __init__(self, own_ops: OwnOps, module: nn.Module, low: bool) -> None:
-        self._own_ops = own_ops
-        self._module = module
-        self._low = low
-        self._depth = 0
-        self._context = ExitStack()
-        self._off = ExitStack()
-
-    def __enter__(self) -> _Children:
-        for module in hookable(self._module).values():
-            if module is not self._module:
-                hook_forwards(self._context, module, self._before, self._after)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._off.close()
-        self._context.close()
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._depth += 1
-        if self._depth > 1 or not self._low:
-            return None
-        for device_type in {weight.device.type for weight in self._module.parameters()} | {self._own_ops.device.type}:
-            self._off.enter_context(TorchAutocast(device_type, enabled=False))
-        return map_tensors(lambda it: it.float() if it.dtype in LOW else it, (args, kwargs))
-
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        self._depth -= 1
-        if self._depth:
-            return None
-        self._off.close()
-        return None if output is None else self._own_ops.as_returned(module, output, self._low)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,23 +23,15 @@ FP16_NORMAL = torch.finfo(torch.float16).smallest_normal  # 2**-14 = 6.10e-5
 
 
 @dataclass
-class _Channels:
-    """Squared norms by channel, added over calls: of d, and of dL/dy."""
-
-    d: torch.Tensor
-    gradient: torch.Tensor
-
-
-@dataclass
 class Measured:
     """What one window showed of one module.
 
     calls: of its forward; d, y: squared norms; values, above, below: how many values go in and come out, how many of
     them above 65504 in magnitude and in (0, 6.1e-5); largest: the largest of them, without infinities; inside: the
-    largest magnitude that its own ops return; channels: by output, number of channels, and whether it was computed
-    again in the backward; harm: whether the loss depends on values that are not finite; unknown_harm: some are not
-    finite, and no gradient comes back to them; raised: its own ops raise in low precision; breaks_backward: there,
-    gradients cease to be finite in its backward.
+    largest magnitude that its own ops return; channels: squared norms of d and of dL/dy by channel, added over calls,
+    by output, number of channels, and whether it was computed again in the backward; harm: whether the loss depends on
+    values that are not finite; unknown_harm: some are not finite, and no gradient comes back to them; raised: its own
+    ops raise in low precision; breaks_backward: there, gradients cease to be finite in its backward.
     """
 
     calls: int = 0
@@ -50,7 +42,7 @@ class Measured:
     below: int = 0
     largest: float = 0.0
     inside: float = 0.0
-    channels: dict[tuple[int, int, bool], _Channels] = field(default_factory=dict)
+    channels: dict[tuple[int, int, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     harm: list[torch.Tensor] = field(default_factory=list)
     unknown_harm: bool = False
     raised: bool = False
@@ -62,7 +54,7 @@ class Measured:
         harmed = any(map(bool, self.harm)) or (self.unknown_harm and not self.harm)
         if harmed or self.raised or self.breaks_backward:
             return math.inf
-        return math.fsum(float((sums.d * sums.gradient).sum()) for sums in self.channels.values())
+        return math.fsum(float((d * gradient).sum()) for d, gradient in self.channels.values())
 
     @property
     def squared_local_error(self) -> float:
@@ -97,7 +89,7 @@ class Inside:
                 self.largest[module] = max(self.largest.get(module, 0.0), _largest(value))
 
 
-class Measure(AbstractContextManager):
+class Measure(ExitStack):
     """Within it, each call of a module of `names` is also made with its own ops in low precision, and compared.
 
     let_flow: names of modules whose outputs are given a gradient, where they have none: else nobody knows what the loss
@@ -111,17 +103,14 @@ class Measure(AbstractContextManager):
         # For each call under way: what `_compare` takes, or None for one that is not compared.
         self._calls: list[tuple[list[torch.Tensor], list[torch.Tensor] | None, list[torch.Tensor]] | None] = []
         self._ran_without_graph: set[str] = set()
-        self._context = ExitStack()
+        super().__init__()
         self.found = {name: Measured() for name in self._modules}
 
     def __enter__(self) -> Measure:
-        self._context.enter_context(self._own_ops)
+        self.enter_context(self._own_ops)
         for name, module in self._modules.items():
-            hook_forwards(self._context, module, self._before(name), self._after(name))
+            hook_forwards(self, module, self._before(name), self._after(name))
         return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._context.close()
 
     def _before(self, name: str) -> Callable:
         """The module runs aside before it runs: what its hooks and its forward leave somewhere is then of fp32."""
@@ -210,10 +199,9 @@ def _listen(
         with without_modes():
             if bad is not None:
                 found.harm.append((gradient[bad] != 0).any())
-            if key not in found.channels:
-                found.channels[key] = _Channels(torch.zeros_like(d), torch.zeros_like(d))
-            found.channels[key].d += d
-            found.channels[key].gradient += _squared(gradient.detach(), dim)
+            sums = found.channels.setdefault(key, (torch.zeros_like(d), torch.zeros_like(d)))
+            sums[0].add_(d)
+            sums[1].add_(_squared(gradient.detach(), dim))
 
     y.register_hook(hook)
 

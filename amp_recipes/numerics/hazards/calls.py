@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ class CallHazards(TorchFunctionMode):
         self._has_autocast = device_type in autocast_device_types()
         # Whose rules count: this device's, and for a rehearsal on a CPU those of CUDA.
         judged = [device_type, "cuda"] if device_type == "cpu" else [device_type]
-        self._judged = [it for it in judged if it in DOCUMENTED]
+        self._judged = [judge for judge in judged if judge in DOCUMENTED]
         self._at = at
         self.calling = ""
         self.is_under_autocast = False
@@ -92,8 +93,8 @@ class CallHazards(TorchFunctionMode):
         call = _how_called(name, args, kwargs)
         self.escapes = bool(call.how)
         if call.how and not _is_torchs(_calling_frame(func)):
-            self._escaped(call, [it for it in tensors_in(args, kwargs) if it.is_floating_point()])
-        if name == "binary_cross_entropy" and RAISES in [policy(it, name) for it in self._judged]:
+            self._escaped(call, _floating(args, kwargs))
+        if name == "binary_cross_entropy" and RAISES in [policy(judge, name) for judge in self._judged]:
             message = (
                 "binary_cross_entropy raises under CUDA's autocast, since fp16 cannot hold its gradients: use "
                 "binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the logits, or switch autocast off for it."
@@ -117,7 +118,7 @@ class CallHazards(TorchFunctionMode):
             if not found:
                 return
             does, so = f"runs {call.base} in fp32", f"this one runs in {' and '.join(found)}"
-        elif rule == LOWER_PRECISION and call.asked is None and any(it.dtype is torch.float32 for it in given):
+        elif rule == LOWER_PRECISION and call.asked is None and any(tensor.dtype is torch.float32 for tensor in given):
             does, so = f"casts {call.base} to low precision", "this one runs in fp32, or raises where dtypes differ"
         else:
             return
@@ -129,17 +130,17 @@ class CallHazards(TorchFunctionMode):
         """In which low dtypes the call runs: the one that it asks for, else those that it is given."""
         if call.asked is not None:
             return [NAMES[call.asked]] if call.asked in NAMES else []
-        low = [it for it in given if it.dtype in NAMES]
+        low = [tensor for tensor in given if tensor.dtype in NAMES]
         if device_type == "cuda":
-            low = [it for it in low if not self._is_wide_on_cuda(it)]
-        return sorted({NAMES[it.dtype] for it in low})
+            low = [tensor for tensor in low if not self._is_wide_on_cuda(tensor)]
+        return sorted({NAMES[tensor.dtype] for tensor in low})
 
     def _narrowed(self, name: str, given: list[torch.Tensor]) -> None:
         """A sum or product that would be fp32, written into low precision."""
         target, *others = given or [None]
         if target is None or target.dtype not in NAMES or self._is_wide_on_cuda(target):
             return
-        if any(it.dtype is torch.float32 and it.ndim for it in others):
+        if any(other.dtype is torch.float32 and other.ndim for other in others):
             into = NAMES[target.dtype]
             message = f"{name} in place writes what would be fp32 into {into}: out of place it stays fp32."
             self._add("not_autocast", message, "note", what=name)
@@ -148,15 +149,15 @@ class CallHazards(TorchFunctionMode):
         """What a CPU runs in fp32 and CUDA does not."""
         if name in _MOVES or not (name == "cross_entropy" or _differs_on_cuda(name)):
             return
-        does = self._does_on_cuda(name, [it for it in tensors_in(args, kwargs) if it.is_floating_point()])
+        does = self._does_on_cuda(name, _floating(args, kwargs))
         if does:
             self._add("cpu_is_not_cuda", f"{name} runs in fp32 here; CUDA's autocast {does}.", "note", what=name)
 
     def _does_on_cuda(self, name: str, given: list[torch.Tensor]) -> str:
         """What CUDA's autocast does with the call; empty where that makes no difference."""
         if name in _CAST_ON_CUDA_ALONE:
-            return "casts it to low precision" if any(it.dtype is torch.float32 for it in given) else ""
-        if not any(it.dtype in NAMES and not self._is_wide_on_cuda(it) for it in given):
+            return "casts it to low precision" if any(tensor.dtype is torch.float32 for tensor in given) else ""
+        if not any(tensor.dtype in NAMES and not self._is_wide_on_cuda(tensor) for tensor in given):
             return ""
         if name == "cross_entropy":
             return "rounds its log_softmax to the dtype of the logits: give it logits.float()"
@@ -168,6 +169,10 @@ class CallHazards(TorchFunctionMode):
         module = self._at.place.module
         is_about_line = kind != "cpu_is_not_cuda"
         self._found.add(kind, message, user_line(), grade, "", module, what, is_about_line, library_line())
+
+
+def _floating(*values: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(*values) if tensor.is_floating_point()]
 
 
 class _Call(NamedTuple):
@@ -184,7 +189,7 @@ def _how_called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ca
         return _Call(name, "in place", name.rstrip("_"), None)
     if kwargs.get("out") is not None:
         return _Call(name, "with out=", name, None)
-    asked = kwargs.get("dtype") or next((it for it in args if isinstance(it, torch.dtype)), None)
+    asked = kwargs.get("dtype") or next((value for value in args if isinstance(value, torch.dtype)), None)
     return _Call(name, "" if asked is None else "with dtype=", name, asked)
 
 
@@ -196,10 +201,8 @@ def _differs_on_cuda(name: str) -> bool:
 def _calling_frame(func: Any) -> FrameType | None:
     """Who called `func`: torch's functions in Python come here through their own frame."""
     passed = (getattr(func, "__code__", None), overrides.handle_torch_function.__code__)
-    frame: FrameType | None = sys._getframe(3)  # above this, _look and __torch_function__
-    while frame is not None and frame.f_code in passed:
-        frame = frame.f_back
-    return frame
+    frames = walk_stack(sys._getframe(3))  # above this, _look and __torch_function__
+    return next((frame for frame, _ in frames if frame.f_code not in passed), None)
 
 
 def _is_torchs(frame: FrameType | None) -> bool:

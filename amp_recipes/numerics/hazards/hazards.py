@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from traceback import walk_tb
+
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -41,12 +43,11 @@ def find_hazards(trial: Trial, window: Window) -> list[Hazard]:
 
 
 def _note_error(error: Exception, found: Found) -> None:
-    line, traceback = None, error.__traceback__
-    while traceback is not None:  # the innermost line of the user's
-        here = user_line(traceback.tb_frame)
-        if here is not None and here.file == traceback.tb_frame.f_code.co_filename:
-            line = Line(here.file, traceback.tb_lineno)
-        traceback = traceback.tb_next
+    line = None
+    for frame, number in walk_tb(error.__traceback__):  # the innermost line of the user's
+        here = user_line(frame)
+        if here is not None and here.file == frame.f_code.co_filename:
+            line = Line(here.file, number)
     words = " ".join(f"{type(error).__name__}: {error}".split())
     words = words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
     found.add("raises", f"the step raises in bf16, and what comes after was not seen: {words}", line, "wrong", "bf16")

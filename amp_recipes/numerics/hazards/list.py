@@ -7,6 +7,7 @@ import sysconfig
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, Literal
 
 import torch
@@ -113,14 +114,12 @@ def _finished(hazard: Hazard, modules: list[str], places: list[str]) -> Hazard:
 
 def library_line() -> str:
     """`file:line` of the installed library that runs, where it stands between torch and the user's code; else empty."""
-    frame = sys._getframe(1)
-    while frame is not None and _is_carrier(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)) if not _is_carrier(frame.f_code.co_filename))
+    frame = next(frames, None)
+    line = None if frame is None else user_line(frame)
+    if frame is None or line is None or line.file == frame.f_code.co_filename:
         return ""
-    filename = frame.f_code.co_filename
-    line = user_line(frame)
-    return f"{filename}:{frame.f_lineno}" if line is not None and line.file != filename else ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @cache

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_recipes.errors import listed
 from amp_recipes.files.user_code import Line, lies_with_the_user
 from amp_recipes.modules.torch_script import class_before_script
 from amp_recipes.numerics.hazards.list import Found
@@ -56,8 +57,7 @@ def _trains_in(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _named(names: list[str]) -> str:
-    shown = ", ".join(name or "the root" for name in names[:_NAMED])
-    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown
+    return listed((name or "the root" for name in names), _NAMED)
 
 
 def _also(lines: list[Line]) -> str:
@@ -99,9 +99,6 @@ def _line_of_class(kind: type) -> Line | None:
         return Line(file, inspect.getsourcelines(kind)[1]) if file and lies_with_the_user(file) else None
     except (OSError, TypeError):
         return None
-
-
-# ---------------------------------------------------------------------- what the user's sources say
 
 
 def _lines_casting_to(dtype: torch.dtype, modules: nn.Module) -> list[Line]:

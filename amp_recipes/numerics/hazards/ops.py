@@ -95,15 +95,13 @@ class OpHazards:
             if self._is_cpu and kind.doing != "view":
                 self._follow(kind, args, kwargs, output)
 
-    # ------------------------------------------------------------------ constants
-
     def _constants(self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kind.base in _HARMLESS and kind.base not in _BOUNDS_ABOVE | _GUARDS:
             return
-        constants = [it for it in _constants_in(kind, args, kwargs) if _is_remarkable(it[1])]
+        constants = [(name, value) for name, value in _constants_in(kind, args, kwargs) if _is_remarkable(value)]
         if constants and _computed_in(kind, args, kwargs) in NAMES:
             given = list(tensors_in(args))
-            note = self._only_on_cpu([it for it in given if it.dtype in NAMES and it.ndim] or given)
+            note = self._only_on_cpu([tensor for tensor in given if tensor.dtype in NAMES and tensor.ndim] or given)
             for name, value in constants:
                 self._constant(kind, name, value, note)
 
@@ -171,8 +169,6 @@ class OpHazards:
             )
             self._add("whole_numbers", message, "risk", "" if largest > _COUNTABLE["fp16"] else "bf16")
 
-    # ------------------------------------------------------------------ values
-
     def _exponential(self, kind: OpKind, args: tuple[Any, ...]) -> None:
         base, share = _EXPONENTIALS.get(kind.base) or (_base_of_power(args[0]), 1.0)
         exponent = args[1] if kind.base == "pow" else args[0]
@@ -228,8 +224,6 @@ class OpHazards:
             )
             self._add("long_reduction", message, "note", "fp16", "mean", note)
 
-    # ------------------------------------------------------------------ what CUDA would do
-
     def _follow(self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Remark what CUDA would run in fp32, and remember which tensors would be fp32 there."""
         low = _low(args, kwargs)
@@ -254,8 +248,8 @@ class OpHazards:
     def _flows_wide(self, kind: OpKind, low: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
         if kind.is_cast and low and outputs and outputs[0].dtype != low[0].dtype:
             return False
-        least = min(1, max((it.ndim for it in outputs), default=0))  # a 0-d tensor does not widen others
-        return any(self._is_wide(it) for it in low if it.ndim >= least)
+        least = min(1, max((output.ndim for output in outputs), default=0))  # a 0-d tensor does not widen others
+        return any(self._is_wide(tensor) for tensor in low if tensor.ndim >= least)
 
     def _is_wide(self, tensor: torch.Tensor) -> bool:
         """Whether CUDA's autocast would have kept `tensor`, of low precision here, in fp32."""
@@ -275,7 +269,7 @@ class OpHazards:
         name = self.calls.calling
         if self.calls.is_under_autocast and _on_cuda(name) == FLOAT32:
             return f" (Not on CUDA, whose autocast runs {name} in fp32.)"
-        if any(self._is_wide(it) for it in low):
+        if any(map(self._is_wide, low)):
             return " (Not on CUDA, whose autocast has made this fp32.)"
         return ""
 
@@ -284,8 +278,6 @@ class OpHazards:
         module = self.at.here.module
         self._found.add(kind, message + note, self.at.line, grade, precision, module, what, inside=library_line())
 
-
-# ---------------------------------------------------------------------- reading
 
 _PROMOTE = ("add", "sub", "rsub", "mul", "where", "maximum", "minimum", "lerp")  # to the widest that they are given
 
@@ -316,7 +308,7 @@ def _bounds(tensor: torch.Tensor) -> tuple[float, float] | None:
 
 
 def _low(*values: Any) -> list[torch.Tensor]:
-    return [it for it in tensors_in(*values) if it.dtype in NAMES]
+    return [tensor for tensor in tensors_in(*values) if tensor.dtype in NAMES]
 
 
 def _is_wide_input(source: Any) -> bool:
@@ -365,14 +357,13 @@ def _computed_in(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """The dtype of what comes out, before the op runs."""
     if kwargs.get("dtype") is not None:
         return kwargs["dtype"]
-    tensors = [it for it in tensors_in(args) if it.is_floating_point()]
+    tensors = [tensor for tensor in tensors_in(args) if tensor.is_floating_point()]
     if not tensors:
         return None
     if kind.writes_into or kind.base not in _PROMOTE:
         return tensors[0].dtype
-    leading = filter(torch.Tensor.dim, tensors)
-    dtypes = [it.dtype for it in leading] or [it.dtype for it in tensors]
-    return functools.reduce(torch.promote_types, dtypes)
+    leading = [tensor for tensor in tensors if tensor.ndim] or tensors
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in leading))
 
 
 def _infinite(name: str, largest: float, where: str, end: float) -> str:

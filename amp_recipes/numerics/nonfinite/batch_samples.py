@@ -31,9 +31,9 @@ def is_list_of_samples(batch: Any) -> bool:
         return False
     first = batch[0]
     if isinstance(first, Mapping):
-        return all(type(it) is type(first) and it.keys() == first.keys() for it in batch)
+        return all(type(sample) is type(first) and sample.keys() == first.keys() for sample in batch)
     is_record = is_dataclass(first) or hasattr(first, "_fields")
-    return is_record and all(type(it) is type(first) for it in batch)
+    return is_record and all(type(sample) is type(first) for sample in batch)
 
 
 def tensors_by_path(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor | np.ndarray]]:
@@ -55,7 +55,7 @@ def _children(value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, type | nn.Module):
         return []
     if is_dataclass(value):
-        return _attributes(value, [it.name for it in fields(value)])
+        return _attributes(value, [field.name for field in fields(value)])
     return _attributes(value, getattr(value, "__dict__", ()))
 
 

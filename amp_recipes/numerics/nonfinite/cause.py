@@ -23,7 +23,7 @@ from amp_recipes.numerics.nonfinite.trace import NonfiniteTrace
 from amp_recipes.numerics.nonfinite.values import External, plain_tensors, range_of
 from amp_recipes.numerics.nonfinite.walk import Origin, find_origin
 from amp_recipes.numerics.nonfinite.words import message_of, norm_overflows, not_replayable
-from amp_recipes.numerics.trial import Outcome, Trial, Window
+from amp_recipes.numerics.trial import Outcome, Trial, Window, first_line
 from amp_recipes.numerics.watch.observe import dtype_name
 from amp_recipes.state.randomness import GENERATORS
 
@@ -63,12 +63,11 @@ class _Search:
         most_parts: int,
     ) -> None:
         self._trial, self._window, self._dtype, self._scale = trial, list(window), dtype, scale
-        known = {id(it) for it in generators.values()}
+        known = set(map(id, generators.values()))
+        own = _generators_in(trial.modules)
+        others = {name: generator for name, generator in own.items() if id(generator) not in known}
         self._put_back = list(generators)
-        self._generators = {
-            **{name: it for name, it in _generators_in(trial.modules).items() if id(it) not in known},
-            **generators,
-        }
+        self._generators = {**others, **generators}
         self._most_parts = most_parts
         self._bad_at = scale  # the scale at which it is known to be bad
         self._drawn: list[str] = []
@@ -78,15 +77,13 @@ class _Search:
         self._seconds = 0.0
         self._times: dict[tuple[torch.dtype, bool], float] = {}
 
-    # ------------------------------------------------------------------ replays
-
     def _run(self, dtype: torch.dtype, scale: float, window: Window | None = None, watch: Sequence = ()) -> Outcome:
         began = time.perf_counter()
         self._replays += 1
         try:
             outcome = self._trial.run(self._window if window is None else window, dtype, scale, watch=watch)
         except Exception as error:
-            raise _Raised(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}") from error
+            raise _Raised(f"{type(error).__name__}: {first_line(error)[:300]}") from error
         finally:
             self._seconds += time.perf_counter() - began
         if window is None:
@@ -96,20 +93,18 @@ class _Search:
     def _watched(self, dtype: torch.dtype, scale: float) -> tuple[Outcome, Origin | None]:
         trace = NonfiniteTrace(self._trial.modules, self._window, self._parameters(), self._generators)
         outcome = self._run(dtype, scale, watch=[trace])
-        self._drawn = [it for it in trace.drawn if it not in self._put_back]
-        self._drawn_again = [it for it in trace.drawn if it in self._put_back]
+        self._drawn = [name for name in trace.drawn if name not in self._put_back]
+        self._drawn_again = [name for name in trace.drawn if name in self._put_back]
         return outcome, find_origin(trace, outcome)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Each once, by name: those of the modules, and what optimizers hold beside them."""
-        names = {id(it): name for name, it in self._trial.modules.named_parameters()}
         found = dict(self._trial.modules.named_parameters())
+        known = set(map(id, found.values()))
         for key, optimizer in self._trial.optimizers().items():
-            held = [it for group in optimizer.param_groups for it in group["params"]]
-            found |= {f"{key}[{i}]": it for i, it in enumerate(held) if id(it) not in names}
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            found |= {f"{key}[{i}]": parameter for i, parameter in enumerate(held) if id(parameter) not in known}
         return found
-
-    # ------------------------------------------------------------------ the cause
 
     def report(self) -> NonfiniteReport:
         try:
@@ -119,9 +114,8 @@ class _Search:
         if outcome.is_finite:
             return self._of_finite(outcome)
         if origin is None:
-            return self._unplaced(
-                "not replayable", "The step is nonfinite again, but where that began could not be seen."
-            )
+            message = "The step is nonfinite again, but where that began could not be seen."
+            return self._unplaced("not replayable", message)
         try:
             cause, origin = self._cause(origin)
         except _Raised as error:
@@ -172,9 +166,8 @@ class _Search:
             if outcome.is_finite:
                 return cause, origin
             if not origin.is_gradient and outcome.loss_is_finite:
-                self._notes.append(
-                    "With 0 in its place the loss is finite and gradients are not: there is a second fault."
-                )
+                note = "With 0 in its place the loss is finite and gradients are not: there is a second fault."
+                self._notes.append(note)
                 return cause, origin
             other = self._watched(self._dtype, self._bad_at)[1]
         if other is None or other.external is not None:
@@ -190,8 +183,9 @@ class _Search:
 
     def _of_norm(self, outcome: Outcome) -> NonfiniteReport:
         """Every gradient is finite, and yet their norm is not: squares of more than 1.8e19 are beyond float32."""
-        name = max(outcome.gradients, key=lambda it: range_of(outcome.gradients[it]).largest or 0.0)
-        widest = range_of(outcome.gradients[name])
+        ranges = {name: range_of(gradient) for name, gradient in outcome.gradients.items()}
+        name = max(ranges, key=lambda name: ranges[name].largest or 0.0)
+        widest = ranges[name]
         cause = "model"
         if self._dtype != torch.float32:
             wide = self._run(torch.float32, 1.0)
@@ -201,15 +195,13 @@ class _Search:
         report.dtype, report.range, report.target = widest.dtype, [widest], "gradient norm"
         return report
 
-    # ------------------------------------------------------------------ the samples
-
     def _samples(self, origin: Origin, cause: str) -> tuple[list[Any], bool]:
         """The samples that do it, and whether these are all."""
         if origin.batch is None:
             return [], False
         batch = self._window[origin.batch]
         length = samples_in(batch)
-        shapes = frozenset(tuple(it.shape) for it in self._parameters().values())
+        shapes = frozenset(tuple(parameter.shape) for parameter in self._parameters().values())
         born = samples_in_rows(origin, length, is_list_of_samples(batch), shapes)
         found = born and self._that_matter(origin, batch, born, length)
         if found is None and cause in ("precision", "model") and origin.external is None:
@@ -222,16 +214,16 @@ class _Search:
             found = samples_by_parts(is_bad, length, self._most_parts)
         named: list[Any] = found or []
         if len(self._window) > 1:
-            named = [[origin.batch, it] for it in named]
+            named = [[origin.batch, sample] for sample in named]
         return named, len(named) == length > 1
 
     def _that_matter(self, origin: Origin, batch: Any, born: list[int], length: int) -> list[int]:
         """Those in which the value was not left out again, if with others in their place all is well indeed."""
         left = origin.passage.of(born)
-        innocent = [it for it in range(length) if it not in left]
+        innocent = [sample for sample in range(length) if sample not in left]
         if left == born or not innocent:
             return born
-        others = [innocent[it % len(innocent)] if it in left else it for it in range(length)]
+        others = [innocent[sample % len(innocent)] if sample in left else sample for sample in range(length)]
         try:
             changed = take_samples(batch, others, length)
             return born if self._is_bad(origin, changed, self._bad_at / len(self._window)) else left
@@ -246,12 +238,9 @@ class _Search:
             raise Inseparable from error
         return not (outcome.is_finite if origin.is_gradient else outcome.loss_is_finite)
 
-    # ------------------------------------------------------------------ the report
-
     def _unplaced(self, cause: str, message: str) -> NonfiniteReport:
-        report = NonfiniteReport(
-            cause, message, self._dtype, self._scale, drawn=self._drawn, put_back=self._drawn_again
-        )
+        report = NonfiniteReport(cause, message, self._dtype, self._scale)
+        report.drawn, report.put_back = self._drawn, self._drawn_again
         report.replays, report.seconds = self._replays, self._seconds
         return report
 
@@ -262,7 +251,7 @@ class _Search:
         report.line = None if origin.line is None else str(origin.line)
         report.external = None if origin.external is None else str(origin.external)
         if origin.external is not None and origin.external.tensor is not None:
-            report.range = [range_of(it.detach()) for it in plain_tensors(origin.external.tensor)]
+            report.range = [range_of(plain.detach()) for plain in plain_tensors(origin.external.tensor)]
         if origin.birth is not None:
             report.range, report.made = origin.birth.inputs, origin.birth.outputs
             report.function, report.node = origin.birth.function, origin.birth.node
@@ -275,8 +264,8 @@ class _Search:
 @contextmanager
 def _repaired(external: External) -> Iterator[None]:
     """Within it, 0 stands in place of what is nonfinite in the tensor."""
-    plain = [it.detach() for it in plain_tensors(external.tensor)]
-    kept = [it.clone() for it in plain]
+    plain = [tensor.detach() for tensor in plain_tensors(external.tensor)]
+    kept = [tensor.clone() for tensor in plain]
     try:
         for tensor in plain:
             # .data: what the recipe keeps of the tensor's graph may still be differentiated
@@ -290,13 +279,13 @@ def _repaired(external: External) -> Iterator[None]:
 def _generators_in(modules: nn.Module) -> dict[str, Any]:
     """The generators that modules have as attributes, by name."""
     return {
-        f"the generator {name}.{key}".replace(" .", " "): it
+        f"the generator {name}.{key}".replace(" .", " "): value
         for name, module in modules.named_modules()
-        for key, it in vars(module).items()
-        if isinstance(it, GENERATORS)
+        for key, value in vars(module).items()
+        if isinstance(value, GENERATORS)
     }
 
 
 def _norm(outcome: Outcome) -> float:
-    norms = [torch.linalg.vector_norm(it) for it in outcome.gradients.values()]
+    norms = list(map(torch.linalg.vector_norm, outcome.gradients.values()))
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0

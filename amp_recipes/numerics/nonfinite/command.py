@@ -30,7 +30,7 @@ _MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")
 
 def saved(command: Mapping[str, Any]) -> dict[str, Any]:
     """The command as a folder keeps it: secrets masked, with the sha256 of the files that it names, and signed."""
-    words, masked = _without_secrets([str(it) for it in command.get("words", ())])
+    words, masked = _without_secrets(list(map(str, command.get("words", ()))))
     kept = {**command, "words": words} if isinstance(command.get("words"), list | tuple) else dict(command)
     kept = {**kept, "masked": masked, "sha256": _digests(kept)}
     return {**kept, "signature": _signature(kept, make_key=True)}
@@ -144,9 +144,6 @@ def changed_files(command: Mapping[str, Any] | None) -> list[str]:
     return [word for word, digest in digests.items() if _digest(Path(command["cwd"]) / word) != digest]
 
 
-# ---------------------------------------------------------------------- secrets
-
-
 def _without_secrets(words: list[str]) -> tuple[list[str], list[str]]:
     """The words with MASK in place of what looks like a secret, and the names of what was masked."""
     kept: list[str] = []
@@ -188,12 +185,9 @@ def _is_secret(name: str) -> bool:
     return _SECRET.fullmatch(_CAMEL.sub("_", name)) is not None
 
 
-# ---------------------------------------------------------------------- files
-
-
 def _digests(command: Mapping[str, Any]) -> dict[str, str]:
     """sha256 of the script and of the YAML files among the words, by the words."""
-    words = [str(command.get("script", "")), *(str(it) for it in command.get("words", ()))]
+    words = [str(command.get("script", "")), *map(str, command.get("words", ()))]
     found = {}
     for word in dict.fromkeys(words):
         digest = _digest(Path(str(command.get("cwd", "."))) / word) if word.endswith((".py", ".yaml", ".yml")) else None

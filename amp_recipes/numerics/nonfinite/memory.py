@@ -7,7 +7,10 @@ make that more than a matter of names.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,90 +19,92 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from amp_recipes.files.user_code import Line
 from amp_recipes.numerics.nonfinite.values import FINITE, Birth, TensorRange, kind_of
 from amp_recipes.numerics.watch.observe import Place, op_name
+from amp_recipes.numerics.watch.op_kinds import names
 from amp_recipes.precision.torch_private import Op, schema_of
 
 # Ops that write all of what they change, and read none of it.
-_OVERWRITING = frozenset(
-    {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_"}
-    | {"log_normal_", "set_", "_foreach_copy_", "_foreach_zero_"}
+_OVERWRITING = names(
+    """
+    copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ set_
+    _foreach_copy_ _foreach_zero_
+    """
 )
 # Ops whose outputs are finite if all that they read is (and real), so that nobody needs to look.
-_HARMLESS = frozenset(
-    {"cat", "clone", "constant_pad_nd", "embedding", "flip", "gather", "index", "index_select", "repeat", "roll"}
-    | {"select_backward", "slice_backward", "sort", "stack", "take", "topk", "tril", "triu", "where", "masked_fill"}
-    | {"amax", "amin", "clamp", "clamp_max", "clamp_min", "hardtanh", "max", "max_pool2d_with_indices", "maximum"}
-    | {"abs", "ceil", "cos", "erf", "floor", "min", "minimum", "neg", "relu", "round", "sigmoid", "sign", "sin", "tanh"}
-    | {"_softmax", "threshold_backward", "trunc", "arange", "bernoulli", "eye", "new_ones", "new_zeros", "ones"}
-    | {"zeros", "ones_like", "zeros_like", "rand", "rand_like", "randn", "randn_like", "clamp_", "clamp_min_"}
-    | {"neg_", "relu_", "zero_"}
+_HARMLESS = names(
+    """
+    cat clone constant_pad_nd embedding flip gather index index_select repeat roll select_backward slice_backward sort
+    stack take topk tril triu where masked_fill amax amin clamp clamp_max clamp_min hardtanh max
+    max_pool2d_with_indices maximum abs ceil cos erf floor min minimum neg relu round sigmoid sign sin tanh _softmax
+    threshold_backward trunc arange bernoulli eye new_ones new_zeros ones zeros ones_like zeros_like rand rand_like
+    randn randn_like clamp_ clamp_min_ neg_ relu_ zero_
+    """
 )
-_UNWRITTEN = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
-_CASTS = frozenset(("_to_copy", "copy_"))
+_UNWRITTEN = names("empty empty_like empty_permuted empty_strided new_empty new_empty_strided")
+_CASTS = names("_to_copy copy_")
 
 # An event that wrote, or a tensor from outside, by its number; and how bad that was.
 Cause = tuple[int, int]
 
 
+@dataclass(slots=True, eq=False)
 class Written:
     """An op that wrote something. sources: all that it read; causes: of these, what was not finite.
 
-    rows: those of its output that are nonfinite, in the forward, where the output has as many rows as a batch.
+    shape, dtype, kind: of the worst tensor that it wrote. rows: those of its output that are nonfinite, in the forward,
+    where the output has as many rows as a batch.
     """
 
-    __slots__ = ("birth", "causes", "dtype", "kind", "line", "op", "place", "rows", "shape", "sources")
+    op: Op
+    place: Place
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: tuple[int, ...]
+    kind: int
+    causes: tuple[Cause, ...] = ()
+    birth: Birth | None = None
+    line: Line | None = None
+    rows: list[int] | None = None
+    batch: ClassVar[None] = None
 
-    def __init__(
-        self,
-        op: Op,
-        place: Place,
-        made: Tensor,
-        sources: tuple[int, ...],
-        kind: int,
-        causes: tuple[Cause, ...],
-        birth: Birth | None,
-        line: Line | None,
-        rows: list[int] | None,
-    ) -> None:
-        self.op, self.place, self.sources = op, place, sources
-        self.shape, self.dtype = tuple(made.shape), made.dtype
-        self.kind, self.causes, self.birth, self.line, self.rows = kind, causes, birth, line, rows
+    @property
+    def was_meant(self) -> bool:
+        """Whether the code said that it is to be infinite."""
+        return self.birth is not None and self.birth.told_to
 
 
+@dataclass(slots=True, eq=False)
 class Bad:
     """What an event wrote that is not finite, and from where to where among the storage's bytes.
 
     kind: None where it is to be looked at whenever it is read.
     """
 
-    __slots__ = ("end", "first", "kind", "number")
+    number: int
+    kind: int | None
+    first: float = 0
+    end: float = math.inf
 
-    def __init__(self, number: int, kind: int | None, first: float = 0, end: float = math.inf) -> None:
-        self.number, self.kind, self.first, self.end = number, kind, first, end
 
-
+@dataclass(slots=True, eq=False)
 class Memory:
     """One storage. last: the event that wrote it last; bad: who wrote what is not finite.
 
     The weak reference lets the memory go but keeps its address from being given to another storage.
     """
 
-    __slots__ = ("bad", "last", "weak")
-
-    def __init__(self, storage: torch.UntypedStorage, last: int) -> None:
-        self.weak = StorageWeakRef(storage)
-        self.last = last
-        self.bad: list[Bad] = []
+    weak: StorageWeakRef
+    last: int
+    bad: list[Bad] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
 class Read:
     """A tensor that an op reads. range: what it held, where it is known; overwritten: the op does not look at it."""
 
-    __slots__ = ("memory", "overwritten", "range", "tensor")
-
-    def __init__(self, tensor: Tensor, memory: Memory) -> None:
-        self.tensor, self.memory = tensor, memory
-        self.range: TensorRange | None = None
-        self.overwritten = False
+    tensor: Tensor
+    memory: Memory
+    range: TensorRange | None = None
+    overwritten: bool = False
 
     def kind(self) -> int:
         if self.overwritten:
@@ -117,23 +122,23 @@ class Read:
 class Facts:
     """What an op's schema and name say. mutated: position and name of the arguments that it changes."""
 
-    __slots__ = ("is_cast", "is_harmless", "is_unwritten", "mutated", "overwrites")
-
     def __init__(self, op: Op) -> None:
         name = op_name(op).rpartition("::")[2]
-        arguments = list(enumerate(schema_of(op).arguments))
-        changed = [(i, it) for i, it in arguments if it.alias_info is not None and it.alias_info.is_write]
-        if not changed and _is_batch_norm(name):
-            # It changes the statistics, which its schema does not say.
-            changed = [(i, it) for i, it in arguments if it.name in ("running_mean", "running_var")]
-        self.mutated = [(i, it.name) for i, it in changed]
-        self.overwrites = name in _OVERWRITING or all(it.is_out for _, it in changed)
+        self.mutated = _changed_by(name, schema_of(op).arguments)
+        changed = [schema_of(op).arguments[position] for position, _ in self.mutated]
+        self.overwrites = name in _OVERWRITING or all(argument.is_out for argument in changed)
         self.is_harmless, self.is_unwritten = name in _HARMLESS, name in _UNWRITTEN
         self.is_cast = name in _CASTS
 
 
-def _is_batch_norm(name: str) -> bool:
-    return "batch_norm" in name and "backward" not in name
+def _changed_by(name: str, arguments: Sequence[Any]) -> list[tuple[int, str]]:
+    """Position and name of the arguments that an op changes."""
+    aliases = [(i, argument) for i, argument in enumerate(arguments) if argument.alias_info is not None]
+    changed = [(i, argument.name) for i, argument in aliases if argument.alias_info.is_write]
+    if changed or "batch_norm" not in name or "backward" in name:
+        return changed
+    statistics = ("running_mean", "running_var")  # which it changes, though its schema does not say so
+    return [(i, argument.name) for i, argument in enumerate(arguments) if argument.name in statistics]
 
 
 facts_of = cache(Facts)
@@ -142,7 +147,7 @@ facts_of = cache(Facts)
 def writers_of(memory: Memory, tensor: Tensor) -> list[int]:
     """Who wrote something nonfinite into the bytes that `tensor` spans."""
     low, high = bytes_of(tensor)
-    return [it.number for it in memory.bad if it.first < high and low < it.end] or [memory.last]
+    return [bad.number for bad in memory.bad if bad.first < high and low < bad.end] or [memory.last]
 
 
 def bytes_of(tensor: Tensor) -> tuple[float, float]:

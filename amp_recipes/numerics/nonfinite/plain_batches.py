@@ -79,7 +79,7 @@ class PlainBatches:
 
 def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
     """The fields of a dataclass that are set, and what else stands on the object."""
-    for name in dict.fromkeys([*(it.name for it in fields(value)), *getattr(value, "__dict__", ())]):
+    for name in dict.fromkeys([*(each.name for each in fields(value)), *getattr(value, "__dict__", ())]):
         if hasattr(value, name):
             yield name, getattr(value, name)
 
@@ -105,9 +105,9 @@ def _made(kind: str, name: str, value: Any) -> Any:
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    if kind == "namedtuple" and _is_named_tuple(found) and len(found._fields) == len(value):
+    if isinstance(found, type) and kind == "namedtuple" and _is_tuple_of(found, len(value)):
         return tuple.__new__(found, value)
-    if kind == "dataclass" and _is_data_class(found) and _takes(found, value):
+    if isinstance(found, type) and kind == "dataclass" and is_dataclass(found) and _takes(found, value):
         made = object.__new__(found)
         for key, item in value.items():
             object.__setattr__(made, key, item)
@@ -118,14 +118,10 @@ def _made(kind: str, name: str, value: Any) -> Any:
     )
 
 
-def _is_named_tuple(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
-
-
-def _is_data_class(found: Any) -> bool:
-    return isinstance(found, type) and is_dataclass(found)
+def _is_tuple_of(found: type, length: int) -> bool:
+    return issubclass(found, tuple) and len(getattr(found, "_fields", ())) == length
 
 
 def _takes(found: type, values: dict[str, Any]) -> bool:
     """Whether objects of a dataclass can have these attributes."""
-    return not hasattr(found, "__slots__") or {it.name for it in fields(found)} >= values.keys()
+    return not hasattr(found, "__slots__") or {each.name for each in fields(found)} >= values.keys()

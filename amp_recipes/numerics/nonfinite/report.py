@@ -7,7 +7,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from amp_recipes.checkpoint.folder import (
 from amp_recipes.checkpoint.saving import write_folder
 from amp_recipes.checkpoint.state_format import pack_state, read_state
 from amp_recipes.data import to_device
-from amp_recipes.errors import CheckpointError
+from amp_recipes.errors import CheckpointError, listed
 from amp_recipes.files.run_files import refuse_link, write_atomically
 from amp_recipes.files.strict_json import as_it_is_read, encode_findings
 from amp_recipes.numerics.nonfinite import command as commands
@@ -43,6 +43,7 @@ _VERSION = 1
 _STATES = ("window", "random", "parameters", "buffers")
 _HERE = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
 MOST_BYTES = 1 << 30  # of a replay folder: weights, buffers and batches
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _PRIVATE = 0o600  # batches may be of persons
 _TEMPORARY = ".tmp-nonfinite-"
 
@@ -112,15 +113,12 @@ class NonfiniteReport:
 
     def as_dict(self) -> dict[str, Any]:
         """As strict JSON can hold it: names for dtypes, and "nan", "inf" and "-inf" for such numbers."""
-        found = {it.name: getattr(self, it.name) for it in fields(self) if it.name != "found"}
+        found = {name: value for name, value in vars(self).items() if name != "found"}
         found |= {"precision": dtype_name(self.precision), "message": self.message}
         for key in ("range", "made"):
-            found[key] = [{k: v for k, v in asdict(it).items() if k != "kind"} for it in found[key]]
+            found[key] = [{k: v for k, v in asdict(described).items() if k != "kind"} for described in found[key]]
         first = ("step", "module", "op", "phase", "dtype", "cause", "samples", "range", "message", "caveats")
-        return as_it_is_read({key: found[key] for key in (*first, *(it for it in found if it not in first))})
-
-
-# ---------------------------------------------------------------------- writing
+        return as_it_is_read({key: found[key] for key in (*first, *(name for name in found if name not in first))})
 
 
 def write_report(
@@ -151,10 +149,14 @@ def write_report(
         if target.exists():
             os.rename(target, Path(private) / "replaced")
             shutil.rmtree(Path(private) / "replaced", ignore_errors=True)  # makes room for the new one
-        content = report.as_dict()
-        refused = _write_replay(Path(private), target, report, trial, window, random, command, most_bytes)
-        content["replay"] = None if refused else target.name
-        content["no_replay"] = refused
+        try:
+            contents, meta = _to_keep(report, trial, window, random, command)
+            refused = _write_replay(Path(private), target, contents, meta, most_bytes)
+        except (OSError, CheckpointError) as error:
+            refused = str(error)
+        except Exception as error:  # whatever a batch holds: what was found out is written all the same
+            refused = f"{type(error).__name__}: {error}"
+        content = report.as_dict() | {"replay": None if refused else target.name, "no_replay": refused}
         _put(Path(private), file, encode_findings(content))
     return file if refused else target
 
@@ -167,34 +169,21 @@ def _put(private: Path, file: Path, content: bytes) -> None:
 
 
 def _write_replay(
-    private: Path,
-    target: Path,
-    report: NonfiniteReport,
-    trial: Trial,
-    window: Sequence[Any],
-    random: Sequence[torch.Tensor],
-    command: Mapping[str, Any] | None,
-    most_bytes: int,
+    private: Path, target: Path, contents: dict[str, Any], meta: dict[str, Any], most_bytes: int
 ) -> str | None:
-    """Write the folder; returns why there is none."""
-    try:
-        contents, meta = _to_keep(report, trial, window, random, command)
-        states = {name: pack_state(contents[name], f"{name} of the replay") for name in _STATES}
-        size = sum(it.tensor_bytes for it in states.values())
-        if size > most_bytes:
-            return (
-                f"weights, buffers and batches have {size / 1e9:.1f} GB, and a replay folder may have "
-                f"{most_bytes / 1e9:.1f} GB (most_bytes)"
-            )
-        written = private / target.name
-        write_folder(written, states, meta_as_json(_VERSION, _STATES, meta))
-        for file in written.iterdir():
-            file.chmod(_PRIVATE)
-        os.rename(written, target)
-    except (OSError, CheckpointError) as error:
-        return str(error)
-    except Exception as error:  # whatever a batch holds: what was found out is written all the same
-        return f"{type(error).__name__}: {error}"
+    """Write the folder; says so where it would be too large."""
+    states = {name: pack_state(contents[name], f"{name} of the replay") for name in _STATES}
+    size = sum(state.tensor_bytes for state in states.values())
+    if size > most_bytes:
+        return (
+            f"weights, buffers and batches have {size / 1e9:.1f} GB, and a replay folder may have "
+            f"{most_bytes / 1e9:.1f} GB (most_bytes)"
+        )
+    written = private / target.name
+    write_folder(written, states, meta_as_json(_VERSION, _STATES, meta))
+    for file in written.iterdir():
+        file.chmod(_PRIVATE)
+    os.rename(written, target)
     return None
 
 
@@ -206,12 +195,12 @@ def _to_keep(
     command: Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the files of the folder hold, and its `meta.json`."""
-    batches = PlainBatches.of(list(window))
+    batches, device = PlainBatches.of(list(window)), trial.device.type
     contents = {
         "window": {"values": batches.values, "forms": batches.forms},
         "random": list(random),
         "parameters": dict(trial.modules.named_parameters()),
-        "buffers": {name: it for name, it in trial.modules.named_buffers() if it is not None},
+        "buffers": dict(trial.modules.named_buffers()),
     }
     meta = {
         "report": report.as_dict(),
@@ -220,17 +209,9 @@ def _to_keep(
         "pins": pinned_modules(trial.modules),
         "left_out": batches.left_out,
         "command": None if command is None else commands.saved(command),
-        "versions": _versions(trial.device),
+        "versions": {**_HERE, "device": device if device != "cuda" else torch.cuda.get_device_name(trial.device)},
     }
     return contents, meta
-
-
-def _versions(device: torch.device) -> dict[str, str]:
-    where = device.type if device.type != "cuda" else torch.cuda.get_device_name(device)
-    return {**_HERE, "device": where}
-
-
-# ---------------------------------------------------------------------- and back
 
 
 @dataclass
@@ -264,10 +245,9 @@ class Replay:
         parameters, buffers = dict(modules.named_parameters()), dict(modules.named_buffers())
         problems = [*_misfits("parameter", parameters, self.parameters), *_misfits("buffer", buffers, self.buffers)]
         if problems:
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise CheckpointError(
-                f"{self.folder}: the model is not the one that the step was taken with: {'; '.join(problems[:5])}"
-                f"{more}. Use the script and the YAML of that run."
+                f"{self.folder}: the model is not the one that the step was taken with: {listed(problems)}. Use the "
+                "script and the YAML of that run."
             )
         for name, parameter in parameters.items():
             parameter.data.copy_(self.parameters[name])
@@ -290,8 +270,9 @@ class Replay:
         if self.command is not None and self.command.get("masked"):
             masked = ", ".join(self.command["masked"])
             lines.append(f"The folder holds no secrets: if the step needs {masked}, they must be given again.")
-        others = {name: it for name, it in _HERE.items() if self.versions.get(name) != it}
-        lines += [f"{name} is {it} here, and was {self.versions.get(name)}." for name, it in others.items()]
+        for name, version in _HERE.items():
+            if self.versions.get(name) != version:
+                lines.append(f"{name} is {version} here, and was {self.versions.get(name)}.")
         return "\n".join(lines)
 
 
@@ -346,7 +327,7 @@ def read_replay(folder: Path, device: torch.device | str = "cpu") -> Replay:
             random=states["random"],
             parameters=states["parameters"],
             buffers=states["buffers"],
-            dtype=_dtype(meta["precision"]),
+            dtype=_DTYPES[meta["precision"]],
             scale=float(meta["scale"]),
             pins=meta["pins"],
             command=meta["command"],
@@ -355,9 +336,8 @@ def read_replay(folder: Path, device: torch.device | str = "cpu") -> Replay:
             changed=commands.changed_files(meta["command"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder}: not a replay folder of this version ({type(error).__name__}: {error})."
-        ) from error
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder}: not a replay folder of this version ({what}).") from error
 
 
 def read_command(folder: Path) -> dict[str, Any]:
@@ -374,9 +354,8 @@ def read_command(folder: Path) -> dict[str, Any]:
 def _contents(folder: Path) -> Contents:
     folder = Path(folder)
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder} is no folder; expected one named nonfinite-<step>, in the run's output folder."
-        )
+        expected = "expected one named nonfinite-<step>, in the run's output folder"
+        raise CheckpointError(f"{folder} is no folder; {expected}.")
     try:
         contents = read_contents(folder)
         verify(folder, ["meta.json"])
@@ -385,7 +364,3 @@ def _contents(folder: Path) -> Contents:
     if contents.version != _VERSION or tuple(contents.names) != _STATES:
         raise CheckpointError(f"{folder}: not a replay folder of this version (it says {contents.version}).")
     return contents
-
-
-def _dtype(name: str) -> torch.dtype:
-    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]

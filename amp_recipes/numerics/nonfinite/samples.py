@@ -100,7 +100,7 @@ def samples_by_parts(is_bad: Callable[[list[int]], bool], length: int, most_runs
         culprits: list[int] = []
         while part:
             culprits.append(_one_of(part, asked))
-            rest = [it for it in range(length) if it not in culprits]
+            rest = [sample for sample in range(length) if sample not in culprits]
             part = rest if rest and asked(rest) else []
         return sorted(culprits) if asked(culprits) else None
     except Inseparable:

@@ -13,12 +13,13 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from amp_recipes.modules.torch_private import storage_id
 from amp_recipes.numerics.nonfinite.batch_samples import samples_in, tensors_by_path
@@ -39,12 +40,12 @@ from amp_recipes.numerics.nonfinite.values import (
     NAN,
     Birth,
     External,
+    bad_rows,
     has_infinity,
     is_float,
     kind_of,
     plain_tensors,
     range_of,
-    rows_at_least,
     witness,
 )
 from amp_recipes.numerics.watch.observe import Attribution, OpWatch
@@ -103,14 +104,12 @@ class NonfiniteTrace:
         now = self._states()
         self.drawn = [name for name, state in self._before.items() if state != now[name]]
 
-    # ------------------------------------------------------------------ at each op
-
     def about_to_see(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.target is not None:
             return
         facts = self._facts = facts_of(op)
         self._told.clear()
-        self._reads = [Read(it, self._memory_of(it)) for it in self._tensors((*args, *kwargs.values()))]
+        self._reads = [Read(tensor, self._memory_of(tensor)) for tensor in self._tensors((*args, *kwargs.values()))]
         self._changed: list[Tensor] = []
         for position, name in facts.mutated:
             self._changed += self._tensors((args[position] if position < len(args) else kwargs.get(name),))
@@ -118,7 +117,7 @@ class NonfiniteTrace:
             self._look_at_what_changes(facts)
 
     def _look_at_what_changes(self, facts: Facts) -> None:
-        changed = {id(it) for it in self._changed}
+        changed = set(map(id, self._changed))
         for read in self._reads:
             if id(read.tensor) in changed:
                 read.overwritten = facts.overwrites
@@ -151,18 +150,22 @@ class NonfiniteTrace:
         kind = max(kinds)
         made = written[kinds.index(kind)]
         sources = tuple({read.memory.last: None for read in self._reads})
-        if kind == FINITE:
-            return Written(op, self.at.here, made, sources, kind, (), None, None, None)
-        causes, birth = self._causes(kind), None
-        if kind not in [bad for _, bad in causes]:
-            causes += self._unseen(kind)
-            bad = [it for it, its_kind in zip(written, kinds, strict=True) if its_kind == kind]
-            birth = self._witness(op, args, bad, kind)
-        comes_in = birth is not None or self._come_from_outside(causes)
-        has_rows = made.ndim and made.shape[0] in self._lengths and graph_task() == -1
-        line = self.at.line if comes_in else None
-        rows = rows_at_least(made) if has_rows else None
-        return Written(op, self.at.here, made, sources, kind, causes, birth, line, rows)
+        event = Written(op, self.at.here, tuple(made.shape), made.dtype, sources, kind)
+        if kind != FINITE:
+            self._explain(event, op, args, [tensor for tensor, its in zip(written, kinds, strict=True) if its == kind])
+        return event
+
+    def _explain(self, event: Written, op: Op, args: tuple[Any, ...], bad: list[Tensor]) -> None:
+        """Note why what the op wrote is not finite. bad: the worst of it."""
+        kind = event.kind
+        event.causes = self._causes(kind)
+        if kind not in [found for _, found in event.causes]:
+            event.causes += self._unseen(kind)
+            event.birth = self._witness(op, args, bad, kind)
+        if event.birth is not None or self._come_from_outside(event.causes):
+            event.line = self.at.line
+        if bad[0].ndim and bad[0].shape[0] in self._lengths and graph_task() == -1:
+            event.rows = bad_rows(bad[0]).along.get(0)
 
     def _come_from_outside(self, causes: Iterable[Cause]) -> bool:
         return any(isinstance(self.events[number], External) for number, _ in causes)
@@ -184,7 +187,7 @@ class NonfiniteTrace:
 
     def _written(self, output: Any) -> list[Tensor]:
         """What the op changed, and those of its outputs that are not views of what it read."""
-        written, read = self._changed, {id(it.memory) for it in self._reads}
+        written, read = self._changed, {id(each.memory) for each in self._reads}
         for tensor in self._tensors((output,)):
             memory = self._memories.get(storage_id(tensor))
             if memory is None or id(memory) not in read:
@@ -194,22 +197,22 @@ class NonfiniteTrace:
     def _kinds(self, facts: Facts, written: list[Tensor]) -> list[int]:
         if facts.is_unwritten or self._keeps_finite(facts, written):
             return [FINITE] * len(written)
-        return [kind_of(it) for it in written]
+        return list(map(kind_of, written))
 
     def _keeps_finite(self, facts: Facts, written: list[Tensor]) -> bool:
         """Whether all that was read is finite, and the op makes nothing else of that; so nobody need look."""
         if self._told or not (facts.is_harmless or (facts.is_cast and self._widens(written[0]))):
             return False
-        read = [it for it in self._reads if not it.overwritten]
-        return not any(it.memory.bad or it.tensor.is_complex() for it in read)
+        reads = [read for read in self._reads if not read.overwritten]
+        return not any(read.memory.bad or read.tensor.is_complex() for read in reads)
 
     def _widens(self, written: Tensor) -> bool:
         """Whether a cast to the dtype of `written` keeps all that it reads finite."""
         if not written.dtype.is_floating_point:
             return True
         bound = torch.finfo(written.dtype).max
-        read = [it.tensor.dtype for it in self._reads if not it.overwritten]
-        return all(it.is_floating_point and torch.finfo(it).max <= bound for it in read)
+        dtypes = [read.tensor.dtype for read in self._reads if not read.overwritten]
+        return all(dtype.is_floating_point and torch.finfo(dtype).max <= bound for dtype in dtypes)
 
     def _causes(self, kind: int) -> tuple[Cause, ...]:
         """Who had written what was read and not finite."""
@@ -223,13 +226,13 @@ class NonfiniteTrace:
 
     def _unseen(self, kind: int) -> tuple[Cause, ...]:
         """The same for memory that somebody changed out of sight (NumPy, an extension) or that nobody ever wrote."""
-        reads = [it for it in self._reads if not it.memory.bad and is_float(it.tensor)]
-        return tuple((it.memory.last, min(found, kind)) for it in reads if (found := it.kind()) != FINITE)
+        reads = [read for read in self._reads if not read.memory.bad and is_float(read.tensor)]
+        return tuple((read.memory.last, min(found, kind)) for read in reads if (found := read.kind()) != FINITE)
 
     def _witness(self, op: Op, args: tuple[Any, ...], bad: list[Tensor], kind: int) -> Birth:
-        reads = [it for it in self._reads if not it.overwritten]
-        ranges = [it.range or range_of(it.tensor) for it in reads if is_float(it.tensor)]
-        whole = [it.tensor for it in reads if it.range is None]
+        reads = [read for read in self._reads if not read.overwritten]
+        ranges = [read.range or range_of(read.tensor) for read in reads if is_float(read.tensor)]
+        whole = [read.tensor for read in reads if read.range is None]
         birth = witness(op, args, ranges, whole, bad, kind, told_to=bool(self._told) or not reads)
         if self.at.here.phase == "recompute":
             birth.node = None  # that of the checkpoint, whose forward runs again
@@ -241,21 +244,19 @@ class NonfiniteTrace:
         if memory is None:
             if len(self._memories) >= self._prune_at:
                 self._forget_what_is_gone()
-            memory = self._memories[key] = Memory(storage, number)
+            memory = self._memories[key] = Memory(StorageWeakRef(storage), number)
         memory.last = number
         if memory.bad:
             first, end = bytes_of(tensor)
             if end - first == tensor.nbytes:  # without gaps
-                memory.bad = [it for it in memory.bad if it.first < first or end < it.end]
+                memory.bad = [bad for bad in memory.bad if bad.first < first or end < bad.end]
         if kind != FINITE:
             memory.bad.append(Bad(number, kind, *bytes_of(tensor)))
 
     def _forget_what_is_gone(self) -> None:
         """Nobody can read a storage that was freed; what wrote it stays among the events."""
-        self._memories = {key: it for key, it in self._memories.items() if not it.weak.expired()}
+        self._memories = {key: memory for key, memory in self._memories.items() if not memory.weak.expired()}
         self._prune_at = 2 * len(self._memories) + _FEW
-
-    # ------------------------------------------------------------------ what comes from outside
 
     def _nameable(self) -> Iterator[External]:
         """The tensors of which the trace knows what they are called."""
@@ -274,7 +275,7 @@ class NonfiniteTrace:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
         memory = self._memories.get(key)
         if memory is None:
-            memory = self._memories[key] = Memory(storage, len(self.events))
+            memory = self._memories[key] = Memory(StorageWeakRef(storage), len(self.events))
             self._take_in(tensor, storage, memory)
         return memory
 
@@ -284,9 +285,8 @@ class NonfiniteTrace:
         if named is None:
             # A constant, or what somebody keeps beside the model: looked at whenever it is read.
             memory.bad.append(Bad(len(self.events), None))
-            self.events.append(
-                External("tensor", "a tensor made outside of the step", tuple(tensor.shape), tensor.dtype)
-            )
+            what = "a tensor made outside of the step"
+            self.events.append(External("tensor", what, tuple(tensor.shape), tensor.dtype))
             return
         for external in named:
             for plain in plain_tensors(external.tensor):
@@ -330,7 +330,7 @@ class NonfiniteTrace:
 
     def _states(self) -> dict[str, Any]:
         states = {"Python's random": random.getstate(), "NumPy's global generator": np.random.get_state(legacy=False)}
-        states |= {name: generator_state(it) for name, it in self._generators.items()}
+        states |= {name: generator_state(generator) for name, generator in self._generators.items()}
         return {name: _hashable(state) for name, state in states.items()}
 
 
@@ -348,12 +348,7 @@ def _is_one_number(reads: Sequence[Read]) -> bool:
 
 def _begins_backward() -> bool:
     """Whether the op that runs now is autograd's own, before a backward."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == FIRST_GRADIENTS:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_name == FIRST_GRADIENTS for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def _as_tensor(array: np.ndarray) -> Tensor | None:

@@ -10,7 +10,8 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from traceback import walk_stack
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from amp_recipes.precision.torch_private import Op, graph_task, is_wrapper, runn
 FINITE, INFINITE, NAN = range(3)
 
 _MOST_INPUTS = 8  # of an op that are described: a `cat` may have hundreds
-_SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
+_SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,14 @@ class External:
     dtype: torch.dtype
     batch: int | None = None
     tensor: Tensor | None = None
+    birth: ClassVar[None] = None
+    causes: ClassVar[tuple] = ()
+    sources: ClassVar[tuple] = ()
+
+    @property
+    def was_meant(self) -> bool:
+        """Whether an infinity in it may be meant: in a constant, as in a mask."""
+        return self.kind == "tensor"
 
     def __str__(self) -> str:
         return self.name if self.kind in ("batch", "tensor") else f"{self.kind} {self.name}"
@@ -86,9 +95,6 @@ class Birth:
     function: str | None = None
 
 
-# ---------------------------------------------------------------------- values
-
-
 def is_float(tensor: Tensor) -> bool:
     """Whether its values can be nonfinite."""
     return tensor.is_floating_point() or tensor.is_complex()
@@ -101,7 +107,7 @@ def kind_of(tensor: Tensor) -> int:
     tensor = _comparable(tensor)
     if _has_finite_sum(tensor):
         return FINITE
-    low, high = (extreme.item() for extreme in torch.aminmax(tensor))
+    low, high = _extremes(tensor)
     if math.isnan(low):
         return NAN
     return FINITE if math.isfinite(low) and math.isfinite(high) else INFINITE
@@ -115,6 +121,12 @@ def _has_finite_sum(tensor: Tensor) -> bool:
     return not tensor.is_cpu and math.isfinite(tensor.sum(dtype=torch.float32).item())
 
 
+def _extremes(tensor: Tensor) -> tuple[float, float]:
+    """The least and the greatest value; NaN, both, where it holds one."""
+    low, high = torch.aminmax(tensor)
+    return low.item(), high.item()
+
+
 def has_infinity(tensor: Tensor) -> bool:
     """Whether it holds an infinity, beside NaN or not."""
     return bool(_comparable(tensor).isinf().any())
@@ -126,21 +138,13 @@ def range_of(tensor: Tensor) -> TensorRange:
     tensor = _comparable(tensor)
     if not tensor.numel():
         return TensorRange(name, shape, None, None)
-    low, high = (it.item() for it in torch.aminmax(tensor))
+    low, high = _extremes(tensor)
     if math.isfinite(low) and math.isfinite(high):
         return TensorRange(name, shape, low, high)
     kind = NAN if math.isnan(low) else INFINITE
     finite = tensor[tensor.isfinite()]
-    low, high = (it.item() for it in torch.aminmax(finite)) if finite.numel() else (None, None)
+    low, high = _extremes(finite) if finite.numel() else (None, None)
     return TensorRange(name, shape, low, high, tensor.numel() - finite.numel(), kind)
-
-
-def rows_at_least(tensor: Tensor) -> list[int]:
-    """The rows that hold something nonfinite, and perhaps some whose sum overflows: fast."""
-    tensor = _comparable(tensor)
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    sums = tensor.sum(tuple(range(1, tensor.ndim)), dtype=wide) if tensor.ndim > 1 else tensor
-    return sums.isfinite().logical_not().nonzero().flatten().tolist()
 
 
 def bad_rows(tensor: Tensor, kind: int | None = None) -> Rows:
@@ -158,7 +162,7 @@ def bad_rows(tensor: Tensor, kind: int | None = None) -> Rows:
 
 
 def _bad_along(tensor: Tensor, dimension: int, kind: int | None) -> list[int]:
-    others = [it for it in range(tensor.ndim) if it != dimension]
+    others = [other for other in range(tensor.ndim) if other != dimension]
     # Extremes carry NaN and infinity along, and cost a twentieth of asking each element.
     high, low = (tensor.amax(others), tensor.amin(others)) if others else (tensor, tensor)
     bad = high.isnan() if kind == NAN else high.isinf() | low.isinf()
@@ -173,9 +177,6 @@ def _comparable(tensor: Tensor) -> Tensor:
         wide = tensor if tensor.dtype is not torch.complex32 else tensor.to(torch.complex64)
         return torch.view_as_real(wide.resolve_conj())
     return tensor.float() if tensor.dtype.itemsize == 1 else tensor
-
-
-# ---------------------------------------------------------------------- tensors
 
 
 def plain_tensors(value: Any) -> Iterator[Tensor]:
@@ -193,9 +194,6 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
         yield value.values()
 
 
-# ---------------------------------------------------------------------- births
-
-
 def witness(
     op: Op,
     args: tuple[Any, ...],
@@ -210,16 +208,17 @@ def witness(
     inputs: of what it read (`read`), as it was before; bad: its outputs of that kind; told_to: as in Birth.
     """
     name = op_name(op)
-    of_finite = all(it.kind == FINITE for it in inputs)
+    node = running_node() if graph_task() != -1 else None
+    of_finite = all(given.kind == FINITE for given in inputs)
     return Birth(
         name,
         inputs[:_MOST_INPUTS],
-        [range_of(it) for it in bad],
+        list(map(range_of, bad)),
         # Infinities beside a NaN are as new as the NaN, unless they came in.
-        [bad_rows(it, None if of_finite else kind) for it in bad],
+        [bad_rows(tensor, None if of_finite else kind) for tensor in bad],
         told_to=told_to,
         masked_rows=kind == NAN and _has_masked_rows(name, args, read),
-        node=_node_name(),
+        node=None if node is None else node.name(),
         function=_users_function(),
     )
 
@@ -233,26 +232,17 @@ def _has_masked_rows(name: str, args: tuple[Any, ...], read: Sequence[Tensor]) -
         dimension = -1
     else:
         return False
-    return any(
-        it.is_floating_point() and it.ndim > 0 and it.numel() > 0 and bool((it.amax(dimension) == -math.inf).any())
-        for it in read
-    )
-
-
-def _node_name() -> str | None:
-    node = running_node() if graph_task() != -1 else None
-    return None if node is None else node.name()
+    filled = [tensor for tensor in read if tensor.is_floating_point() and tensor.ndim and tensor.numel()]
+    return any(bool((tensor.amax(dimension) == -math.inf).any()) for tensor in filled)
 
 
 def _users_function() -> str | None:
     """The name of the autograd.Function, not torch's own, whose forward or backward runs now."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         code = frame.f_code
         if code.co_name in ("forward", "backward", "setup_context") and code.co_argcount:
             context = frame.f_locals.get(code.co_varnames[0])
             function = users_function(context) if isinstance(context, FunctionCtx) else None
             if function is not None and not function.__module__.startswith("torch."):
                 return function.__name__
-        frame = frame.f_back
     return None

@@ -15,23 +15,15 @@ from amp_recipes.numerics.nonfinite.trace import NonfiniteTrace
 from amp_recipes.numerics.nonfinite.values import INFINITE, NAN, Birth, External, kind_of
 from amp_recipes.numerics.trial import Outcome
 from amp_recipes.numerics.watch.observe import OUTSIDE, Place, dtype_name, op_name
+from amp_recipes.numerics.watch.op_kinds import names
 
 _MOST_ANCESTORS = 400  # that are asked for their shape
 # Ops whose output may have its rows in another order than what they read.
-_SHUFFLING = frozenset(
-    {
-        "cat",
-        "copy_",
-        "embedding",
-        "flip",
-        "gather",
-        "index",
-        "index_put",
-        "index_put_",
-        "index_select",
-        "_index_put_impl_",
-    }
-    | {"roll", "scatter", "scatter_", "scatter_add", "scatter_add_", "sort", "stack", "take", "topk", "argsort"}
+_SHUFFLING = names(
+    """
+    cat copy_ embedding flip gather index index_put index_put_ index_select _index_put_impl_ roll scatter scatter_
+    scatter_add scatter_add_ sort stack take topk argsort
+    """
 )
 
 
@@ -46,10 +38,9 @@ class Passage:
         lineage: dict[int, set[int]] = {self._birth: set(samples)}
         shuffled: set[int] = set()  # where a row may be another sample's
         for number in range(self._birth + 1, self._target + 1):
-            event = self._events[number]
-            parents = [it for it, _ in event.causes if it in lineage] if isinstance(event, Written) else []
+            parents = [parent for parent, _ in self._events[number].causes if parent in lineage]
             if parents:
-                lineage[number] = set().union(*(lineage[it] for it in parents))
+                lineage[number] = set().union(*(lineage[parent] for parent in parents))
                 self._follow_rows(number, parents, lineage, shuffled)
         return sorted(lineage.get(self._target, ())) or samples
 
@@ -123,15 +114,15 @@ def find_origin(trace: NonfiniteTrace, outcome: Outcome) -> Origin | None:
             return _origin(trace, "loss", trace.causes_of(loss))
     if outcome.is_finite:
         return None
-    name = next(name for name, it in outcome.gradients.items() if kind_of(it))
+    name = next(name for name, gradient in outcome.gradients.items() if kind_of(gradient))
     return _origin(trace, f"gradient of {name}", _all_that_may_be_gradients(trace.events))
 
 
 def _all_that_may_be_gradients(events: list[Written | External]) -> list[Cause]:
     """What the backward wrote: the recipe took its gradients from autograd.grad, and all of it may be one."""
-    bad = [(number, it) for number, it in enumerate(events) if isinstance(it, Written) and it.kind]
-    of_backward = [(number, it) for number, it in bad if it.place.phase == "backward"]
-    return [(number, it.kind) for number, it in of_backward or bad]  # or it spoiled them afterwards
+    bad = [(number, event) for number, event in enumerate(events) if isinstance(event, Written) and event.kind]
+    of_backward = [(number, event) for number, event in bad if event.place.phase == "backward"]
+    return [(number, event.kind) for number, event in of_backward or bad]  # or it spoiled them afterwards
 
 
 def _origin(trace: NonfiniteTrace, target: str, causes: Iterable[Cause]) -> Origin | None:
@@ -156,7 +147,7 @@ class _Walk:
             towards[cause] = consumer
             further = self._further(cause)
             if further:
-                queue.extend((it, cause) for it in further)
+                queue.extend((earlier, cause) for earlier in further)
             else:
                 found += self._ends(cause, _path(cause, towards))
         return found
@@ -164,32 +155,26 @@ class _Walk:
     def _further(self, cause: Cause) -> Sequence[Cause]:
         """Where a nonfinite value came from, as far as it was of the same kind; an infinity may come of NaN, too."""
         number, kind = cause
-        event = self._events[number]
-        if isinstance(event, External):
-            return ()
-        return [it for it in event.causes if it[1] == kind] or (event.causes if kind == INFINITE else ())
+        causes = self._events[number].causes
+        return [cause for cause in causes if cause[1] == kind] or (causes if kind == INFINITE else ())
 
     def _ends(self, cause: Cause, path: tuple[Cause, ...]) -> list[_Root]:
         number, kind = cause
         event = self._events[number]
-        if isinstance(event, External):
-            return [_Root(path, event.kind == "tensor" and kind == INFINITE)]
         if event.causes:
             return self._of_infinities(event, path)
-        put_there = kind == INFINITE and event.birth is not None and event.birth.told_to
-        return [_Root(path, put_there)]
+        return [_Root(path, kind == INFINITE and event.was_meant)]
 
     def _of_infinities(self, event: Written, path: tuple[Cause, ...]) -> list[_Root]:
         """Where NaN that came of infinities began: with an infinity that nobody wanted, or else with the NaN itself."""
-        roots = [_Root(it.path + path, it.harmless) for it in self.roots(event.causes)]
+        roots = [_Root(root.path + path, root.harmless) for root in self.roots(event.causes)]
         masked = event.birth is not None and event.birth.masked_rows
-        unwanted = [it for it in roots if not it.harmless and not (masked and self._may_mask(it.number))]
+        unwanted = [root for root in roots if not root.harmless and not (masked and self._may_mask(root.number))]
         return unwanted or [_Root(path, False)]
 
     def _may_mask(self, number: int) -> bool:
         """Whether an infinity can be a mask, since no weight has a part in it."""
-        sources = (self._events[it] for it in self._before(number))
-        return not any(isinstance(it, External) and it.kind == "parameter" for it in sources)
+        return not any(self._events[source].kind == "parameter" for source in self._before(number))
 
     def _before(self, number: int) -> Iterator[int]:
         """The event and all that it was made from, nearest first."""
@@ -197,11 +182,9 @@ class _Walk:
         while queue:
             number = queue.popleft()
             yield number
-            event = self._events[number]
-            for source in event.sources if isinstance(event, Written) else ():
-                if source not in seen:
-                    seen.add(source)
-                    queue.append(source)
+            new = [source for source in self._events[number].sources if source not in seen]
+            seen.update(new)
+            queue.extend(new)
 
     def time_of(self, root: _Root) -> int:
         """When it began to matter: an external tensor, when it was first read."""
@@ -211,29 +194,27 @@ class _Walk:
     def describe(self, target: str, root: _Root) -> Origin:
         """The origin, in names."""
         first = self._events[root.number]
-        written = [event for number, _ in root.path if isinstance(event := self._events[number], Written)]
-        passage = Passage(self._events, root.number, root.path[-1][0])
+        ops = [event for number, _ in root.path if isinstance(event := self._events[number], Written)]
+        place, op, line = Place(OUTSIDE, "forward"), "", None
+        if ops:
+            place, op, line = ops[0].place, op_name(ops[0].op), ops[0].line
         made_from = self._made_from(root)
-        batches = [it.batch for it in made_from if isinstance(it, External) and it.batch is not None]
-        found = {
-            "target": target,
-            "nan": root.path[0][1] == NAN,
-            "chain": _without_repeats(event.place.module for event in written),
-            "shapes": [it.shape for it in made_from[:_MOST_ANCESTORS]],
-            "passage": passage,
-            # Of several (gradients that accumulate), the newest: those before were well.
-            "batch": max(batches, default=None),
-            "place": Place(OUTSIDE, "forward"),
-            "op": "",
-            "line": None,
-        }
-        if written:
-            found |= {"place": written[0].place, "op": op_name(written[0].op), "line": written[0].line}
-        if isinstance(first, Written):
-            return Origin(**found, dtype=dtype_name(first.dtype), birth=first.birth, external=None)
-        if first.kind == "batch":
-            found["batch"] = first.batch
-        return Origin(**found, dtype=dtype_name(first.dtype), birth=None, external=first)
+        # Of several batches (gradients that accumulate), the newest: those before were well.
+        newest = max((event.batch for event in made_from if event.batch is not None), default=None)
+        return Origin(
+            target,
+            place=place,
+            op=op,
+            dtype=dtype_name(first.dtype),
+            nan=root.path[0][1] == NAN,
+            birth=first.birth,
+            external=first if isinstance(first, External) else None,
+            chain=[module for module, _ in groupby(event.place.module for event in ops)],
+            batch=newest if first.batch is None else first.batch,
+            shapes=[event.shape for event in made_from[:_MOST_ANCESTORS]],
+            line=line,
+            passage=Passage(self._events, root.number, root.path[-1][0]),
+        )
 
     def _made_from(self, root: _Root) -> list[Written | External]:
         """What the root was made from, nearest first; of an external tensor also what was read together with it."""
@@ -241,11 +222,6 @@ class _Walk:
         if isinstance(self._events[root.number], External) and len(root.path) > 1:
             numbers += self._before(root.path[1][0])
         return [self._events[number] for number in numbers]
-
-
-def _without_repeats(names: Iterable[str]) -> list[str]:
-    """The names in order, those that follow one another once."""
-    return [name for name, _ in groupby(names)]
 
 
 def _path(cause: Cause, towards: dict[Cause, Cause | None]) -> tuple[Cause, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from amp_recipes.errors import listed
 from amp_recipes.numerics.nonfinite.values import Birth, TensorRange
 from amp_recipes.numerics.nonfinite.walk import Origin
 from amp_recipes.numerics.watch.observe import OUTSIDE
@@ -15,28 +16,21 @@ _MOST_NAMED = 8  # samples, modules
 
 # By the op, or the op whose backward it was: where it is not defined, and the cure at any precision.
 _EDGES = {
-    ("sqrt", "rsqrt"): "the root has no slope at 0 and no value below: add an eps inside it",
-    ("norm", "linalg_vector_norm", "cdist", "_cdist"): "a norm has no slope at 0: add an eps to what it is taken of",
-    (
-        "log",
-        "log2",
-        "log10",
-        "xlogy",
-    ): "the log of 0 is -inf, and its slope inf: clamp what it is taken of, or add an eps",
-    ("div", "reciprocal"): "it divides by 0, or nearly: add an eps to the divisor",
-    ("acos", "asin", "atanh", "acosh"): "it has no slope at its ends: clamp its input further inside",
-    ("pow",): "a power may have no slope, or no value, at 0: clamp its base, or add an eps",
-    ("binary_cross_entropy",): "it takes logs of probabilities: use binary_cross_entropy_with_logits",
+    "sqrt rsqrt": "the root has no slope at 0 and no value below: add an eps inside it",
+    "norm linalg_vector_norm cdist _cdist": "a norm has no slope at 0: add an eps to what it is taken of",
+    "log log2 log10 xlogy": "the log of 0 is -inf, and its slope inf: clamp what it is taken of, or add an eps",
+    "div reciprocal": "it divides by 0, or nearly: add an eps to the divisor",
+    "acos asin atanh acosh": "it has no slope at its ends: clamp its input further inside",
+    "pow": "a power may have no slope, or no value, at 0: clamp its base, or add an eps",
+    "binary_cross_entropy": "it takes logs of probabilities: use binary_cross_entropy_with_logits",
 }
-_OVERFLOWS = {
-    ("exp", "exp2", "expm1", "sinh", "cosh"): "exp of something large: clamp it, or subtract its maximum first"
-}
+_OVERFLOWS = {"exp exp2 expm1 sinh cosh": "exp of something large: clamp it, or subtract its maximum first"}
 
 
 def message_of(origin: Origin, cause: str, samples: Sequence, all_samples: bool, notes: Sequence[str]) -> str:
     """The whole message: what, where, of what, in which samples, why, and what to do."""
     parts = [_birth(origin), _way(origin), _samples(samples, all_samples), *notes, _why(origin, cause)]
-    return " ".join(it for it in parts if it)
+    return " ".join(filter(None, parts))
 
 
 def not_replayable(drawn: Sequence[str], several_optimizers: bool, device_type: str) -> str:
@@ -100,8 +94,7 @@ def _given(birth: Birth | None) -> str:
         return ": the memory was changed out of sight, or was never written"
     if birth.masked_rows:
         return ": all of a row is masked (-inf), and the softmax of nothing is NaN"
-    ranges = [_range(it) for it in birth.inputs]
-    return f": inputs {'; '.join(ranges)}" if ranges else ""
+    return f": inputs {'; '.join(map(_range, birth.inputs))}" if birth.inputs else ""
 
 
 def _range(given: TensorRange) -> str:
@@ -111,7 +104,7 @@ def _range(given: TensorRange) -> str:
 
 
 def _way(origin: Origin) -> str:
-    through = [it or "the model itself" for it in origin.chain[1:]]
+    through = [module or "the model itself" for module in origin.chain[1:]]
     if len(through) > _MOST_NAMED:
         through = [*through[:3], "...", *through[-3:]]
     way = f", by way of {' -> '.join(through)}" if through else ""
@@ -130,10 +123,9 @@ def _samples(samples: Sequence, all_samples: bool) -> str:
     if all_samples:
         return "All samples of the batch do it."
     pairs = isinstance(samples[0], list)
-    named = ", ".join(f"{it[1]} of batch {it[0]}" if pairs else str(it) for it in samples[:_MOST_NAMED])
-    more = f" and {len(samples) - _MOST_NAMED} more" if len(samples) > _MOST_NAMED else ""
+    named = listed((f"{sample[1]} of batch {sample[0]}" if pairs else sample for sample in samples), _MOST_NAMED)
     whole = "window" if pairs else "batch"
-    return f"Sample{'s' if len(samples) > 1 else ''} {named}{more} (counted from 0) of the {whole} did it."
+    return f"Sample{'s' if len(samples) > 1 else ''} {named} (counted from 0) of the {whole} did it."
 
 
 def _why(origin: Origin, cause: str) -> str:
@@ -163,7 +155,7 @@ def _overflow(origin: Origin) -> str:
     if _advice(origin, _EDGES) is not None:
         return f" In {origin.dtype} its input is rounded to where it has no value, or no slope."
     bound = torch.finfo(getattr(torch, origin.dtype)).max
-    largest = max((it.largest for it in origin.birth.inputs if it.largest is not None), default=0.0)
+    largest = _largest_input(origin.birth)
     if largest > bound:
         return f" Its input of up to {largest:.4g} is beyond {origin.dtype} (at most {bound:.5g})."
     return "" if origin.nan else f" Its result is beyond {origin.dtype} (at most {bound:.5g})."
@@ -191,14 +183,14 @@ def _cure(origin: Origin) -> str:
     return f"{_overflow(origin)} Look at what comes into it, lower the learning rate, or clip the gradients more."
 
 
-def _advice(origin: Origin, advices: dict[tuple[str, ...], str]) -> str | None:
+def _advice(origin: Origin, advices: dict[str, str]) -> str | None:
     """What is said of the op whose backward it was, or else of the op itself."""
     forward = _forward_name(origin.birth)
     if not forward and _is_large_square(origin):
         return None  # not its edge, but a square of something large
     for name in (forward, origin.op.rpartition("::")[2].rstrip("_")):
         for names, advice in advices.items():
-            if name in names:
+            if name in names.split():
                 return advice
     return None
 
@@ -212,4 +204,8 @@ def _forward_name(birth: Birth | None) -> str:
 def _is_large_square(origin: Origin) -> bool:
     if origin.nan or origin.birth is None or not origin.op.startswith("aten::pow"):
         return False
-    return max((it.largest or 0.0 for it in origin.birth.inputs), default=0.0) > 1.0
+    return _largest_input(origin.birth) > 1.0
+
+
+def _largest_input(birth: Birth) -> float:
+    return max((given.largest or 0.0 for given in birth.inputs), default=0.0)

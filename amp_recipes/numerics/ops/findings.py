@@ -107,8 +107,8 @@ class _Run:
     """One call: what its kernels were given, what it returned, or what it raised."""
 
     made: tuple[torch.dtype, ...]
-    kernels: frozenset[str]
-    computed: frozenset[torch.dtype]
+    kernels: set[str]
+    computed: set[torch.dtype]
     outputs: tuple[torch.dtype, ...]
     error: str | None
     kernel_raised: bool  # the error comes from one of `kernels`
@@ -148,10 +148,10 @@ class _Kernels(DispatchMode):
             self._watching = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self._watching or bare_op_name(func) not in self._wanted:
+        kwargs, name = kwargs or {}, bare_op_name(func)
+        if not self._watching or name not in self._wanted:
             return func(*args, **kwargs)
-        self.seen.add(bare_op_name(func))  # before it runs, because it may raise
+        self.seen.add(name)  # before it runs, because it may raise
         self.computed.update(_computes_in(func, args, kwargs))
         try:
             return func(*args, **kwargs)
@@ -182,16 +182,9 @@ class _Prober:
             off[turn] = self._run(call, wanted, dtypes, enabled=False)
         found, turn = self._verdict(on, off)
         shown = on[turn]
-        return OpFinding(
-            name,
-            listed,
-            found,
-            inputs=_short(shown.made),
-            computed=_short(sorted(shown.computed, key=str)),
-            outputs=_short(shown.outputs),
-            error=shown.error,
-            note=self._note(name, found, shown),
-        )
+        computed = _short(sorted(shown.computed, key=str))
+        dtypes = (_short(shown.made), computed, _short(shown.outputs))
+        return OpFinding(name, listed, found, *dtypes, shown.error, self._note(name, found, shown))
 
     def _run(self, call: Call, wanted: frozenset[str], dtypes: tuple[torch.dtype, ...], enabled: bool) -> _Run:
         kernels = _Kernels(wanted)
@@ -203,8 +196,7 @@ class _Prober:
                 outputs = tuple(_floating(call(given)))
         except Exception as cause:  # an op that this build or device lacks is a finding, too
             error = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
-        seen, computed = frozenset(kernels.seen), frozenset(kernels.computed)
-        return _Run(tuple(given.made), seen, computed, outputs, error, kernels.raised)
+        return _Run(tuple(given.made), kernels.seen, kernels.computed, outputs, error, kernels.raised)
 
     def _autocast(self, enabled: bool) -> AbstractContextManager:
         if self._live:

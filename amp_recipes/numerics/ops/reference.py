@@ -243,11 +243,9 @@ def _best_device_type() -> str:
 
 
 def _features() -> dict[str, bool]:
-    flags = getattr(torch.cpu, "get_capabilities", dict)()
+    flags = torch.cpu.get_capabilities()
     return {feature: bool(flags[feature]) for feature in _FEATURES if feature in flags}
 
-
-# ---------------------------------------------------------------------- the printed page
 
 _WIDTH = 100
 _TITLES = {
@@ -325,7 +323,7 @@ def _paragraphs(findings: list[OpFinding]) -> Iterator[str]:
         alike.setdefault(_what_happens(finding), []).append(finding.name)
     for happens, names in alike.items():
         yield from _wrapped(f"  {happens}:", rest="    ")
-        yield from _wrapped(f"      {'  '.join(names)}", rest="      ")
+        yield from _listed(names)
 
 
 def _what_happens(finding: OpFinding) -> str:
@@ -348,7 +346,7 @@ def _gap_lines(reference: OpReference) -> Iterator[str]:
     for (here, on_cuda), names in gaps.items():
         there = f"{on_cuda} on cuda" if on_cuda != AS_GIVEN else "on no list of cuda"
         yield f"  {here} here, {there} ({len(names)}):"
-        yield from _wrapped(f"      {'  '.join(names)}", rest="      ")
+        yield from _listed(names)
 
 
 def _difference_lines(reference: OpReference) -> Iterator[str]:
@@ -365,7 +363,11 @@ def _difference_lines(reference: OpReference) -> Iterator[str]:
             yield from _wrapped(f"  {names[0]}: {what}", rest="    ")
         else:
             yield from _wrapped(f"  {what} ({len(names)}):", rest="    ")
-            yield from _wrapped(f"      {'  '.join(names)}", rest="      ")
+            yield from _listed(names)
+
+
+def _listed(names: list[str]) -> list[str]:
+    return _wrapped(f"      {'  '.join(names)}", rest="      ")
 
 
 def _cut(text: str, width: int = 80) -> str:
@@ -373,6 +375,4 @@ def _cut(text: str, width: int = 80) -> str:
 
 
 def _wrapped(text: str, rest: str = "  ") -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
-    )
+    return textwrap.wrap(text, _WIDTH, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)

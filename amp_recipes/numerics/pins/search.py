@@ -97,29 +97,19 @@ class PinSearch:
 
     def as_dict(self) -> dict[str, Any]:
         """As in `diagnosis.json`: numbers that are not finite as strings."""
-        found = {
-            "modules": self.modules,
+        left_out = ("worst", "without", "needed", "proof", "already")
+        found = {name: value for name, value in vars(self).items() if name not in left_out}
+        found |= {
             "fp32_modules": self.fp32_modules,
-            "tolerance": self.tolerance,
-            "error": self.error,
             "error_without": self.error_without,
-            "held_out_error": self.held_out_error,
             "worst_tensor": None if self.worst is None else self.worst.as_dict(),
             "tensor_tolerance": TENSOR_TOLERANCE,
             "bias": None if self.worst is None else self.worst.bias,
-            "bias_tolerance": self.bias_tolerance,
             "decision": self.decision,
-            "undecided": self.undecided,
             "steps": self.steps,
             "training": self.training,
             "training_detail": self.proof.detail,
             "curves": {"reference": self.proof.reference, "pinned": self.proof.low},
-            "cost_time": self.cost_time,
-            "cost_memory": self.cost_memory,
-            "verified": self.verified,
-            "superfluous": self.superfluous,
-            "runs": self.runs,
-            "notes": self.notes,
         }
         return as_it_is_read(found)
 
@@ -214,8 +204,6 @@ class _Search:
         except _OutOfTime:
             found.undecided = f"the time was used up after {found.runs} steps of the search"
         return found
-
-    # ------------------------------------------------------------------ the set
 
     def _find(self, order: list[str]) -> bool:
         """Whether there is a set that holds on all windows: `found.modules`. One that fails is searched on as well."""
@@ -341,8 +329,6 @@ class _Search:
             return sums.fail()
         self._seconds[self._dtype] = low.seconds
         return sums.add(low, reference)
-
-    # ------------------------------------------------------------------ the proof
 
     def _prove(self, steps: int) -> None:
         found = self.found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from traceback import walk_tb
 
 import torch
 from torch import nn
@@ -67,10 +68,9 @@ def _failure(trial: Trial, window: Window, dtype: torch.dtype, pins: list[str]) 
 def _innermost_module(error: BaseException, modules: nn.Module) -> str | None:
     """The name of the innermost module whose method raised the error; None if it came from outside of all."""
     names = {id(module): name for name, module in modules.named_modules() if name}
-    found, trace = None, error.__traceback__
-    while trace is not None:
-        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
-        trace = trace.tb_next
+    found = None
+    for frame, _ in walk_tb(error.__traceback__):
+        found = names.get(id(frame.f_locals.get("self")), found)
     return found
 
 

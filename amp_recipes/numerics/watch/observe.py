@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import ExitStack
 from threading import get_ident
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -191,9 +192,8 @@ class Attribution:
 
     def _recomputing(self) -> tuple[bool, str | None]:
         """Whether a checkpoint's recompute runs, and of which module's own code: what was not in a module's call."""
-        frame = sys._getframe(1)
         name = None
-        while frame is not None:
+        for frame, _ in walk_stack(sys._getframe(1)):
             code = frame.f_code
             if code.co_filename == checkpoint.__file__:
                 return True, name
@@ -201,7 +201,6 @@ class Attribution:
                 return False, None
             if name is None and "self" in code.co_varnames + code.co_freevars:
                 name = self._names.get(id(frame.f_locals.get("self")))
-            frame = frame.f_back
         return False, None
 
     def _place(self, module: str, phase: Phase) -> Place:
@@ -292,9 +291,8 @@ class OpWatch(DispatchMode):
 
 def _asking_frame(frame: FrameType) -> FrameType:
     """Whose op is dispatched: the frame outside of the instrument that `frame` belongs to."""
-    outer: FrameType | None = frame
-    while outer is not None and outer.f_code.co_name != "__torch_dispatch__":
-        outer = outer.f_back
+    dispatching = (outer for outer, _ in walk_stack(frame) if outer.f_code.co_name == "__torch_dispatch__")
+    outer = next(dispatching, None)
     return frame if outer is None or outer.f_back is None else outer.f_back
 
 

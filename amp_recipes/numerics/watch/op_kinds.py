@@ -52,11 +52,6 @@ class OpKind:
     cast casts. is_plain_view: one tensor in, one of the same dtype out. is_counted: whether it is a computation.
     """
 
-    __slots__ = (
-        *("base", "doing", "is_cast", "is_counted", "is_plain_view", "is_product", "is_sum", "leading", "name"),
-        *("op", "positions", "source", "writes_into"),
-    )
-
     def __init__(self, op: Any) -> None:
         self.op = op
         self.leading = 0

@@ -18,6 +18,7 @@ from torch import nn
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.trial import Trial, Window
 from amp_recipes.numerics.watch.observe import Attribution, OpWatch, op_name
+from amp_recipes.numerics.watch.op_kinds import names
 from amp_recipes.precision.torch_private import Op
 
 _LARGEST = torch.finfo(torch.float16).max
@@ -29,8 +30,10 @@ _BIAS, _BINS = 160, 320  # of the histogram: exponents from -160 to 159
 _HEADROOM = 8
 # The window opens where fp16 flushes less than this share beyond what is zero in bf16 already.
 _ACCEPTED = 1e-3
-_MOVED = {"view", "t", "transpose", "detach", "_unsafe_view", "permute", "expand", "unbind", "select", "clone", "slice"}
-_MOVED |= {"as_strided", "stack", "unsqueeze", "squeeze", "zeros", "zeros_like", "reshape", "alias", "split", "chunk"}
+_MOVED = names(
+    "view t transpose detach _unsafe_view permute expand unbind select clone slice as_strided stack unsqueeze squeeze "
+    "zeros zeros_like reshape alias split chunk"
+)
 
 
 @dataclass

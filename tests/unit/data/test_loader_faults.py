@@ -240,7 +240,8 @@ def test_a_killed_worker_is_named_with_its_signal_and_its_sample():
     assert "Training set: loader worker 0 (pid " in str(error)
     assert "was killed by SIGKILL while it read sample 5 (clips/5.wav)" in str(error)
     assert "memory" in str(error)
-    assert "DataLoader worker" in str(error.__cause__)  # torch's own words
+    # torch's own words, or those of the connection to the worker, if that was in use.
+    assert "DataLoader worker" in str(error.__cause__) or isinstance(error.__cause__, (ConnectionError, EOFError))
 
 
 def test_a_worker_that_leaves_is_named_with_its_exit_code():

@@ -1,8 +1,9 @@
 """What a recipe keeps on its Brain comes back; what it only set, or what others save, is left alone."""
 
+import copy
 import random
 import tempfile
-from collections import Counter, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +90,33 @@ def test_what_cannot_be_kept_is_told_where_it_may_change(caplog):
 def test_a_plain_value_that_training_sets_comes_back(value):
     other = moved(recipe(), lambda made: setattr(made, "kept", value))
     assert other.kept == value
+
+
+GROWING = {
+    "list": ([1], lambda kept: kept.append(2)),
+    "dict": ({"a": 1}, lambda kept: kept.update(b=2)),
+    "set": ({1}, lambda kept: kept.add(2)),
+    "deque": (deque([1]), lambda kept: kept.append(2)),
+    "Counter": (Counter("a"), lambda kept: kept.update("b")),
+    "defaultdict": (defaultdict(list, a=[1]), lambda kept: kept["b"].append(2)),
+    "OrderedDict": (OrderedDict(a=1), lambda kept: kept.update(b=2)),
+    "a set in a list": ([{1}], lambda kept: kept[0].add(2)),
+    "a set in a dict": ({"x": {1}}, lambda kept: kept["x"].add(2)),
+    "a set in a tuple": (({1},), lambda kept: kept[0].add(2)),
+    "an array in a list": ([np.zeros(2)], lambda kept: kept[0].fill(2)),
+    "a tensor in a dict": ({"x": torch.zeros(2)}, lambda kept: kept["x"].fill_(2)),
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_a_container_that_training_changes_in_place_comes_back(kind):
+    value, grow = GROWING[kind]
+    other = moved(
+        recipe(kept=copy.deepcopy(value)), lambda made: grow(made.kept), into=recipe(kept=copy.deepcopy(value))
+    )
+    expected = copy.deepcopy(value)
+    grow(expected)
+    assert str(other.kept) == str(expected) != str(value)
 
 
 def test_tensors_and_arrays_come_back_apart_from_the_live_ones():

@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import random
+import signal
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from repository import REPOSITORY
 from torch import nn
 
 from amp_recipes.brain import Brain
+from amp_recipes.commands.child_runs import ChildRuns
 from amp_recipes.commands.verify_resume import remembered
 from amp_recipes.commands.verify_resume.causes import (
     describe,
@@ -41,7 +43,7 @@ from amp_recipes.commands.verify_resume.compare import (
 from amp_recipes.commands.verify_resume.digests import Digests, digest_of_tree
 from amp_recipes.commands.verify_resume.probe import generators, noting_unseeded
 from amp_recipes.commands.verify_resume.remembered import remembered_values
-from amp_recipes.commands.verify_resume.verify import verify_resume
+from amp_recipes.commands.verify_resume.verify import ResumeCheck, verify_resume
 from amp_recipes.errors import ConfigError
 
 # -------------------------------------------------------------- digests
@@ -674,6 +676,14 @@ def test_a_counter_in_a_closure_is_named(tmp_path, change, first):
 def test_a_run_that_fails_shows_why(tmp_path):
     status, output = run(*write_recipe(tmp_path, noise="1 / 0"), *SMALL)
     assert status == 2 and "ZeroDivisionError" in output and "failed with status 1" in output
+
+
+def test_a_signal_ends_the_check_with_the_run_under_way(tmp_path):
+    script, yaml = map(Path, write_recipe(tmp_path))
+    with ChildRuns() as children, pytest.raises(SystemExit) as ended:
+        os.kill(os.getpid(), signal.SIGTERM)
+        ResumeCheck(script, yaml, [], 6, 2, 3, tmp_path, children, print).run("whole")
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 def test_numbers_and_options_that_do_not_fit_are_refused_before_anything_runs(tmp_path):

@@ -7,6 +7,7 @@ import operator
 import pickle
 import pydoc
 import sys
+import threading
 import types
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import yaml as pyyaml
 from work import at_most
 
+from amp_recipes.config.trust import hyperpyyaml_calls
 from amp_recipes.config.trust.instantiate import build
 from amp_recipes.config.yaml.nodes import Mapping, Scalar, Sequence, Source
 from amp_recipes.errors import ConfigError, PrecisionError
@@ -223,14 +225,19 @@ def test_what_trust_refuses_is_not_called():
     assert calls == [] and e.value.__cause__ is None
 
 
-def test_what_was_checked_is_called_whatever_the_name_may_lead_to_elsewhere():
+def test_an_object_that_is_not_the_one_that_was_checked_is_not_called(subtests):
     class Deceived(Trusting):
         def locate(self, name):
             return operator.add
 
-    for tag in ("!new:", "!apply:"):
-        assert built({"a": (f"{tag}{HERE}.Kept", [1, 2])}, Deceived()) == {"a": 3}
-    assert built({"a": (f"!name:{HERE}.Kept", "")}, Deceived()) == {"a": operator.add} and calls == []
+        module = locate
+
+    for tag in ("!new:", "!name:", "!apply:", "!module:"):
+        message = rf"^a.yaml:1:3: a: {tag}{HERE}.Kept cannot be built: .*ambiguous"
+        with subtests.test(tag):
+            with pytest.raises(ConfigError, match=message):
+                built({"a": (f"{tag}{HERE}.Kept", "")}, Deceived())
+            assert calls == []
 
 
 def test_text_that_looks_like_a_tag_stays_text():
@@ -243,8 +250,9 @@ def test_text_that_looks_like_a_tag_stays_text():
 
 
 def test_no_yaml_text_is_read_while_building(monkeypatch):
+    built({"a": ("!apply:operator.add", [1, 2])})  # HyperPyYAML's constructors are known from here on
     monkeypatch.setattr(pyyaml, "load", None)
-    monkeypatch.setattr(ruamel.yaml.YAML, "load", None)
+    monkeypatch.setattr(hyperpyyaml_calls, "load_hyperpyyaml", None)
     assert built({"a": ("!apply:operator.add", [1, 2]), "t": ("!tuple", [1])}) == {"a": 3, "t": (1,)}
 
 
@@ -292,7 +300,13 @@ MESSAGES = [
     ((f"!new:{HERE}.Broken", ["type", "a", "b"]), r"TypeError: \('a', 'b'\)$"),
     ((f"!new:{HERE}.Broken", ["precision", "no bf16 here"]), r"!new:\S+ cannot be built: no bf16 here$"),
     ((f"!new:{HERE}.Broken", ["config", "a.yaml:1: x"]), r"!new:\S+ cannot be built: a.yaml:1: x$"),
+    ((f"!new:{HERE}.raises", ""), r"ValueError: .*should be a class"),
+    ((f"!apply:{HERE}.Kept", ""), r"ValueError: .*should be a callable"),
+    (("!module:operator", [1]), r"ValueError: Cannot pass args to module$"),
+    ((f"!module:{HERE}.Kept", ""), r"ValueError: .*should be module"),
+    (("!name:math.pi", [1]), r"ValueError: .*should be class or function"),
     (("!new:collections.Counter", {1: 2}), r"TypeError: keywords must be strings$"),
+    (("!new:no.such.Class", ""), r"ImportError: There is no such class as no.such.Class$"),
 ]
 
 
@@ -322,10 +336,16 @@ def test_a_keyboard_interrupt_passes():
         built({"a": (f"!new:{HERE}.Broken", ["exit"])})
 
 
+@pytest.fixture
+def first_time():
+    """HyperPyYAML is asked for its constructors anew."""
+    hyperpyyaml_calls._constructors.cache_clear()
+
+
 TEXT = "a: {b: [1, 2]}\nc: (1, 2)\n"
 
 
-def test_code_that_reads_yaml_while_objects_are_built_sees_the_libraries_as_they_are():
+def test_code_that_reads_yaml_while_objects_are_built_sees_the_libraries_as_they_are(first_time):
     expected = read_yaml(TEXT)
     state = library_state()
     assert state[:2] == ((False,), (False,))
@@ -333,14 +353,48 @@ def test_code_that_reads_yaml_while_objects_are_built_sees_the_libraries_as_they
     assert library_state() == state
 
 
-def test_a_default_that_another_library_has_set_is_kept(monkeypatch):
+def test_a_default_that_another_library_has_set_is_kept(first_time, monkeypatch):
     function = pyyaml.constructor.BaseConstructor.construct_object
     monkeypatch.setattr(function, "__defaults__", (True,))
     assert built({"read": (f"!apply:{HERE}.read_yaml", [TEXT])})["read"][2][0] == (True,)
     assert function.__defaults__ == (True,)
 
 
-def test_an_object_whose_code_loads_with_hyperpyyaml_itself_is_built():
+def test_the_libraries_are_as_they_were_when_building_or_hyperpyyaml_fails(first_time, monkeypatch):
+    state = library_state()
+    with pytest.raises(ConfigError):
+        built({"a": (f"!new:{HERE}.Broken", "")})
+    assert library_state() == state
+    hyperpyyaml_calls._constructors.cache_clear()
+    monkeypatch.setattr(hyperpyyaml_calls._Collector, "get_single_data", lambda self: raises("value", "inside"))
+    with pytest.raises(ConfigError, match="inside"):
+        built({"a": ("!new:torch.nn.ReLU", "")})
+    assert library_state() == state
+
+
+def test_threads_that_load_together_leave_the_libraries_as_they_were():
+    state = library_state()
+    seen = []
+
+    def load():
+        for _ in range(20):
+            hyperpyyaml_calls._constructors.cache_clear()
+            seen.append(build(node({"a": ("!apply:operator.add", [1, 2])}), Trusting()))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=load) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen == [{"a": 3}] * 80 and library_state() == state
+
+
+def test_an_object_whose_code_loads_with_hyperpyyaml_itself_is_built(first_time):
     """A recipe in transition may read a part of its settings with HyperPyYAML."""
     module = types.ModuleType("transition_of_test_instantiate")
 

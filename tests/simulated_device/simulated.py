@@ -58,7 +58,7 @@ class Wait:
     waited_for: int  # the number of the newest work that was waited for; 0: of nothing
     newest: int  # the number of the newest work of all, when the host began to wait
     already_done: bool  # somebody had waited for it before: the host went on at once
-    step: int  # in which the host waited; 1 is the first, 0 is before the first
+    step: int  # in which the host waited; 1 is the first, 0 is outside of all steps
     for_step: int  # in which the work that it waited for had been queued
     lines: tuple[str, ...]  # "file.py:12 in function", innermost first, without torch's own
 
@@ -78,16 +78,23 @@ class Waits:
 
     all: list[Wait] = field(default_factory=list)
     _step_began_at: list[int] = field(default_factory=list)
+    _in_step: bool = False
 
     def start_step(self) -> None:
         """What is queued from now on belongs to the next step."""
         self._step_began_at.append(_extension.newest_sequence())
+        self._in_step = True
+
+    def end_steps(self) -> None:
+        """From now on the host waits outside of all steps."""
+        self._in_step = False
 
     def steps(self, batches: Iterable) -> Iterator:
-        """The batches; a step starts when one is taken, and the last ends with the `with`."""
+        """The batches; each step starts when its batch is taken, and ends when the next one is asked for."""
         for batch in batches:
             self.start_step()
             yield batch
+            self.end_steps()
 
     @property
     def stalls(self) -> list[Wait]:
@@ -115,11 +122,9 @@ class Waits:
 
     def _heard(self, kind: str, detail: str, device: int, stream: int, waited_for: int, already_done: bool) -> None:
         for_step = sum(began < waited_for for began in self._step_began_at)
-        step, newest = len(self._step_began_at), _extension.newest_sequence()
-        lines = tuple(_program_lines())
-        self.all.append(
-            Wait(kind, detail, device, stream, waited_for, newest, already_done, step, for_step, lines)
-        )  # fmt: skip
+        step = len(self._step_began_at) if self._in_step else 0
+        newest, lines = _extension.newest_sequence(), tuple(_program_lines())
+        self.all.append(Wait(kind, detail, device, stream, waited_for, newest, already_done, step, for_step, lines))
 
 
 @contextlib.contextmanager

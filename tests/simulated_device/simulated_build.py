@@ -29,18 +29,25 @@ class CannotBuild(Exception):
 
 
 def load() -> ModuleType:
-    """The extension; compiled first (about a minute) if it has not been with these sources, torch and compiler.
+    """The extension; compiled first if it has not been with these sources, torch and compiler.
 
-    Raises CannotBuild where there is no compiler, or where another torch than 2.13 has other interfaces.
+    Compiling takes about half a minute of one core. Raises CannotBuild where there is no compiler, or where a torch
+    that the sources are not written for has other interfaces.
     """
-    compiler = _compiler()
-    library = _cache_folder() / f"{_fingerprint(compiler)}.so"
-    if not library.exists():
-        _build(compiler, library)
-    loader = importlib.machinery.ExtensionFileLoader(NAME, str(library))
+    loader = importlib.machinery.ExtensionFileLoader(NAME, str(built_library(_compiler())))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(NAME, loader))
     loader.exec_module(module)
     return module
+
+
+def built_library(compiler: str) -> Path:
+    """The shared library. Processes that come at the same time wait for the first, and find what it built."""
+    library = _cache_folder() / f"{_fingerprint(compiler)}.so"
+    with open(library.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _build(compiler, library)
+    return library
 
 
 def _compiler() -> str:
@@ -70,15 +77,10 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _build(compiler: str, library: Path) -> None:
-    """Processes that come at the same time wait for the first, and find what it built."""
-    with open(library.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if library.exists():
-            return
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            built = Path(folder, library.name)
-            _compile(compiler, built)
-            built.rename(library)  # in one step: no process finds half a library
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        built = Path(folder, library.name)
+        _compile(compiler, built)
+        built.rename(library)  # in one step: a process that is killed leaves no half of a library
 
 
 def _compile(compiler: str, built: Path) -> None:

@@ -244,7 +244,8 @@ def test_what_the_host_does_not_wait_for():
         lambda: pinned().to(DEVICE, non_blocking=True),
         lambda: torch.ones(4).to(DEVICE, non_blocking=True),  # CUDA copies it to memory of its own first
         lambda: pinned().copy_(x, non_blocking=True),
-        lambda: x.half().to("cpu", non_blocking=True),
+        lambda: pinned(1).copy_(x.sum(), non_blocking=True),
+        lambda: x.half().to("cpu", non_blocking=True),  # torch pins what it makes
         lambda: torch.where(mask, 0.0, x),
         lambda: x.masked_fill(mask, 0.0),
         write_with_mask,

@@ -7,7 +7,7 @@ import simulated
 import torch
 from torch import nn
 
-from amp_recipes import Brain
+from amp_recipes import Brain, EpochCounter
 from amp_recipes.checkpoint import snapshot
 from amp_recipes.errors import NonfiniteError
 from amp_recipes.loop import feed
@@ -171,6 +171,19 @@ def test_brain_waits_once_in_a_step_and_for_the_step_before(precision, known):
     inside = [wait for wait in found.stalls if 1 < wait.step < STEPS]
     assert all(wait.kind == "event" and wait.for_step == wait.step - 1 for wait in inside), str(found)
     assert len({wait.step for wait in inside}) == len(inside)
+
+
+def test_a_run_that_is_resumed_equals_one_that_was_not(known, tmp_path):
+    runs = {}
+    for name, ends in {"whole": [4], "resumed": [2, 4]}.items():
+        for epochs in ends:
+            brain = make_brain("fp16", output_folder=str(tmp_path / name), ema_decay=0.9)
+            brain.fit(EpochCounter(epochs), make_batches(), make_batches(2))
+        runs[name] = brain
+    assert runs["whole"].optimizer_step == runs["resumed"].optimizer_step == 4 * STEPS
+    expected = runs["whole"].modules.state_dict()
+    for name, found in runs["resumed"].modules.state_dict().items():
+        assert torch.equal(found, expected[name]), name
 
 
 @pytest.mark.xfail(

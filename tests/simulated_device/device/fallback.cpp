@@ -20,7 +20,7 @@ using Arguments = c10::ArrayRef<c10::IValue>;
 const std::set<std::string> kNeedTheirData = {
     "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
     "aten::unique_dim_consecutive", "aten::unique_consecutive", "aten::bincount", "aten::equal",
-    "aten::repeat_interleave", "aten::_coalesce", "aten::histc"};
+    "aten::repeat_interleave", "aten::_coalesce"};
 
 const std::set<std::string> kWriteIndexed = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"};
 

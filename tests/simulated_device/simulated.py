@@ -14,6 +14,11 @@ found every time; only `query()` says no once and yes the second time, so that a
     assert found.most_in_a_step <= 1    # and at most once for that of a step before
 
 What the host may not do to pinned memory while a copy uses it is in `take_violations()`.
+
+Not simulated: speed; kernels of two streams that touch the same memory without a wait between them; `record_stream`;
+CUDA's own arithmetic (results are the CPU's); graphs, collectives, compilation. Unlike on CUDA, `module.to()` makes new
+parameters (torch does so for every device of this kind): build the optimizer after it. `x[mask] = number` is taken for
+a fill, also if the number is on the device, where CUDA waits.
 """
 
 from __future__ import annotations

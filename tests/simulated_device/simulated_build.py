@@ -20,7 +20,7 @@ NAME = "simulated_device_extension"
 # The torch whose interfaces the sources are written for: with it a compiler's error is a failure, not a reason to skip.
 WRITTEN_FOR = "2.13"
 
-_FLAGS = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", f"-DTORCH_EXTENSION_NAME={NAME}"]
+_FLAGS = ["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", f"-DTORCH_EXTENSION_NAME={NAME}"]
 _LIBRARIES = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
 
 
@@ -87,7 +87,8 @@ def _compile(compiler: str, built: Path) -> None:
     # One file for the compiler: reading torch's headers takes it longer than all else.
     together = built.with_name("all.cpp")
     together.write_text("".join(f'#include "{path}"\n' for path in sorted(SOURCES.glob("*.cpp"))))
-    includes = [f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]
+    headers = (*cpp_extension.include_paths(), sysconfig.get_path("include"))
+    includes = [part for path in headers for part in ("-isystem", path)]  # no warnings about what is not ours
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     command = [compiler, *_FLAGS, *includes, str(together), "-o", str(built), *libraries, *_LIBRARIES]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -13,13 +13,14 @@ INSTALLED := $(VENV)/.installed
 BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rest test-all lint bench faults clean
+.PHONY: help setup train test test-rest test-simulated test-all lint bench faults clean
 
 help:
 	@echo "make setup   install into $(VENV), at the versions of constraints.txt"
 	@echo "make train   train a recipe (RECIPE=$(RECIPE), PRECISION=$(PRECISION), ARGS=...)"
 	@echo "make test    run the default tests, in a process per core (ARGS=...; ARGS='-n 0 ...' for one process)"
 	@echo "make test-all   run all tests; make test-rest runs those that make test leaves out"
+	@echo "make test-simulated   run the tests that need an accelerator, on one that is simulated (needs a C++ compiler)"
 	@echo "make lint    check style, format and types"
 	@echo "make bench   run every benchmark, each writes to benchmarks/results/"
 	@echo "make faults  kill and damage hundreds of runs, writes benchmarks/results/faults.md (ARGS=...)"
@@ -47,6 +48,10 @@ test: setup
 
 test-rest: setup
 	$(PYTEST) -m "extended and not nightly" $(ARGS)
+
+# In processes of their own: the device, once loaded, is what torch takes for the machine's accelerator.
+test-simulated: setup
+	$(PYTEST) tests/simulated_device $(ARGS)
 
 test-all: setup
 	$(PYTEST) -m "not nightly" $(ARGS)

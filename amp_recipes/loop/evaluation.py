@@ -61,6 +61,7 @@ def _evaluated(run: Any, current: Pass, batch: Any) -> tuple[HostFuture, float]:
     with run.fit.replays.blaming_precision([batch]):
         loss = run.returned_loss(run.recipe.evaluate_batch(run.feed.to_device(batch), current.stage), "evaluate_batch")
     current.sums.send(run.host)
+    current.sums.take_in(but_newest=2)
     return run.host.post(loss), weight
 
 

@@ -36,12 +36,15 @@ class StageMetrics:
         self._added.append((name, _summed(total), _summed(count)))
 
     def send(self, host: HostCopy) -> None:
-        """Send what was added to the host, and take in what was sent two calls before, which has long arrived."""
+        """Send what was added to the host."""
         vector = _tensors_of(self._added)
         if vector is not None:
             self._under_way.append((self._added, host.post(vector)))
             self._added = []
-        if len(self._under_way) > 2:
+
+    def take_in(self, but_newest: int) -> None:
+        """Add up what was sent, and has long arrived, but for as many of the latest."""
+        while len(self._under_way) > but_newest:
             self._arrive()
 
     def merge(self, other: StageMetrics) -> None:
@@ -56,8 +59,7 @@ class StageMetrics:
         return {name: tuple(sums) for name, sums in self._sums.items()}
 
     def _settle(self) -> None:
-        while self._under_way:
-            self._arrive()
+        self.take_in(but_newest=0)
         vector = _tensors_of(self._added)
         self._take(self._added, [] if vector is None else vector.tolist())
         self._added = []

@@ -240,7 +240,7 @@ class Run:
         self.recovery.adopt(optimizers)
 
     def spare_waits(self) -> None:
-        """Let optimizers skip on the device where they can; also after a checkpoint was loaded, with what they chose."""
+        """Let optimizers skip on the device where they can; also after a checkpoint has brought other choices."""
         if queues_work(self.device):
             prefer_fused(self.recipe.optimizers_dict, self.modules)
 

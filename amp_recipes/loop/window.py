@@ -40,12 +40,26 @@ class Window:
     other processes.
     sums: of the metrics that its batches add to the pass, if the update is taken. step: batches done in the epoch, at
     the last update or the end; by_hand: the recipe stepped an optimizer itself; taken: any update was; last: the last
-    update; rates: learning rate of each optimizer in it; differentiated: how many losses each update was made from.
+    update; rates: learning rate of each optimizer in it; differentiated: how many losses each update was made from;
+    stepped_names: of the optimizers that `optimizers_step` has stepped in it.
     """
 
     __slots__ = (
         *("before", "by_hand", "counts", "differentiated", "ended", "in_pass", "index", "last", "pending", "posted"),
-        *("rates", "run", "samples", "shares", "should_step", "size", "step", "stepped", "sums", "taken", "weights"),
+        *(
+            "rates",
+            "run",
+            "samples",
+            "shares",
+            "should_step",
+            "size",
+            "step",
+            "stepped",
+            "stepped_names",
+            "sums",
+            "taken",
+            "weights",
+        ),
     )
 
     def __init__(
@@ -64,6 +78,7 @@ class Window:
         self.stepped = self.taken = self.ended = self.by_hand = False
         self.last: Update | None = None
         self.differentiated: list[int] = []
+        self.stepped_names: set[str] = set()
         self.rates: Mapping[str, Any] = {}
         self.pending: deque[tuple[PendingUpdate, Mapping[str, Any]]] = deque()
         self.posted: HostFuture | None = None
@@ -102,11 +117,16 @@ class Window:
                 f"optimizers_step was called at batch {run.current.step}, before the last of {self.size} batches "
                 "that accumulate (grad_accumulation_factor). In fit_batch, step only `if self.should_step:`."
             )
-        run.pending.settle()  # the learning rate may still have to move for the update before
-        run.plan.patience.check()
+        run.pending.settle(but_newest=1)  # the learning rate may still have to move for the update before
         chosen = available = recipe.freeze_optimizers(recipe.optimizers_dict) or {}
         if names:
             chosen = {name: available[name] for name in run.chosen_optimizers(names) if name in available}
+        if not self.stepped_names.isdisjoint(chosen):
+            run.pending.settle()  # it has stepped in this very window
+        run.plan.patience.check()
+        self.stepped_names.update(chosen)
+        if self.sums is not None:
+            self.sums.send(run.host)  # before the verdict, so that who has waited for that need not wait for these
         rates = {name: run.recovery.rate_in_force(optimizer) for name, optimizer in chosen.items()}
         update = run.plan.updates.step(chosen, run.settings.max_grad_norm)
         run.plan.updates.update_scale(available.values())
@@ -215,6 +235,8 @@ class PendingWindows:
     def _settle(self, but_newest: int) -> None:
         while len(self._windows) > but_newest:
             window = self._windows[0]
+            if window.posted is not None:
+                window.posted.read()  # it was sent last: with it all has arrived
             while window.pending:
                 pending, window.rates = window.pending.popleft()
                 window.last = pending.read()

@@ -314,10 +314,7 @@ def test_pinned_memory_is_counted_and_known_by_its_parts():
 
 
 def test_pinned_memory_that_is_freed_under_a_copy_is_kept_until_the_copy_is_done():
-    for copy_under_way in (
-        lambda: late_copy(1.0),
-        lambda: torch.ones(4).pin_memory().to(DEVICE, non_blocking=True),
-    ):
+    for copy_under_way in (lambda: late_copy(1.0), lambda: torch.ones(4).pin_memory().to(DEVICE, non_blocking=True)):
         copy_under_way()
         gc.collect()
         assert simulated.pinned_stats()["freed_under_copy"] == 1

@@ -131,10 +131,21 @@ class NonfiniteTrace:
         if op is _SEED and _is_one_number(self._reads) and self._reads[0].memory.bad and _begins_backward():
             self._note("loss", self._reads[0].tensor)
         written = self._written(output)
-        if written:
+        if self._only_moved(written):
+            self._write(written[0], self._reads[0].memory.last, self._reads[0].kind())
+            self._reads, self._changed = [], []
+        elif written:
             self._remember(op, args, written)
         elif isinstance(output, float) and not math.isfinite(output):
             self._read_out[str(output)] = self._causes(NAN if math.isnan(output) else INFINITE)
+
+    def _only_moved(self, written: list[Tensor]) -> bool:
+        """Whether a tensor from outside was brought to another device as it is: a batch's, which keeps its name."""
+        if len(written) != 1 or len(self._reads) != 1 or not self._facts.is_cast:
+            return False
+        moved, tensor = written[0], self._reads[0].tensor
+        is_same = moved.dtype is tensor.dtype and moved.shape == tensor.shape and moved.device != tensor.device
+        return is_same and isinstance(self.events[self._reads[0].memory.last], External)
 
     def _remember(self, op: Op, args: tuple[Any, ...], written: list[Tensor]) -> None:
         kinds = self._kinds(self._facts, written)

@@ -1,0 +1,118 @@
+"""What Brain promises holds on a device that queues its work: names of culprits, flat memory, the same rates."""
+
+import logging
+import os
+
+import pytest
+import simulated
+import torch
+from torch import nn
+
+from amp_recipes import Brain, Stage, fwd_default_precision
+
+
+class Classifier(Brain):
+    def compute_forward(self, batch, stage):
+        return self.modules.model(batch["x"])
+
+    def compute_objectives(self, predictions, batch, stage):
+        return nn.functional.cross_entropy(predictions.float(), batch["y"])
+
+
+class ByHand(Classifier):
+    def fit_batch(self, batch):
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+        with self.training_ctx:
+            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def make_batches(count=6, bad=None):
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        {
+            "x": torch.randn(6, 8, generator=generator).pin_memory(),
+            "y": torch.randint(0, 4, (6,), generator=generator).pin_memory(),
+        }
+        for _ in range(count)
+    ]
+    if bad is not None:
+        batches[bad]["x"][2, 5] = float("nan")
+    return batches
+
+
+def make_brain(device, kind=Classifier, hparams=None, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    options = {"device": device, "noprogressbar": True, **options}
+    brain = kind({"model": model}, lambda parameters: torch.optim.SGD(parameters, lr=1.0), hparams, options)
+    brain.rates = []
+    return brain
+
+
+def test_the_origin_of_a_nan_is_told_as_on_a_cpu(caplog):
+    told = []
+    for device in ("cpu", "simulated"):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            make_brain(device, nonfinite_patience=9).fit(range(1), make_batches(bad=3))
+        told.append([record.getMessage() for record in caplog.records if "holds NaN" in record.getMessage()])
+    assert told[0] == told[1] and "model.0 is the first to read it, in aten::addmm" in told[1][0]
+
+
+def halved(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def test_steps_by_hand_find_the_rates_and_averages_of_a_cpu():
+    ends = []
+    for device in ("cpu", "simulated"):
+        brain = make_brain(device, ByHand, {"lr_scheduler": halved}, ema_decay=0.9, lr_scheduler_interval="step")
+        brain.fit(range(1), make_batches(), make_batches(2))
+        ends.append((brain.rates, [value.tolist() for value in brain.modules.state_dict().values()]))
+    assert ends[0] == ends[1] and ends[1][0] == [0.5**step for step in range(6)]
+
+
+@pytest.mark.extended
+def test_steps_by_hand_take_no_more_memory_the_longer_they_go_on():
+    class Watches(ByHand):
+        def on_fit_batch_start(self, batch, should_step):
+            pass
+
+        def fit_batch(self, batch):
+            if self.step in (100, 10_000):
+                self.seen.append((simulated.pinned_stats()["bytes"], torch.accelerator.memory_allocated()))
+            return super().fit_batch(batch)
+
+    brain = make_brain("simulated", Watches)
+    brain.seen = []
+    batches = make_batches(4)
+    brain.fit(range(1), (batches[index % 4] for index in range(10_001)))
+    assert len(brain.seen) == 2 and brain.seen[0] == brain.seen[1]
+
+
+def test_deterministic_gives_cublas_what_it_asks_for(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "to be put back")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    try:
+        make_brain("simulated", deterministic=True)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_pin_holds_on_a_device_whose_type_came_late():
+    seen = []
+
+    class Head(nn.Module):
+        @fwd_default_precision
+        def forward(self, x):
+            seen.append((x.dtype, torch.is_autocast_enabled("simulated")))
+            return x * 2
+
+    with torch.autocast("simulated", torch.float16):
+        Head()(torch.ones(2, device="simulated", dtype=torch.float16))
+    assert seen == [(torch.float32, False)]

@@ -55,6 +55,7 @@ test-simulated: setup
 
 test-all: setup
 	$(PYTEST) -m "not nightly" $(ARGS)
+	$(MAKE) test-simulated
 
 # What a user's checker of types sees; the package's own inside is not checked.
 TYPED := tests/types/recipe.py build/readme.py $(wildcard amp_recipes/templates/*/train.py)

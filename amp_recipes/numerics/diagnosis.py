@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import platform
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from amp_recipes import __version__
 from amp_recipes.errors import PrecisionError, listed
 from amp_recipes.files.run_files import write_atomically
 from amp_recipes.files.strict_json import encode_findings
@@ -209,11 +209,7 @@ class Diagnosis:
             "device": self.device,
             "seconds": round(self.seconds, 3),
             "notes": self.notes,
-            "versions": {
-                "amp_recipes": importlib.metadata.version("amp_recipes"),
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": {"amp_recipes": __version__, "torch": torch.__version__, "python": platform.python_version()},
         }
 
     def write(self, folder: Path) -> None:

@@ -125,7 +125,7 @@ class Brain(OptionFields):
         self.__run = run = Run(self, settings, task_for(self.run_opts.purpose), overrides, place)
         for name, value in without(hidden, run.plan.resolved_options()).items():
             setattr(self, name, value)
-        settings.fix()
+        settings.note_effect()
         run.open_folder(checkpointer, lambda: ensure_experiment_directory(settings.output_folder, loaded, options))
         self.checkpointer = run.checkpoints.checkpointer if checkpointer is None else checkpointer
         run.remember_recipe(set(vars(self)) - of_the_subclass)

@@ -109,6 +109,7 @@ class OpenFiles(ExitStack):
         super().__init__()
         self._folder = folder
         self._open: dict[str, Any] = {}
+        self.callback(self._open.clear)
 
     def part(self, piece: Piece, shared: Sequence[tuple[int, int]]) -> Tensor:
         """What `shared`, in the whole tensor's indices, names of a piece."""

@@ -27,7 +27,7 @@ OUTPUT_FILE = "output.txt"
 """Where the output of a run goes, in its folder."""
 # Whatever this process is sent, it ends: so the child gets a signal that ends it too, whatever its `save_signals` are.
 _PASSED_ON = {signum: signal.SIGTERM for signum in SIGNALS} | {signal.SIGINT: signal.SIGINT}
-_KEPT_BYTES = 1 << 16  # of the end of what a child has said
+_KEPT_BYTES = 1 << 20  # of the end of what a child has said
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ COMMANDS = (
         "place that each value came from. What the script trusts beside the defaults must be given by --trust.",
         "amp-recipes check recipes/image_classification/train.py configs/image_classification.yaml --precision bf16",
         "subcommands:check",
-        _RECIPE,
+        (_path("script", "SCRIPT", "the recipe's script, which is not run"), _RECIPE[1]),
         passes_options=True,
     ),
     Command(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amp_recipes.commands.run_files import cut
+from amp_recipes.commands.run_records import cut
 from amp_recipes.commands.tables import columns
 from amp_recipes.config.changes import differences, read_settings
 from amp_recipes.config.experiment import ENVIRONMENT_FILE, OVERRIDES_FILE, RESOLVED_FILE

@@ -19,7 +19,7 @@ from amp_recipes import __version__
 from amp_recipes.checkpoint import Checkpoint, best_checkpoint, model_weights
 from amp_recipes.checkpoint.folder import Damaged, best_by, numbered_folders, read_contents
 from amp_recipes.checkpoint.hashed_file import file_sha256
-from amp_recipes.commands.run_files import write_object
+from amp_recipes.commands.run_records import write_object
 from amp_recipes.config.experiment import RESOLVED_FILE
 from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.errors import CheckpointError

@@ -12,7 +12,7 @@ from amp_recipes.commands.child_runs import ChildRuns
 from amp_recipes.commands.diff import compare_runs
 from amp_recipes.commands.export import export_run
 from amp_recipes.commands.requests import report
-from amp_recipes.commands.run_files import require_script
+from amp_recipes.commands.run_records import require_script
 from amp_recipes.commands.verify_resume.verify import verify_resume
 from amp_recipes.config import check as check_yaml
 from amp_recipes.config import parse_arguments

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from io import FileIO
-from mmap import ACCESS_READ, mmap
 from os import SEEK_END, PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.run_files import regular_only
@@ -166,10 +165,9 @@ def repair_last_line(path: Path) -> None:
     Raises ConfigError for a file whose last line is longer than what a crash leaves.
     """
     with open(path, "r+b", opener=regular_only) as file:
-        with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-            end = len(content)
-            start = content.rfind(b"\n", max(0, end - _TORN_BYTES)) + 1
-        if start == 0 and end > _TORN_BYTES:
+        end = file.seek(0, SEEK_END)
+        start = start_of_last_line(file, end)
+        if start is None:
             raise ConfigError(
                 f"{path}: the last line has more than {_TORN_BYTES:,} bytes: no file of records. Remove it."
             )
@@ -180,6 +178,21 @@ def repair_last_line(path: Path) -> None:
             file.write(b"\n")
         else:
             file.truncate(start)
+
+
+def start_of_last_line(file: BinaryIO, end: int) -> int | None:
+    """Where the text after the last newline before `end` starts; `end` if the newline ends the file.
+
+    None if that is too far from the end to be worth the search.
+    """
+    block_start = end
+    while block_start > 0 and end - block_start <= _TORN_BYTES:
+        block_end, block_start = block_start, max(0, block_start - _BLOCK_BYTES)
+        file.seek(block_start)
+        newline = file.read(block_end - block_start).rfind(b"\n")
+        if newline >= 0:
+            return block_start + newline + 1
+    return None if block_start > 0 else 0
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:

@@ -86,7 +86,6 @@ def evaluate_set(
     loader_kwargs: Mapping[str, Any],
 ) -> float:
     """Evaluate a test set; inside `fit` training goes on afterwards as if this had not been."""
-    run.settings.check_fixed()
     loader = run.feed.batches_of(test_set, Stage.TEST, loader_kwargs)
     run.pending.settle()
     run.processes.share_untrained()

@@ -87,6 +87,7 @@ class Fit:
         if run.totals.trained:
             run.warn_of_rates_at_zero()
         run.recipe.on_fit_start()
+        run.settings.warn_of_late_ones()
         if run.resume.fit_is_over():
             logger.warning("fit() skipped: the newest checkpoint is from a later fit() of this script")
             run.totals.fits += 1

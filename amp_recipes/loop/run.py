@@ -273,7 +273,6 @@ class Run:
     def begin_fit(self, fit: Fit) -> None:
         """A call of `fit` begins; what an earlier one left behind, perhaps by an exception, is forgotten."""
         self.fit = fit
-        self.settings.check_fixed()
         self.forget_course()
         self.recovery.begin_fit()
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from amp_recipes.distributed.options import ProcessOptions
-from amp_recipes.errors import RecipeError
 from amp_recipes.precision.options import LossScaleOptions, PrecisionOptions
 
-# What a run has set up by the end of the constructor: these options have had their effect.
-_HAD_EFFECT = [name for group in (PrecisionOptions, LossScaleOptions, ProcessOptions) for name in group.__annotations__]
+logger = logging.getLogger(__name__)
+
+# What a run is set up by in its constructor.
+_HAVE_EFFECT_AT_ONCE = [
+    name for group in (PrecisionOptions, LossScaleOptions, ProcessOptions) for name in group.__annotations__
+]
 
 
 class Settings:
@@ -25,19 +29,23 @@ class Settings:
         self._recipe = recipe
         self._names = frozenset(options)
         self._hidden = hidden
+        self._had_effect: dict[str, str] = {}
 
-    def fix(self) -> None:
-        """The run is set up, by the options as they are now."""
-        self._fixed = {name: getattr(self, name) for name in _HAD_EFFECT}
+    def note_effect(self) -> None:
+        """The run is set up now: what these options say has had its effect."""
+        self._had_effect = {name: str(getattr(self, name)) for name in _HAVE_EFFECT_AT_ONCE}
 
-    def check_fixed(self) -> None:
-        """Raise RecipeError if an option was assigned too late to have an effect."""
-        for name, value in self._fixed.items():
-            if (now := getattr(self, name)) != value:
-                raise RecipeError(
-                    f"self.{name} was set to {now!r} when the run was already set up with {value!r}: it would have no "
-                    f"effect. Give {name} in the YAML, on the command line (--{name}) or in run_opts."
+    def warn_of_late_ones(self) -> None:
+        """Say which options were assigned too late to have an effect."""
+        for name, value in self._had_effect.items():
+            now = str(getattr(self, name))
+            if now != value:
+                logger.warning(
+                    "self.%s was set to %s after the run was set up with %s, and as a run option it has no effect any "
+                    "more: give it in the YAML, on the command line (--%s) or in run_opts.",
+                    *(name, now, value, name),
                 )
+        self._had_effect = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._names:

@@ -12,8 +12,8 @@ import torch
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, of which this process may hold a part only."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # absent, too, while it is imported
+    return dtensor is not None and isinstance(tensor, dtensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -251,7 +251,8 @@ class UpdateOwner:
             scales = [] if scale is None else [scale.clone()]
             for part in parts.values():
                 part.unscale(self.scaler)
-                self._stepped.add(id(part.optimizer))
+                if self.scaler.is_enabled():  # a paused one is not moved, and would never forget them
+                    self._stepped.add(id(part.optimizer))
             failed, marks = self._take_norms([*parts.values()], losses)
             norms = [part.norm for part in parts.values()]
             numbers = self._gather([*losses, *norms, *scales, *marks])

@@ -624,6 +624,30 @@ def test_fit_draws_nothing_from_the_global_generators():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.parametrize(
+    ("name", "assign", "is_said"),
+    [
+        ("precision", lambda brain: setattr(brain, "precision", "fp16"), True),
+        ("fp32_modules", lambda brain: brain.fp32_modules.append("model"), True),
+        ("device", lambda brain: setattr(brain, "device", "cpu"), False),  # as it is
+        ("max_grad_norm", lambda brain: setattr(brain, "max_grad_norm", 1.0), False),  # it has its effect
+    ],
+)
+def test_an_option_that_comes_too_late_is_said(name, assign, is_said, caplog):
+    class Late(Regression):
+        def on_fit_start(self):
+            super().on_fit_start()
+            assign(self)
+
+    brain = make(Late)
+    brain.fit(range(1), batches())
+    assert (f"self.{name} was set to" in caplog.text and f"--{name}" in caplog.text) is is_said
+    caplog.clear()
+    brain.fit(range(1), batches())
+    brain.evaluate(batches())
+    assert "was set to" not in caplog.text  # once
+
+
 def test_options_by_precedence():
     brain = make(hparams={"max_grad_norm": 1.0, "precision": "bf16"}, precision="fp32")
     assert (brain.max_grad_norm, brain.precision, brain.nonfinite_patience) == (1.0, "fp32", 3)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from amp_recipes.commands.run_files import as_number, read_object
+from amp_recipes.commands.run_records import as_number, read_object
 from amp_recipes.config.experiment import ENVIRONMENT_FILE
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.run_files import regular_only

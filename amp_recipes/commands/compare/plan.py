@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from amp_recipes.commands.run_files import require_script
+from amp_recipes.commands.run_records import require_script
 from amp_recipes.config import parse_arguments
 from amp_recipes.config.changes import differences
 from amp_recipes.config.options.run_options import display

@@ -14,7 +14,7 @@ from typing import Any
 
 from amp_recipes.commands.child_runs import OUTPUT_FILE, ChildRuns, EndedChild, killed_by
 from amp_recipes.commands.compare.plan import Plan, PlannedRun, setting_differences
-from amp_recipes.commands.run_files import as_number, cut, read_object, write_object
+from amp_recipes.commands.run_records import as_number, cut, read_object, write_object
 from amp_recipes.errors import ConfigError
 from amp_recipes.interrupts import SIGNALS
 from amp_recipes.loggers.text import format_seconds

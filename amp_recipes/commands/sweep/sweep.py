@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_recipes.commands.child_runs import OUTPUT_FILE, ChildRuns, killed_by, runs_in
-from amp_recipes.commands.run_files import as_number, read_object, write_object
+from amp_recipes.commands.run_records import as_number, read_object, write_object
 from amp_recipes.commands.sweep.axes import (
     Axis,
     Combination,

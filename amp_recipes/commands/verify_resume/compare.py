@@ -188,14 +188,16 @@ def _at(trace: Trace, index: int) -> Mapping[str, str]:
 
 def read_stages(file: Path) -> dict[str, Any]:
     """`valid accuracy of epoch 2` -> its value, from the stages in a `metrics.jsonl`; of two records the later."""
-    found: dict[str, Any] = {}
+    found: dict[tuple[str, int | None], dict[str, Any]] = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
         record = json.loads(line)
         if record.get("kind") == "stage":
-            epoch = "" if record["epoch"] is None else f" of epoch {record['epoch']}"
-            for name, value in {"loss": record["loss"], **record["metrics"]}.items():
-                found[f"{record['stage']} {name}{epoch}"] = value
-    return found
+            found[record["stage"], record["epoch"]] = {"loss": record["loss"], **record["metrics"]}
+    return {
+        f"{stage} {name}" + ("" if epoch is None else f" of epoch {epoch}"): value
+        for (stage, epoch), metrics in found.items()
+        for name, value in metrics.items()
+    }
 
 
 def differing_metrics(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

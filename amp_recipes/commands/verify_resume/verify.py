@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from amp_recipes.commands.child_runs import ChildRuns, EndedChild
-from amp_recipes.commands.run_files import require_script
+from amp_recipes.commands.run_records import require_script
 from amp_recipes.commands.tables import columns
 from amp_recipes.commands.verify_resume import causes, compare
 from amp_recipes.commands.verify_resume.compare import Difference, Trace, first_difference, read_trace

@@ -1,24 +1,25 @@
 """Reads values that are typed on a command line.
 
 They are YAML 1.2 scalars and flow collections, as they would be in the file. What YAML would refuse, or read as
-something other than what was typed (tags, anchors, comments, block collections, tuples, dates), is the typed text.
+something other than what was typed (tags, anchors, comments, block collections, dates), is the typed text.
 """
 
 from __future__ import annotations
 
-import datetime
 from typing import Any
 
+from ruamel.yaml import YAML
+from ruamel.yaml.events import AliasEvent, NodeEvent
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
 from amp_recipes.config.options.run_options import OPTION_TYPES, option_choices
-from amp_recipes.config.yaml.limits import TEXT_CHARACTERS, Budget
-from amp_recipes.config.yaml.nodes import COMMAND_LINE, Mistakes, Node, Scalar, Source, plain_data, walk
-from amp_recipes.config.yaml.reading import read_tuple
+from amp_recipes.config.yaml.limits import TEXT_CHARACTERS
 
 _LINE_BREAKS = frozenset("\n\r\x85\u2028\u2029")
 # What one value may hold; more is text, as is all that YAML would refuse: the YAML reader's time grows with the square.
 _ITEMS, _COLLECTIONS, _OPENING = 10_000, 500, ("[", "{", "? ", "- ")
-_QUOTES = ("'", '"')
-_CLOSING = {"[": "]", "{": "}", **{quote: quote for quote in _QUOTES}}
+# A date is left out: nobody who types 2024-01-02 for a folder's name wants a date object.
+_PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str"))
 
 
 def parse_value(text: str) -> Any:
@@ -53,21 +54,45 @@ def _string_list(value: Any, text: str) -> Any:
 
 def _plain_value(text: str) -> Any:
     """As `parse_value`, with any exception where the text is not plain YAML that says what was typed."""
-    mistakes, typed = Mistakes(), text.strip()
-    # In a tuple of one, tags, anchors, comments and what goes over several lines are mistakes.
-    (node,) = read_tuple(f"({text})", Source(COMMAND_LINE), mistakes, Budget()).items
-    mistakes.raise_if_any(COMMAND_LINE)
-    if isinstance(node, Scalar) and node.text == typed:
-        return text if isinstance(node.value, str | datetime.date) else node.value
-    if _CLOSING[typed[0]] != typed[-1] or isinstance(node, Scalar) != (typed[0] in _QUOTES) or "<<" in text:
-        raise ValueError("something stands behind the value, or it is a pair, or a merge")
-    for _, below in walk(node):
-        _write_date_as_text(below)
-    return plain_data(node)
+    if any(map(_is_marked, YAML(typ="safe", pure=True).parse(text))):
+        raise ValueError("anchors, aliases and tags are not plain values")
+    yaml = YAML(typ="safe", pure=True)
+    root = yaml.compose(text)
+    # A comment, or a second document, lies outside the root node.
+    if text[: root.start_mark.index].strip() or text[root.end_mark.index :].strip():
+        raise ValueError("more than one value")
+    value = _construct(yaml, root)
+    is_plain_text = isinstance(root, ScalarNode) and root.style is None and isinstance(value, str)
+    return text if is_plain_text else value
 
 
-def _write_date_as_text(node: Node) -> None:
-    if isinstance(node, Scalar) and isinstance(node.value, datetime.date):
-        node.value = node.text
-    if isinstance(node, Scalar) and node.value is None and not node.text:
-        raise ValueError("`{name}` is more often a template than a mapping to nothing")
+def _is_marked(event: Any) -> bool:
+    """Whether a part of a YAML has an anchor or a tag, or is an alias."""
+    if isinstance(event, AliasEvent) or getattr(event, "tag", None) is not None:
+        return True
+    return isinstance(event, NodeEvent) and event.anchor is not None
+
+
+def _construct(yaml: YAML, node: Node) -> Any:
+    if isinstance(node, ScalarNode):
+        if node.style in ("|", ">") or node.tag == "tag:yaml.org,2002:merge":
+            raise ValueError("block scalars and merges are not plain values")
+        return yaml.constructor.construct_object(node) if node.tag in _PLAIN_TAGS else node.value
+    if not node.flow_style:
+        raise ValueError("a block collection, as in `a: b`, is more often meant as text")
+    if isinstance(node, SequenceNode):
+        return [_construct(yaml, item) for item in node.value]
+    assert isinstance(node, MappingNode)
+    return _construct_mapping(yaml, node)
+
+
+def _construct_mapping(yaml: YAML, node: MappingNode) -> dict[Any, Any]:
+    mapping: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        if value_node.start_mark.index == value_node.end_mark.index:
+            raise ValueError("`{name}` is more often a template than a mapping to nothing")
+        key = _construct(yaml, key_node)
+        if key in mapping:
+            raise ValueError("the same key twice")
+        mapping[key] = _construct(yaml, value_node)
+    return mapping

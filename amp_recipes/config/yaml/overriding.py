@@ -233,10 +233,15 @@ def _line(where: Source) -> str:
 
 def _find_key(node: Mapping | Sequence, given: Any) -> tuple[Key] | None:
     """The key of a mapping, or the index in a list, that `given` names; alone in a tuple, since null is a key too."""
-    if isinstance(node, Mapping) and given in node.items:
-        return (given,)
+    text = str(given)
+    if isinstance(node, Sequence):
+        is_index = text.isascii() and text.isdecimal() and len(text) < 10
+        return (int(text),) if is_index and int(text) < len(node.items) else None
+    for key in (given, text):
+        if key in node.items:
+            return (key,)
     # A command line gives text where the YAML may have a number for a key.
-    return next(((key,) for key, _ in children(node) if str(key) == str(given)), None)
+    return next(((key,) for key in node.items if not isinstance(key, str) and str(key) == text), None)
 
 
 def _takes_a_mapping(node: Node) -> bool:

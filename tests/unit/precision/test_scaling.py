@@ -53,6 +53,25 @@ def test_gradients_of_a_further_round_are_unscaled_by_the_scale_their_backward_u
     assert updates.scaler.get_scale() == 8192.0
 
 
+def test_optimizers_that_step_by_name_share_a_scale_also_after_a_pause():
+    """A stale note of who has stepped would move the scale between the two."""
+    modules = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("generator", "critic")})
+    optimizers = {name: torch.optim.SGD(module.parameters(), lr=1.0) for name, module in modules.items()}
+    updates = owner(modules, fp16=True, init_scale=1024.0, growth_interval=1)
+    for paused in (False, True, False, False):
+        updates.scaler.pause(paused)
+        norms = []
+        for name, module in modules.items():
+            updates.backward(module(torch.ones(1, 1)).sum(), optimizers=[optimizers[name]])
+        for name, optimizer in optimizers.items():
+            norms.append(updates.step({name: optimizer}, 0).read().grad_norms[name])
+            updates.update_scale(optimizers.values())
+            optimizer.zero_grad()
+        updates.drop_losses()
+        assert norms == [1.0, 1.0]
+    assert updates.scaler.get_scale() == 8192.0
+
+
 def test_scale_moves_once_when_two_optimizers_have_stepped():
     first, second = nn.Linear(1, 1), nn.Linear(1, 1)
     modules = nn.ModuleList([first, second])

@@ -271,6 +271,10 @@ def test_metrics_are_compared_by_stage_and_epoch_and_the_later_record_counts(tmp
     other = write("other", record.format("train", 1, 0.5, 0.75, 1), record.format("valid", 1, "null", 0.5, 1))
     assert differing_metrics(one, other) == {"train acc of epoch 1": (0.25, 0.75), "valid loss of epoch 1": (0.5, None)}
     assert differing_metrics(one, {}) and read_stages(tmp_path / "none") == {}
+    lost = write(
+        "lost", record.format("valid", 1, 0.5, 0.5, 1), record.format("valid", 1, 0.5, 0.5, 1).replace('"acc": 0.5', "")
+    )
+    assert "valid acc of epoch 1" not in lost  # what only the earlier record had is gone
 
 
 def test_only_what_two_whole_runs_agree_on_is_said_not_to_be_restored():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from programs import run_python
 from ruamel.yaml import YAML
 
+from amp_recipes.config import load_hparams
 from amp_recipes.config.options.arguments import Overrides, Request, parse_arguments, parse_value
 from amp_recipes.config.options.run_options import OPTION_NAMES, RunOptions
 from amp_recipes.errors import ConfigError
@@ -66,6 +67,15 @@ def test_what_yaml_would_change_or_refuse_stays_as_typed(subtests):
         with subtests.test(text=text):
             assert parse_value(text) == text
             assert parse_arguments(["p.yaml", f"--key={text}"])[2] == {"key": text}
+
+
+def test_a_value_beyond_a_limit_stays_what_it_is_so_that_the_limit_is_told(tmp_path):
+    for text, kind in (("9" * 400, int), ("[" * 30 + "]" * 30, list), ('["<<"]', list), ("{a: '<<'}", dict)):
+        assert type(parse_value(text)) is kind
+    file = tmp_path / "recipe.yaml"
+    file.write_text("a: 1")
+    with pytest.raises(ConfigError, match="--a has 1,329 bits; a whole number has at most 1,024"):
+        load_hparams(file, parse_arguments([str(file), "--a=" + "9" * 400])[2])
 
 
 @settings(max_examples=150, deadline=None)

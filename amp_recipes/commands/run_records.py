@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from amp_recipes.config.changes import one_line
+from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.run_files import read_json, write_atomically
 from amp_recipes.files.strict_json import encode

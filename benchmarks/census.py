@@ -5,7 +5,8 @@
 Small transformers and a larger one, forward and backward under bf16 autocast, one thread. All ways run in one process,
 in turn, in another order each round; a round gives each way the ratio of its time to that of the bare step in the same
 round, so that what slows the machine for longer than a round drops out. Time is the thread's time on the processor, so
-that other programs do not count; on another device than a CPU it is the time until the device is done. Reported: the median over rounds, and the quartiles.
+that other programs do not count; on another device than a CPU it is the time until the device is done. Reported: the
+median over rounds, and the quartiles.
 
 Legend: B batch, T time, D width, V vocabulary, H heads.
 """

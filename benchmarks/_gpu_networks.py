@@ -69,6 +69,14 @@ class Residual(nn.Module):
         return (self.inside(x_BCHW) + self.shortcut(x_BCHW)).relu()
 
 
+class Mean(nn.Module):
+    """The mean over the image: average pooling, whose backward CUDA has in no deterministic form."""
+
+    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        """(B, C, H, W) to (B, C)."""
+        return x_BCHW.mean((2, 3))
+
+
 def mlp(width: int, batch: int, depth: int = 2) -> Network:
     """Layers with BatchNorm: buffers that an update which is skipped must put back."""
 
@@ -94,7 +102,7 @@ def convolutions(width: int, blocks: int, image: int, batch: int) -> Network:
                 stages.append(Residual(channels, out, 2 if stage > 0 and block == 0 else 1))
                 channels = out
         stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
-        return nn.Sequential(stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+        return nn.Sequential(stem, *stages, Mean(), nn.Linear(channels, 10))
 
     def draw(generator: torch.Generator) -> Batch:
         inputs_BCHW = torch.randn(batch, 3, image, image, generator=generator)

@@ -29,7 +29,7 @@ class Timed(Trainer):
 def measure(device: torch.device, background: bool, small: bool) -> None:
     """Train, and save now and then."""
     network = language_model_124m(small)
-    interval, saves = (4, 3) if small else (12, 4)
+    interval, saves = (4, 3) if small else (30, 4)
     folder = scratch_folder()
     brain = make_brain(
         *(network.make(device), device, "bf16"),

@@ -78,8 +78,9 @@ def fast_steps(options: argparse.Namespace) -> list[Step]:
     sizes = ("--sizes=2", "--rounds=1") if small else ("--sizes=500", "--rounds=3")
     census_rounds = "--rounds=2" if small else "--rounds=11"
     quick = ("--quick",) if small else ("--rounds=5",)
-    # Two processes on one GPU go over gloo, which has not all that fsdp calls.
+    # Two processes on one GPU go over gloo, which has not all that fsdp calls, and takes no other devices.
     strategies = () if options.device == "cpu" else ("--strategies", "ddp")
+    groups = page_step("distributed", ("distributed.py", device, *quick, *strategies), options, 90)
     return [
         own_step("language model", "_gpu_language_model.py", options, 180),
         own_step("saves", "_gpu_saves.py", options, 100),
@@ -87,7 +88,7 @@ def fast_steps(options: argparse.Namespace) -> list[Step]:
         page_step("overhead", ("overhead.py", device, "--no-peers", *rounds), options, 150),
         page_step("checkpoint", ("checkpoint.py", device, *sizes), options, 60),
         page_step("census", ("census.py", device, census_rounds), options, 60),
-        page_step("distributed", ("distributed.py", device, *quick, *strategies), options, 90),
+        *([groups] if options.device.startswith(("cpu", "cuda")) else []),
     ]
 
 
@@ -118,35 +119,27 @@ def own_step(name: str, script: str, options: argparse.Namespace, seconds: float
 def page_step(name: str, words: Sequence[str], options: argparse.Namespace, seconds: float) -> Step:
     """A benchmark that writes a page, whose tables are the results."""
     script, *others = words
-    page = f"{script.removesuffix('.py')}.md"
+    page = f"gpu_{script.removesuffix('.py')}.md"  # beside the page of a CPU
     return Step(name, (str(HERE / script), *others, f"--output={options.out / page}"), seconds, page)
 
 
-# Each recipe in its smallest size.
-RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "image_classification": ("image_classification", ("--model.widths=[4, 8]", "--precision=fp16")),
-    "language_modeling": ("language_modeling", ("--window_tokens=64", "--precision=bf16", "--peak_flops=1e12")),
-    "adversarial": ("adversarial", ("--width=4", "--precision=fp16")),
+# The folder of each recipe's script, and the words that make it small.
+RECIPES: dict[str, tuple[str, str]] = {
+    "image_classification": ("image_classification", "--model.widths=[4,8] --precision=fp16"),
+    "language_modeling": ("language_modeling", "--window_tokens=64 --peak_flops=1e12 --precision=bf16"),
+    "adversarial": ("adversarial", "--width=4 --precision=fp16"),
     "finetuning": (
         "finetuning",
-        (
-            *("--pretraining_updates=2", "--max_tokens=16", "--batch_size=4", "--tuning=lora"),
-            "--precision=bf16",
-        ),
+        "--pretraining_updates=2 --max_tokens=16 --batch_size=4 --tuning=lora --precision=bf16",
     ),
     "keyword_classification": (
         "speech_recognition",
-        (
-            *("--width=16", "--model.channels=[4, 4]", "--synthetic.counts=[30, 10, 10]"),
-            *("--batches.max_total_length=3", "--precision=bf16"),
-        ),
+        "--width=16 --model.channels=[4,4] --synthetic.counts=[30,10,10] --batches.max_total_length=3 --precision=bf16",
     ),
     "speech_recognition": (
         "speech_recognition",
-        (
-            *("--width=16", "--model.front.channels=[4, 4]", "--synthetic.counts=[24, 4, 4]"),
-            *("--batches.max_total_length=4", "--precision=fp16"),
-        ),
+        "--width=16 --model.front.channels=[4,4] --synthetic.counts=[24,4,4] --batches.max_total_length=4 "
+        "--precision=fp16",
     ),
 }
 
@@ -156,7 +149,7 @@ def recipe_step(config: str, options: argparse.Namespace) -> Step:
     folder, words = RECIPES[config]
     script, settings = REPOSITORY / "recipes" / folder / "train.py", REPOSITORY / "configs" / f"{config}.yaml"
     own = (f"--device={options.device}", "--debug", f"--output_folder={options.scratch / config}")
-    return Step(f"recipe {config}", (str(script), str(settings), *own, *words), 90)
+    return Step(f"recipe {config}", (str(script), str(settings), *own, *words.split()), 90)
 
 
 # ---------------------------------------------------------------------- running them

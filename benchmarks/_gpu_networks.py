@@ -5,6 +5,8 @@ Legend of shapes: B batch, T tokens, D features, C channels, K classes, V vocabu
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -166,8 +168,10 @@ def make_brain(
 
 
 def scratch_folder() -> str:
-    """A folder for what a run writes; gpu.py removes those of its steps with its own."""
-    return tempfile.mkdtemp(prefix="amp_recipes_gpu_step")
+    """A folder for what a run writes, until the process ends."""
+    folder = tempfile.mkdtemp(prefix="amp_recipes_gpu_step")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @dataclass

@@ -36,6 +36,8 @@ POLL_SECONDS = 0.1
 LEAST_SECONDS = 5.0  # a step that has less is not begun
 NOTE_LENGTH = 300
 
+ABOUT_MACHINE = ("machine", "software", "device", "small")
+
 Line = dict[str, Any]
 
 
@@ -156,17 +158,22 @@ def recipe_step(config: str, options: argparse.Namespace) -> Step:
 
 
 class Record:
-    """The results so far: a line of JSON each, as they come. Those of the steps in `part` are taken anew."""
+    """The results so far: a line of JSON each, as they come. Those of the steps in `part` are taken anew.
 
-    def __init__(self, folder: Path, part: str, steps: Collection[str]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.lines = [
-            line
-            for line in read_lines(folder / "gpu.jsonl")
-            if line["part"] != part or line.get("step", "machine") not in (*steps, "machine")
-        ]
+    about: the part's first line. Results of its other steps are kept if they are of the same machine and software.
+    """
+
+    def __init__(self, folder: Path, part: str, about: Line, steps: Collection[str]) -> None:
         self._part, self._folder = part, folder
+        former = read_lines(folder / "gpu.jsonl")
+        same = any(
+            line["part"] == part and all(line.get(name) == about[name] for name in ABOUT_MACHINE) for line in former
+        )
+        self.lines = [
+            line for line in former if line["part"] != part or (same and "step" in line and line["step"] not in steps)
+        ]
         (folder / "gpu.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        self.add({"kind": "part", **about})
 
     def add(self, line: Line) -> None:
         """Write one line, in the file and to the terminal."""
@@ -187,21 +194,22 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def run_part(part: str, todo: Sequence[Step], options: argparse.Namespace, environment: dict[str, str]) -> bool:
-    """Run the steps while there is time. Returns whether all of them ended well, and all that must hold does."""
-    record, began = Record(options.out, part, [step.name for step in todo]), time.monotonic()
-    deadline = began + 60 * options.minutes
+    """Run the steps while there is time. Returns whether all of them ended well, and all that must hold does.
+
+    Where the device cannot be used, nothing is run, and the results that there are stay as they are.
+    """
+    deadline = time.monotonic() + 60 * options.minutes
+    options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "gpu.log"
-    facts: Line = {}
-
-    def keep(line: Line) -> None:
-        facts.update({name: line[name] for name in ("machine", "software")})
-
-    ended = run_step(machine_step(options), deadline - time.monotonic(), log, environment, keep)
-    about = {"device": options.device, "small": options.small, "date": date.today().isoformat()}
-    record.add({"kind": "part", **about, "command": command_of(options), **facts})
+    machine: Line = {}
+    ended = run_step(machine_step(options), 60 * options.minutes, log, environment, machine.update)
     if ended["state"] != "done":
-        record.add({"kind": "step", **ended})
-        todo = []  # what does not see the device tells nothing of it
+        print(f"{part}: the device {options.device} cannot be used: {ended['state']}: {ended['note']}")
+        return False
+    facts = {name: machine[name] for name in ("machine", "software")}
+    about = {"device": options.device, "small": options.small, **facts, "date": date.today().isoformat()}
+    names = [step.name for step in todo]
+    record = Record(options.out, part, {**about, "command": command_of(options)}, names)
     for step in todo:
         left = deadline - time.monotonic()
         if left < LEAST_SECONDS:
@@ -320,7 +328,7 @@ def rows_of(path: Path) -> Iterator[Line]:
 def in_one_line(line: Line) -> str:
     """A result for the terminal."""
     if line["kind"] == "part":
-        return f"{line['part']}: {line.get('machine', 'no such device')}"
+        return f"{line['part']}: {line['machine']}"
     if line["kind"] == "step":
         return f"{line['part']}: {line['step']}: {line['state']} after {line['seconds']:.0f} s {line['note']}".rstrip()
     return f"{line['part']}: {line['step']}: {line['what']}: {line['value']}{verdict(line)}"
@@ -349,8 +357,8 @@ def about_part(line: Line) -> list[str]:
     return [
         f"- Command: `{line['command']}`{small}",
         f"- Date: {line['date']}",
-        f"- Machine: {line.get('machine', 'the device could not be used')} (`--device {line['device']}`)",
-        f"- Software: {line.get('software', 'unknown')}",
+        f"- Machine: {line['machine']} (`--device {line['device']}`)",
+        f"- Software: {line['software']}",
     ]
 
 

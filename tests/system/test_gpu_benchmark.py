@@ -88,11 +88,22 @@ def test_what_must_hold_and_does_not_is_a_failure_and_stands_at_the_top(options)
     assert page.index("- bits: speed: 7") < page.index("### bits")
 
 
-def test_without_the_device_nothing_is_tried(options, monkeypatch):
+def test_without_the_device_nothing_is_tried_and_results_stay(options, monkeypatch, capsys):
+    run(options, step("one", SAYS))
+    before = (options.out / "gpu.jsonl").read_text()
     monkeypatch.setattr(gpu, "machine_step", lambda options: step("machine", "raise SystemExit('no GPU')"))
-    good, lines, page = run(options, step("never", SAYS))
-    assert not good and ends(lines) == {"machine": "failed"}
-    assert "the device could not be used" in page and "no GPU" in page
+    assert not gpu.run_part("right", [step("one", "print('nothing')")], options, {})
+    assert (options.out / "gpu.jsonl").read_text() == before
+    assert "the device cpu cannot be used: failed: exit status 1: no GPU" in capsys.readouterr().out
+
+
+def test_results_of_another_machine_do_not_stay_under_the_new_one(options, monkeypatch):
+    run(options, step("one", SAYS), step("two", SAYS))
+    other = step("machine", MACHINE.replace("a machine", "another"))
+    monkeypatch.setattr(gpu, "machine_step", lambda options: other)
+    _, lines, page = run(options, step("one", SAYS))
+    assert {line["step"] for line in lines if line["kind"] == "result"} == {"one"}
+    assert "another" in page and "### two" not in page
 
 
 def test_a_part_that_runs_again_takes_the_place_of_its_results_and_keeps_those_of_others(options):

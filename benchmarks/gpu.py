@@ -462,7 +462,8 @@ def main(argv: Sequence[str]) -> int:
         for part in [options.part] if options.part else PARTS:
             todo = [step for step in steps(part, options) if not options.steps or step.name in options.steps]
             good = run_part(part, todo, options, environment) and good
-    print(f"written to {options.out / 'gpu.md'}")
+    if (options.out / "gpu.md").exists():
+        print(f"results are in {options.out / 'gpu.md'}")
     return 0 if good else 1
 
 

@@ -10,10 +10,11 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 # A name that opens with an underscore is a helper of the benchmarks, not a benchmark.
-BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+NO_BENCHMARKS := benchmarks/_% benchmarks/gpu.py benchmarks/collect_wheels.py
+BENCHMARKS := $(filter-out $(NO_BENCHMARKS),$(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rest test-simulated test-all lint bench faults clean
+.PHONY: help setup train test test-rest test-simulated test-all lint bench gpu faults clean
 
 help:
 	@echo "make setup   install into $(VENV), at the versions of constraints.txt"
@@ -23,6 +24,7 @@ help:
 	@echo "make test-simulated   run the tests that need an accelerator, on one that is simulated (needs a C++ compiler)"
 	@echo "make lint    check style, format and types"
 	@echo "make bench   run every benchmark, each writes to benchmarks/results/"
+	@echo "make gpu     check on a GPU what no other machine shows, with the python that has its torch (PYTHON=$(PYTHON), ARGS=...)"
 	@echo "make faults  kill and damage hundreds of runs, writes benchmarks/results/faults.md (ARGS=...)"
 	@echo "make clean   remove builds and caches"
 
@@ -72,6 +74,10 @@ build/readme.py: README.md
 
 bench: setup
 	@set -e; for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(RUN) $$benchmark; done
+
+# Nothing is installed: the machine may have no network. ARGS="--part right" for one part, of less than ten minutes.
+gpu:
+	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
 faults: setup
 	$(RUN) tests/faults/matrix.py $(ARGS)

@@ -55,12 +55,12 @@ class Counted:
     optimizer: int
 
 
-def by_torch(shape: Shape, run: Run) -> nn.Module:
+def by_torch(shape: Shape, run: Run, device: torch.device | str = "cpu") -> nn.Module:
     """The small network, shared among the processes as a script by hand would with torch's own functions."""
     torch.manual_seed(0)
-    model = SmallLlama(shape)
+    model = SmallLlama(shape).to(device)
     sizes = (run.shard_replicas, run.ranks // (run.shard_replicas * run.tensor_parallel), run.tensor_parallel)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+    mesh = init_device_mesh(torch.device(device).type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
     for index, block in enumerate(model.blocks):
         if run.tensor_parallel > 1:
             parallelize_module(block, mesh["tensor"], {name: style() for name, style in PLAN.items()})

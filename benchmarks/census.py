@@ -5,7 +5,8 @@
 Small transformers and a larger one, forward and backward under bf16 autocast, one thread. All ways run in one process,
 in turn, in another order each round; a round gives each way the ratio of its time to that of the bare step in the same
 round, so that what slows the machine for longer than a round drops out. Time is the thread's time on the processor, so
-that other programs do not count. Reported: the median over rounds, and the quartiles.
+that other programs do not count; on another device than a CPU it is the time until the device is done. Reported: the
+median over rounds, and the quartiles.
 
 Legend: B batch, T time, D width, V vocabulary, H heads.
 """
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _gpu_results import queues, wait_for
 from overhead import count, machine, positive
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -150,16 +152,24 @@ class Step:
         whole = inner = 0.0
         for _ in range(self.repeats):
             self.model.zero_grad()
-            entered = time.thread_time()
+            entered = self.now()
             with make(self.model):
-                began = time.thread_time()
-                with TorchAutocast("cpu", dtype=torch.bfloat16):
+                began = self.now()
+                with TorchAutocast(self.inputs_BT.device.type, dtype=torch.bfloat16):
                     logits_BTV = self.model(self.inputs_BT)
                     loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), self.targets_BT.flatten())
                 loss.backward()
-                inner += time.thread_time() - began
-            whole += time.thread_time() - entered
+                inner += self.now() - began
+            whole += self.now() - entered
         return whole / self.repeats, inner / self.repeats
+
+    def now(self) -> float:
+        """Seconds of this thread on the processor, or of the clock when the device is done."""
+        device = self.inputs_BT.device
+        if not queues(device):
+            return time.thread_time()
+        wait_for(device)
+        return time.perf_counter()
 
 
 BARE = "bare step"
@@ -184,11 +194,11 @@ class Measured:
     milliseconds: float
 
 
-def measure(size: Size, rounds: int) -> tuple[int, dict[str, Measured]]:
+def measure(size: Size, rounds: int, device: torch.device) -> tuple[int, dict[str, Measured]]:
     """Ops of the step, and each way's times."""
     torch.manual_seed(0)
-    model = LanguageModel(size.width, size.layers)
-    inputs_BT = torch.randint(CHARACTERS, (size.batch, LENGTH))
+    model = LanguageModel(size.width, size.layers).to(device)
+    inputs_BT = torch.randint(CHARACTERS, (size.batch, LENGTH)).to(device)
     step = Step(model, inputs_BT, inputs_BT.roll(-1, 1), size.steps)
     for make in WAYS.values():  # what is allocated and read once
         step.seconds(make)
@@ -220,15 +230,15 @@ def cell(ratios: list[float]) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-def report(rounds: int, command: str) -> str:
+def report(rounds: int, device: torch.device, command: str) -> str:
     """Measure every size, and say it as Markdown."""
-    results = {size: measure(size, rounds) for size in SIZES}
+    results = {size: measure(size, rounds, device) for size in SIZES}
     heads = [f"{size.name}: {ops} ops, {ways[BARE].milliseconds:.0f} ms" for size, (ops, ways) in results.items()]
     lines = [
         "# What a census takes",
         "",
         f"`{command}`, {date.today().isoformat()}: torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{machine(torch.device('cpu'))}, {count(torch.get_num_threads(), 'thread')}, {count(rounds, 'round')}. Cells "
+        f"{machine(device)}, {count(torch.get_num_threads(), 'thread')}, {count(rounds, 'round')}. Cells "
         "are the ratio to the bare step of the same round: median and quartiles.",
         "",
         "| the step | " + " | ".join(heads) + " |",
@@ -253,11 +263,13 @@ def main(argv: Sequence[str]) -> None:
     """Measure and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--rounds", type=positive, default=41, help="how often all ways run (%(default)s)")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="such as cuda (%(default)s)")
     parser.add_argument("--output", type=Path, default=RESULT, help="the Markdown file to write")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    shown = ["--rounds", str(options.rounds)] if "--rounds" in argv else []
-    page = report(options.rounds, shlex.join(["python", "benchmarks/census.py", *shown]))
+    shown = [f"--rounds={options.rounds}"] if options.rounds != parser.get_default("rounds") else []
+    shown += [f"--device={options.device}"] if options.device.type != "cpu" else []
+    page = report(options.rounds, options.device, shlex.join(["python", "benchmarks/census.py", *shown]))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(page)
     print(page)

@@ -30,7 +30,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from overhead import count, cpu_model, positive
+from _gpu_results import wait_for
+from overhead import count, machine, positive
 from torch import nn
 
 from amp_recipes.checkpoint import Checkpointer
@@ -51,13 +52,13 @@ DISK_PER_SIZE, MEMORY_PER_SIZE = 4, 5
 
 
 class Weights(nn.Module):
-    """`megabytes` (1e6 bytes) of random weights."""
+    """`megabytes` (1e6 bytes) of random weights on a device."""
 
-    def __init__(self, megabytes: int) -> None:
+    def __init__(self, megabytes: int, device: torch.device) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         size = megabytes * 1_000_000 // 4 // TENSORS
-        self.layers = nn.ParameterList(torch.randn(size, generator=generator) for _ in range(TENSORS))
+        self.layers = nn.ParameterList(torch.randn(size, generator=generator).to(device) for _ in range(TENSORS))
 
 
 @dataclass
@@ -138,9 +139,9 @@ class Times:
     load: list[float]
 
 
-def measure(megabytes: int, rounds: int, folder: Path) -> dict[str, Times]:
+def measure(megabytes: int, rounds: int, folder: Path, device: torch.device) -> dict[str, Times]:
     """Save and load in every way in turn; one round more than is counted."""
-    weights = Weights(megabytes)
+    weights = Weights(megabytes, device)
     expected = [layer.detach().clone() for layer in weights.layers]
     found = {name: Times([], [], []) for name in ways()}
     every_way = ways()
@@ -151,6 +152,7 @@ def measure(megabytes: int, rounds: int, folder: Path) -> dict[str, Times]:
                 os.sync()  # what others have left to write is not this one's
                 began = time.perf_counter()
                 way.begin(weights, Path(place))
+                wait_for(device)  # training's next step comes behind what was queued
                 stall = time.perf_counter() - began
                 way.finish()
                 save = time.perf_counter() - began
@@ -161,6 +163,7 @@ def measure(megabytes: int, rounds: int, folder: Path) -> dict[str, Times]:
                             layer.zero_()
                     began = time.perf_counter()
                     way.load(weights, Path(place))
+                    wait_for(device)
                     load = time.perf_counter() - began
                     assert all(map(torch.equal, weights.layers, expected)), f"{name} did not give the weights back"
             if number > 0:  # the first round allocates and imports
@@ -220,7 +223,8 @@ def report(results: dict[int, dict[str, Times] | str], options: argparse.Namespa
         "",
         f"- Command: `{command}`",
         f"- Date: {date.today().isoformat()}",
-        f"- Machine: {cpu_model()}, {count(os.cpu_count() or 1, 'core')}; {count(options.threads, 'thread')} of torch",
+        f"- Machine: {machine(options.device)}, {count(os.cpu_count() or 1, 'core')}; "
+        f"{count(options.threads, 'thread')} of torch",
         f"- Software: torch {torch.__version__}, Python {platform.python_version()}",
         f"- State: {TENSORS} fp32 tensors of random weights; {count(options.rounds, 'round')}, all ways in turn",
         "- Cells: the median over rounds of the ratio to plain `torch.save` in the same round, and the median of the "
@@ -272,6 +276,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sizes", type=positive, nargs="+", default=[100, 1000], help="in MB (100 1000)")
     parser.add_argument("--rounds", type=positive, default=7, help="how often all ways run (%(default)s)")
     parser.add_argument("--threads", type=positive, default=1, help="threads of torch (%(default)s)")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="such as cuda (%(default)s)")
     parser.add_argument("--folder", type=Path, help="where to save; a temporary folder by default")
     parser.add_argument("--output", type=Path, default=RESULT, help="the Markdown file to write")
     return parser.parse_args(argv)
@@ -287,7 +292,7 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, process_group():
         for megabytes in options.sizes:
             refusal = room_for(megabytes, Path(folder))
-            results[megabytes] = refusal or measure(megabytes, options.rounds, Path(folder))
+            results[megabytes] = refusal or measure(megabytes, options.rounds, Path(folder), options.device)
     shown = [argument for argument in argv if not argument.startswith(("--output=", "--folder="))]
     for name in ("--output", "--folder"):  # where things lie is nobody's business
         if name in shown:

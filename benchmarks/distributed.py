@@ -5,7 +5,8 @@
 Starts itself under torchrun, two processes with one thread each. A small Llama is trained with DDP and with FSDP2
 (`fully_shard`); all contenders run in the same processes, in turn, and each round gives each contender the ratio of
 its time to that of the loop by hand in the same round. Reported: the median over rounds, and the quartiles. Beside it
-the bytes that a step gives to collectives, counted, and what `_scaling_model.py` says.
+the bytes that a step gives to collectives, counted, and what `_scaling_model.py` says. With `--device cuda` each takes
+a GPU, or both the same one where there is one, and then over gloo.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ import torch.distributed as dist
 from _scaling_counts import by_torch, count_fit, count_step, make_brain, make_optimizer, micro_batch_context
 from _scaling_model import BF16, FP32, Run, Shape, collectives
 from _workload import MAX_GRAD_NORM, Contender, TimedBatches
-from overhead import AGAIN, BRAIN, BY_HAND, Measured, count, cpu_model, measure, positive, quartiles
+from overhead import AGAIN, BRAIN, BY_HAND, Measured, count, machine, measure, positive, quartiles
 from torch import nn
 
 RESULT = Path(__file__).parent / "results" / "distributed.md"
 TARGET = 1.03
 GUARDED = "the loop, with the same words between the ranks"
 STRATEGIES = ("ddp", "fsdp")
-DEVICE = torch.device("cpu")
 PROCESSES = 2
 LARGE = Shape(layers=4, hidden=128, inner=344, heads=4, tokens=512)
 SMALL = Shape(layers=2, hidden=32, inner=64, heads=2, tokens=64)
@@ -50,6 +50,7 @@ class Case:
     shape: Shape
     run: Run
     steps: int
+    device: torch.device
 
     @property
     def sharded(self) -> bool:
@@ -64,10 +65,12 @@ class Case:
             return numbers[:, :-1], numbers[:, 1:]
 
         window = self.run.micro_batches
-        return TimedBatches(self.steps * window, DEVICE, around=window, seed=dist.get_rank(), make_batch=make_batch)
+        return TimedBatches(
+            self.steps * window, self.device, around=window, seed=dist.get_rank(), make_batch=make_batch
+        )
 
 
-def cases(strategies: Sequence[str], quick: bool) -> list[Case]:
+def cases(strategies: Sequence[str], quick: bool, device: torch.device) -> list[Case]:
     """Steps of some tens of milliseconds, at fp32, bf16 and with a window; and small ones, where all else shows."""
     large = Run("ddp", PROCESSES, batch=2, length=64, compute=FP32)
     small = replace(large, batch=1, length=16)
@@ -84,7 +87,7 @@ def cases(strategies: Sequence[str], quick: bool) -> list[Case]:
         for name, (shape, run, steps) in runs.items():
             if not quick or name == "fp32, small steps":
                 steps = 4 if quick else steps // 2 if strategy == "fsdp" else steps  # they take twice as long
-                found.append(Case(f"{strategy}, {name}", shape, replace(run, strategy=strategy), max(2, steps)))
+                found.append(Case(f"{strategy}, {name}", shape, replace(run, strategy=strategy), max(2, steps), device))
     return found
 
 
@@ -98,17 +101,18 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def by_hand(case: Case, between: Callable[[], None] = lambda: None) -> Contender:
     """What a careful user writes with torch's own DDP or fully_shard; `between` is called before each update."""
-    model = by_torch(case.shape, case.run)
+    model = by_torch(case.shape, case.run, case.device)
     optimizer = make_optimizer(model.parameters())
     window = case.run.micro_batches
 
     def fit(batches: TimedBatches) -> None:
         model.train()
-        total = torch.zeros(())
+        total = torch.zeros((), device=case.device)
         for number, (inputs, targets) in enumerate(batches, start=1):
+            inputs, targets = inputs.to(case.device, non_blocking=True), targets.to(case.device, non_blocking=True)
             last = number % window == 0
             with micro_batch_context(model, case.run, last):
-                with torch.autocast("cpu", torch.bfloat16, enabled=case.run.compute == BF16):
+                with torch.autocast(case.device.type, torch.bfloat16, enabled=case.run.compute == BF16):
                     loss = loss_of(model(inputs), targets)
                 (loss / window).backward()
             total += loss.detach()
@@ -123,7 +127,7 @@ def by_hand(case: Case, between: Callable[[], None] = lambda: None) -> Contender
 
 def by_brain(case: Case) -> Contender:
     """The case as a Brain trains it."""
-    brain = make_brain(case.shape, case.run, max_grad_norm=MAX_GRAD_NORM)
+    brain = make_brain(case.shape, case.run, max_grad_norm=MAX_GRAD_NORM, device=case.device.type)
     return Contender(brain.modules, lambda batches: brain.fit([1], batches, progressbar=False))
 
 
@@ -224,6 +228,7 @@ def in_words(result: Measured) -> str:
 def report(results: dict[Case, dict[str, Measured]], words: dict[str, float], sent: list[Sent], command: str) -> str:
     """The results as a Markdown page."""
     rounds = len(next(iter(next(iter(results.values())).values())).ratios)
+    device = next(iter(results)).device
     worst = max(
         statistics.median(found[BRAIN].ratios)
         for case, found in results.items()
@@ -236,7 +241,8 @@ def report(results: dict[Case, dict[str, Measured]], words: dict[str, float], se
         "",
         f"- Command: `{command}`",
         f"- Date: {date.today().isoformat()}",
-        f"- Machine: {cpu_model()}, {count(os.cpu_count(), 'core')}; two gloo processes of one thread each",
+        f"- Machine: {machine(device)}, {count(os.cpu_count(), 'core')}; two processes of one thread each, over "
+        f"{dist.get_backend_config()}",
         f"- Load at the end: {os.getloadavg()[0]:.1f}. These two processes make 2; where it is more, others computed "
         "beside them, and the ratios of times say little",
         f"- Software: torch {torch.__version__}, Python {platform.python_version()}",
@@ -268,6 +274,10 @@ def report(results: dict[Case, dict[str, Measured]], words: dict[str, float], se
         + "; ".join(f"{what}: {taken:.0f} us" for what, taken in words.items())
         + ". Without them a rank with a batch less, a NaN or a signal of its own would leave the others waiting.",
         "",
+    ]
+    if not sent:
+        return "\n".join([*lines, "Bytes are counted on a CPU only, where a backward runs in the calling thread.", ""])
+    lines += [
         "## Bytes given to collectives in one step",
         "",
         "Counted in each process by the operators that torch calls, DDP's reducer among them; of each collective the "
@@ -288,9 +298,28 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--rounds", type=positive, default=9, help="how often all contenders run (%(default)s)")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="both by default")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="such as cuda (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="small steps only, two rounds: to see that it runs")
     parser.add_argument("--output", type=Path, default=RESULT, help="the Markdown file to write")
     return parser.parse_args(argv)
+
+
+def meet(device: torch.device) -> torch.device:
+    """Join the other process; returns the device of this one. Where there is one device, both take it, over gloo.
+
+    Each then is on a machine of its own, as far as it knows: a Brain refuses a device that two processes share.
+    """
+    if device.type == "cpu":
+        dist.init_process_group("gloo")
+        return device
+    backend = dist.get_default_backend_for_device(device.type)
+    if torch.accelerator.device_count() < PROCESSES:
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        backend = "gloo"
+    own = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
+    torch.accelerator.set_device_index(own.index)
+    dist.init_process_group(f"cpu:gloo,{device.type}:{backend}")
+    return own
 
 
 def run_worker(options: argparse.Namespace, argv: Sequence[str]) -> None:
@@ -298,11 +327,12 @@ def run_worker(options: argparse.Namespace, argv: Sequence[str]) -> None:
     # A Brain warns of a loader without a rank; here each rank's batches are its own by their seed.
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device = meet(options.device)
     words = {"the poll before a window": microseconds(poll), "the verdict before an update": microseconds(agree)}
-    sent = [count_sent(name, run) for name, run in sent_runs(options.strategies, options.quick).items()]
+    counted = sent_runs(options.strategies, options.quick) if device.type == "cpu" else {}
+    sent = [count_sent(name, run) for name, run in counted.items()]
     rounds = 2 if options.quick else options.rounds
-    results = {case: measure_case(case, rounds) for case in cases(options.strategies, options.quick)}
+    results = {case: measure_case(case, rounds) for case in cases(options.strategies, options.quick, device)}
     if dist.get_rank() == 0:
         shown = [argument for argument in argv if not argument.startswith("--output=")]
         if "--output" in shown:  # where the page lies is nobody's business

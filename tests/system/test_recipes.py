@@ -1,6 +1,7 @@
 """What holds for every recipe: short scripts without precision code, YAMLs that tell what they do, exact resumes."""
 
 import ast
+import os
 import re
 import signal
 import subprocess
@@ -10,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from PIL import Image
-from programs import DEADLINE_SECONDS, Program, run_python
+from programs import Program, run_python
 from recipe_runs import CONFIGS, RECIPES, REPOSITORY, recipe_modules, stage_records
 
+from amp_recipes.commands import child_runs
 from amp_recipes.commands.verify_resume import verify
 from amp_recipes.config import check
 
@@ -205,12 +207,11 @@ def test_a_killed_run_ends_with_the_weights_and_metrics_of_one_that_was_not(tmp_
 def forked_runs(monkeypatch):
     """The runs of a resume check come from the server of Python programs."""
 
-    def run(command, **options):
-        with Program(*command[1:], **options) as program:
-            program.wait(DEADLINE_SECONDS)
-        return program
+    def started(command, env=None, **options):
+        added = {name: value for name, value in (env or {}).items() if os.environ.get(name) != value}
+        return Program(*command[1:], env=added, **options)
 
-    monkeypatch.setattr(verify, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(child_runs, "subprocess", SimpleNamespace(Popen=started, DEVNULL=subprocess.DEVNULL))
 
 
 @pytest.mark.extended

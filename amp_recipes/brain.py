@@ -28,9 +28,16 @@ from amp_recipes.config import (
     near_misses,
     without_originals,
 )
-from amp_recipes.config.experiment import ENVIRONMENT_FILE, LOG_FILE, ORIGINAL_FILE, OVERRIDES_FILE, RESOLVED_FILE
+from amp_recipes.config.experiment import (
+    ENVIRONMENT_FILE,
+    LOG_FILE,
+    ORIGINAL_FILE,
+    OVERRIDES_FILE,
+    RESOLVED_FILE,
+    take_back_settings,
+)
 from amp_recipes.data import batch_length
-from amp_recipes.errors import RecipeError
+from amp_recipes.errors import CheckpointError, RecipeError
 from amp_recipes.loop.evaluation import load_weights_to_evaluate
 from amp_recipes.loop.examination import diagnose
 from amp_recipes.loop.fit import FitCall
@@ -172,7 +179,11 @@ class Brain(OptionFields):
             )
         run.adopt_optimizers()
         self.zero_grad(set_to_none=True)
-        run.resume.from_newest()
+        try:
+            run.resume.from_newest()
+        except CheckpointError:
+            take_back_settings(run.settings.output_folder)
+            raise
 
     def init_optimizers(self) -> None:
         """Make `optimizer` from `opt_class` over all parameters, and enter it in `optimizers_dict`."""

@@ -93,8 +93,8 @@ def refuse_missing(checkpoint: Checkpoint, wanted: Iterable[str], held: Iterable
     if missing:
         raise CheckpointError(
             f"{checkpoint.path} has no state of {', '.join(missing)}; nothing was loaded: was it made with "
-            "other settings (precision, ema_decay)? Give another output folder to start afresh. "
-            f"It holds: {', '.join(sorted(held)) or 'nothing'}."
+            "other settings (precision, ema_decay)? To begin with its weights alone: another --output_folder, and "
+            f"--init_from with the folder of that run. It holds: {', '.join(sorted(held)) or 'nothing'}."
         )
 
 

@@ -50,6 +50,8 @@ _GIT_TIMEOUT_SECONDS = 10
 # They say how one start treats what is in the folder. Written down, they would hold for every later start too.
 _OF_ONE_START = frozenset({"accept_changes", "resume"})
 
+# The settings that a run had before this process wrote others that were accepted, by the key of its folder.
+_replaced: dict[tuple[int, str], bytes] = {}
 # Process and real path of each folder that was prepared here -> the settings that `ensure_experiment_directory` wrote
 # there, or None if the recipe prepared it itself. With the process: a forked one begins with a copy of this.
 _prepared: dict[tuple[int, str], tuple[Any, ...] | None] = {}
@@ -108,6 +110,8 @@ def _prepare(folder: Path, yaml: str | os.PathLike[str] | None, overrides: AnyOv
             files.clear()
     if yaml is not None and os.path.realpath(yaml) == os.path.realpath(resolved_file):
         files.pop(ORIGINAL_FILE, None)  # the run's own settings again: what they came from stays
+    if warnings and resolved_file.is_file():
+        _replaced[_key(folder)] = resolved_file.read_bytes()
     _write(folder, files)
     for text in warnings:
         logger.warning("%s", text)
@@ -172,6 +176,13 @@ def ensure_experiment_directory(
     if _prepared.get(key) != settings:
         _prepare(Path(folder), hparams.path, overrides, loaded)
         _prepared[key] = settings
+
+
+def take_back_settings(folder: str | os.PathLike[str] | None) -> None:
+    """The run in `folder` cannot go on with the settings that were accepted: it keeps those that it had."""
+    before = None if folder is None else _replaced.pop(_key(folder), None)
+    if before is not None:
+        write_atomically(Path(folder) / RESOLVED_FILE, before)
 
 
 def _key(folder: str | os.PathLike[str]) -> tuple[int, str]:

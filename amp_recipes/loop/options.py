@@ -87,7 +87,9 @@ class EarlyStoppingOptions:
     """When training ends early, and which checkpoint is the best."""
 
     early_stop_metric: str | None = option(
-        None, "Metric to watch: one that `on_stage_end` returned for validation, or `loss`. Absent: no early stop."
+        None,
+        "Metric of the validation to watch: of `add_metric`, returned by `on_stage_end`, or `loss`. Absent: no early "
+        "stop.",
     )
     early_stop_mode: Literal["min", "max"] = option("min", "Whether the metric is better when smaller or larger.")
     early_stop_patience: int | None = option(

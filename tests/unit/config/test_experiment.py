@@ -12,6 +12,7 @@ import torch
 from processes import in_a_child
 from programs import run_python
 
+from amp_recipes import Brain, EpochCounter
 from amp_recipes.config import (
     RunOptions,
     create_experiment_directory,
@@ -21,7 +22,7 @@ from amp_recipes.config import (
     parse_arguments,
 )
 from amp_recipes.config.experiment import describe_environment, log_to
-from amp_recipes.errors import ConfigError
+from amp_recipes.errors import CheckpointError, ConfigError
 from amp_recipes.files.folder_lock import unlock_folder
 
 YAML_TEXT = """\
@@ -243,6 +244,34 @@ def test_changed_hparams_are_refused_and_accepted_without_a_line_of_the_recipe(y
         ensure_experiment_directory(run, load_hparams(yaml, {"lr": 0.2}))
     ensure_experiment_directory(run, load_hparams(yaml, {"lr": 0.2, "accept_changes": True}))
     assert load_hparams(run / "hyperparams.yaml")["lr"] == 0.2
+
+
+def test_settings_with_which_the_run_cannot_go_on_are_not_kept(yaml, tmp_path, another_process):
+    """Accepted, but the checkpoint has no scaler: the run still has the settings that it had."""
+
+    class Regression(Brain):
+        def compute_forward(self, batch, stage):
+            return self.modules.model(batch)
+
+        def compute_objectives(self, predictions, batch, stage):
+            return predictions.float().square().mean()
+
+    def start(epochs, *words):
+        another_process()
+        words = [str(yaml), "--device=cpu", "--noprogressbar", f"--output_folder={tmp_path / 'run'}", *words]
+        file, run_opts, overrides = parse_arguments(words)
+        hparams = load_hparams(file, overrides)
+        opt = lambda parameters: torch.optim.SGD(parameters, hparams["lr"])  # noqa: E731
+        brain = Regression({"model": torch.nn.Linear(1, 1)}, opt, hparams, run_opts)
+        brain.fit(EpochCounter(epochs), [torch.ones(2, 1)])
+        return brain
+
+    start(1)
+    before = (tmp_path / "run" / "hyperparams.yaml").read_bytes()
+    with pytest.raises(CheckpointError, match=r"no state of scaler.*--init_from"):
+        start(2, "--precision=fp16", "--lr=0.2", "--accept_changes")
+    assert (tmp_path / "run" / "hyperparams.yaml").read_bytes() == before
+    assert start(2).optimizer_step == 2
 
 
 def test_options_given_in_code_count(yaml, tmp_path, another_process):

@@ -37,20 +37,27 @@ def test_output_is_not_written_through_a_link(tmp_path):
         children.run([sys.executable, "-c", ""], tmp_path / "link")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def signum(request):
+    """A signal that does what it does to every program: a shell has what it starts in the background ignore SIGINT."""
+    usual = signal.default_int_handler if request.param == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(request.param, usual)
+    yield request.param
+    assert signal.getsignal(request.param) == usual
+    signal.signal(request.param, before)
+
+
 def test_a_signal_ends_the_child_and_is_remembered(signum, tmp_path):
     """The child tells with its first word that it runs; the parent is then sent the signal."""
-    before, pipe = signal.getsignal(signum), tmp_path / "pipe"
+    pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     told = threading.Thread(target=lambda: (pipe.read_text(), os.kill(os.getpid(), signum)))
     told.start()
-    # A shell has what it starts in the background ignore SIGINT, and a child inherits that.
-    code = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code += f"open({str(pipe)!r}, 'w').close(); time.sleep(60)"
+    code = f"import time; open({str(pipe)!r}, 'w').close(); time.sleep(60)"
     with ChildRuns() as children:
         ended = children.run([sys.executable, "-c", code], tmp_path / "output")
     told.join()
-    assert children.requested == signum and signal.getsignal(signum) == before
+    assert children.requested == signum
     assert killed_by(ended.status) == ("killed by SIGINT" if signum == signal.SIGINT else "killed by SIGTERM")
 
 

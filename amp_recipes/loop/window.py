@@ -44,24 +44,6 @@ class Window:
     stepped_names: of the optimizers that `optimizers_step` has stepped in it.
     """
 
-    __slots__ = (
-        *("before", "by_hand", "counts", "differentiated", "ended", "in_pass", "index", "last", "pending", "posted"),
-        *(
-            "rates",
-            "run",
-            "samples",
-            "shares",
-            "should_step",
-            "size",
-            "step",
-            "stepped",
-            "stepped_names",
-            "sums",
-            "taken",
-            "weights",
-        ),
-    )
-
     def __init__(
         self, run: Any, in_pass: Any = None, shares: Shares | None = None, size: int = 1, before: Any = None
     ) -> None:

@@ -21,6 +21,7 @@ NAME = "simulated_device_extension"
 WRITTEN_FOR = "2.13"
 
 _FLAGS = ["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", f"-DTORCH_EXTENSION_NAME={NAME}"]
+_LACK_OF_MEMORY = ("killed", "out of memory", "memory exhausted", "cannot allocate", "bad_alloc")
 _LIBRARIES = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
 
 
@@ -55,6 +56,9 @@ def _compiler() -> str:
     compiler = shutil.which(wanted)
     if compiler is None:
         raise CannotBuild(f"needs a C++ compiler, and there is no {wanted!r} on this machine")
+    probe = [compiler, _FLAGS[0], "-fsyntax-only", "-x", "c++", os.devnull]
+    if subprocess.run(probe, capture_output=True).returncode != 0:
+        raise CannotBuild(f"needs a compiler of C++20, and {compiler} is none")
     headers = Path(sysconfig.get_path("include"), "Python.h")
     if not headers.exists():
         raise CannotBuild(f"needs Python's headers, and there is no {headers}")
@@ -64,7 +68,10 @@ def _compiler() -> str:
 def _cache_folder() -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = root / "amp_recipes_simulated_device"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotBuild(f"needs a folder for what is built, and cannot make {folder}: {error.strerror}") from error
     return folder
 
 
@@ -92,6 +99,8 @@ def _compile(compiler: str, built: Path) -> None:
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     command = [compiler, *_FLAGS, *includes, str(together), "-o", str(built), *libraries, *_LIBRARIES]
     done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode < 0 or any(sign in done.stderr.lower() for sign in _LACK_OF_MEMORY):
+        raise CannotBuild("needs more memory: the compiler was ended, or ended for lack of it")
     if done.returncode != 0:
         _explain(done.stderr)
 

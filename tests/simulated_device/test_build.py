@@ -54,6 +54,8 @@ def test_it_says_why_it_cannot_be_built(fake, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(simulated_build.CannotBuild, match="there is no 'no-such-compiler' on this machine"):
         simulated_build.load()
+    with pytest.raises(simulated_build.CannotBuild, match="needs more memory"):
+        simulated_build.built_library(fake(error="fatal error: Killed signal terminated program cc1plus"))
     monkeypatch.setattr(simulated_build, "WRITTEN_FOR", "1.0")
     with pytest.raises(simulated_build.CannotBuild, match=r"written for torch 1.0; with torch .*: a.cpp:1: error: no"):
         simulated_build.built_library(fake(error="a.cpp:1: error: no"))

@@ -34,10 +34,10 @@ from amp_recipes.config.experiment import (
     ORIGINAL_FILE,
     OVERRIDES_FILE,
     RESOLVED_FILE,
-    take_back_settings,
+    going_on_in,
 )
 from amp_recipes.data import batch_length
-from amp_recipes.errors import CheckpointError, RecipeError
+from amp_recipes.errors import RecipeError
 from amp_recipes.loop.evaluation import load_weights_to_evaluate
 from amp_recipes.loop.examination import diagnose
 from amp_recipes.loop.fit import FitCall
@@ -179,11 +179,8 @@ class Brain(OptionFields):
             )
         run.adopt_optimizers()
         self.zero_grad(set_to_none=True)
-        try:
+        with going_on_in(run.settings.output_folder):
             run.resume.from_newest()
-        except CheckpointError:
-            take_back_settings(run.settings.output_folder)
-            raise
 
     def init_optimizers(self) -> None:
         """Make `optimizer` from `opt_class` over all parameters, and enter it in `optimizers_dict`."""

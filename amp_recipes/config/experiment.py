@@ -10,6 +10,8 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from amp_recipes.config.options.arguments import AnyOverrides, Overrides, explic
 from amp_recipes.config.options.run_options import OPTION_NAMES, RunOptions
 from amp_recipes.config.trust.checking import as_mapping
 from amp_recipes.config.yaml.nodes import Mistakes
-from amp_recipes.errors import ConfigError
+from amp_recipes.errors import CheckpointError, ConfigError
 from amp_recipes.files.file_system import reason
 from amp_recipes.files.folder_lock import lock_folder
 from amp_recipes.files.run_files import regular_only, write_atomically
@@ -178,11 +180,16 @@ def ensure_experiment_directory(
         _prepared[key] = settings
 
 
-def take_back_settings(folder: str | os.PathLike[str] | None) -> None:
-    """The run in `folder` cannot go on with the settings that were accepted: it keeps those that it had."""
+@contextmanager
+def going_on_in(folder: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Around the load of the run in `folder`: where that fails, the run keeps the settings that it had."""
     before = None if folder is None else _replaced.pop(_key(folder), None)
-    if before is not None:
-        write_atomically(Path(folder) / RESOLVED_FILE, before)
+    try:
+        yield
+    except CheckpointError:
+        if before is not None:
+            write_atomically(Path(folder) / RESOLVED_FILE, before)
+        raise
 
 
 def _key(folder: str | os.PathLike[str]) -> tuple[int, str]:

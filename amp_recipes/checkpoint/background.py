@@ -6,9 +6,31 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 logger = logging.getLogger(__name__)
+
+_forks = threading.RLock()  # held by whoever forks, and by a thread for as long as the process must not be forked
+
+
+@contextmanager
+def without_forks() -> Iterator[None]:
+    """Within it, the process is not forked: a thread that wants to waits.
+
+    A fork has the calling thread alone. What another one was just about to do for the first time, as torch's kernels
+    look each other up, stays half done there for good, and a loader worker that needs it would wait for ever.
+    """
+    with _forks:
+        yield
+
+
+def _let_fork() -> None:
+    with suppress(RuntimeError):  # a signal's handler raised while we waited for it
+        _forks.release()
+
+
+os.register_at_fork(before=_forks.acquire, after_in_parent=_let_fork, after_in_child=_let_fork)
 
 
 class Background:

@@ -6,6 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
+from amp_recipes.checkpoint.background import without_forks
 from amp_recipes.files.run_files import regular_only
 
 _CHUNK_BYTES = 4 << 20  # long enough that hashing and writing go on without the interpreter's lock
@@ -16,7 +17,8 @@ class HashedFile:
     """A new file that knows its sha256 without being read again."""
 
     def __init__(self, path: Path) -> None:
-        self._digest = hashlib.sha256()
+        with without_forks():
+            self._digest = hashlib.sha256()
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
 
     def write(self, content: memoryview) -> None:

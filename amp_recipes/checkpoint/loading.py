@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from amp_recipes.checkpoint.background import without_forks
 from amp_recipes.checkpoint.folder import RANK_MARK, STATE_SUFFIX, Damaged
 from amp_recipes.checkpoint.names import clean_names, clean_state, live_state
 from amp_recipes.checkpoint.shards import Stored
@@ -84,12 +85,11 @@ def _with_bad_numbers(tensors: Mapping[str, Tensor], are_bad: Callable[[Tensor],
     for name, tensor in tensors.items():
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
             by_device.setdefault(tensor.device, {})[name] = _extremes(tensor)
-    return [
-        name
-        for found in by_device.values()
-        for name, bad in zip(found, are_bad(torch.stack(list(found.values()))).any(1).tolist(), strict=True)
-        if bad
-    ]
+    with without_forks():
+        rows = {
+            device: are_bad(torch.stack(list(found.values()))).any(1).tolist() for device, found in by_device.items()
+        }
+    return [name for device, found in by_device.items() for name, bad in zip(found, rows[device], strict=True) if bad]
 
 
 def refuse_nonfinite(bad: Iterable[str]) -> None:
@@ -102,6 +102,7 @@ def refuse_nonfinite(bad: Iterable[str]) -> None:
         )
 
 
+@without_forks()
 def _extremes(tensor: Tensor) -> Tensor:
     """Least and greatest element, as float64; NaN if there is one. One pass, and no copy for the usual dtypes."""
     if tensor.is_complex():

@@ -34,6 +34,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from amp_recipes.checkpoint.background import without_forks
 from amp_recipes.checkpoint.hashed_file import HashedFile
 from amp_recipes.checkpoint.packing import (
     DTYPE_NAMES,
@@ -147,10 +148,15 @@ def write_state(path: Path, packed: PackedState) -> str:
         file.write(memoryview(packed.header))
         for _, tensor in packed.in_file_order():
             if tensor.numel():
-                # A single element may claim any stride and yet be contiguous: as bytes it must be 1.
-                row_by_row = tensor.cpu().contiguous().as_strided((tensor.numel(),), (1,))
-                file.write(memoryview(row_by_row.view(torch.uint8).numpy()))
+                file.write(_bytes_of(tensor))
         return file.finish()
+
+
+@without_forks()
+def _bytes_of(tensor: Tensor) -> memoryview:
+    # A single element may claim any stride and yet be contiguous: as bytes it must be 1.
+    row_by_row = tensor.cpu().contiguous().as_strided((tensor.numel(),), (1,))
+    return memoryview(row_by_row.view(torch.uint8).numpy())
 
 
 # ---------------------------------------------------------------------- and back

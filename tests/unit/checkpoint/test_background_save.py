@@ -18,8 +18,11 @@ import torch
 from programs import DEADLINE_SECONDS, run_python
 from repository import REPOSITORY
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_recipes.checkpoint import Checkpointer, snapshot
+from amp_recipes.checkpoint import Checkpointer, background, snapshot
+from amp_recipes.checkpoint.saving import held_by
+from amp_recipes.checkpoint.state_format import pack_state, write_state
 from amp_recipes.errors import CheckpointError
 
 
@@ -553,3 +556,64 @@ def test_a_save_whose_thread_cannot_be_relied_on_is_made_once(tmp_path, monkeypa
         checkpointer.start_saving({"epoch": 1})
     monkeypatch.undo()
     assert [it.meta for it in checkpointer.list_checkpoints()] == [{"epoch": 1}]
+
+
+FORKING = """
+import os, threading
+from amp_recipes.checkpoint.background import without_forks
+
+order, inside, asked = [], threading.Event(), threading.Event()
+os.register_at_fork(before=asked.set)  # runs before what was registered earlier
+
+def work():
+    with without_forks():
+        inside.set()
+        asked.wait()
+        order.append("worked")
+
+thread = threading.Thread(target=work)
+thread.start()
+inside.wait()
+if os.fork() == 0:
+    with without_forks():  # nobody holds it in the child
+        os._exit(0)
+order.append("forked")
+assert os.wait()[1] == 0
+thread.join()
+print(*order)
+"""
+
+
+def test_a_fork_waits_for_a_thread_that_it_would_break_off():
+    done = run_python("-c", FORKING)
+    assert done.stdout.split() == ["worked", "forked"], done.stderr
+
+
+class ForksInOps(TorchDispatchMode):
+    """Notes the operations of this thread during which another could fork."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = self.unguarded = ()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.ops += (op,)
+        forker = threading.Thread(target=self._try_to_fork, args=(op,))
+        forker.start()
+        forker.join()
+        return op(*args, **(kwargs or {}))
+
+    def _try_to_fork(self, op):
+        if background._forks.acquire(blocking=False):
+            background._forks.release()
+            self.unguarded += (op,)
+
+
+def test_no_fork_meets_torch_in_the_writing_thread(tmp_path):
+    """What torch does there for the first time would stay half done in a loader worker, which then waits for ever."""
+    state = {"packed": pack_state({"weight": torch.ones(3, 2)[:, :1], "more": torch.ones(2)}, "model")}
+    with ForksInOps() as mode:
+        held_by(state, {"packed": frozenset({"weight", "more"})})
+        write_state(tmp_path / "packed", state["packed"])
+    assert {torch.ops.aten.stack.default, torch.ops.aten.aminmax.default} <= set(mode.ops), mode.ops
+    assert mode.unguarded == ()

@@ -14,7 +14,7 @@ NO_BENCHMARKS := benchmarks/_% benchmarks/gpu.py benchmarks/collect_wheels.py
 BENCHMARKS := $(filter-out $(NO_BENCHMARKS),$(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rest test-simulated test-all lint bench gpu faults clean
+.PHONY: help setup train test test-rest test-simulated test-oldest test-all lint bench gpu faults clean
 
 help:
 	@echo "make setup   install into $(VENV), at the versions of constraints.txt"
@@ -22,6 +22,7 @@ help:
 	@echo "make test    run the default tests, in a process per core (ARGS=...; ARGS='-n 0 ...' for one process)"
 	@echo "make test-all   run all tests; make test-rest runs those that make test leaves out"
 	@echo "make test-simulated   run the tests that need an accelerator, on one that is simulated (needs a C++ compiler)"
+	@echo "make test-oldest   run the default tests with torch $(OLDEST), the oldest that is supported"
 	@echo "make lint    check style, format and types"
 	@echo "make bench   run every benchmark, each writes to benchmarks/results/"
 	@echo "make gpu     check on a GPU what no other machine shows, with the python that has its torch (PYTHON=$(PYTHON), ARGS=...)"
@@ -43,7 +44,8 @@ train: setup
 	$(RUN) recipes/$(RECIPE)/train.py configs/$(RECIPE).yaml --precision $(PRECISION) $(ARGS)
 
 # A process per core; worksteal keeps the tests of a file together, so that what they share is made about once.
-PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal
+IN_PROCESSES := -n auto --maxprocesses 8 --dist worksteal
+PYTEST := $(RUN) -m pytest $(IN_PROCESSES)
 
 test: setup
 	$(PYTEST) $(ARGS)
@@ -55,9 +57,31 @@ test-rest: setup
 test-simulated: setup
 	$(PYTEST) tests/simulated_device $(ARGS)
 
+# OLDEST_PYTHON: an interpreter that has this torch already, and what the tests need. By default one is made, with
+# PyTorch's own build for CPUs: PyPI's takes gigabytes. Where that cannot be had, the tests are skipped.
+OLDEST := 2.11.0
+OLDEST_VENV := .venv-oldest
+OLDEST_PYTHON ?= $(OLDEST_VENV)/bin/python
+OLDEST_PIP = $(OLDEST_VENV)/bin/python -m pip install --retries 1 --timeout 10
+
+test-oldest: setup
+	@$(OLDEST_PYTHON) -c 'import torch; assert torch.__version__.startswith("$(OLDEST)")' 2>/dev/null \
+	|| $(MAKE) --no-print-directory $(OLDEST_VENV)/.installed \
+	|| { echo "skipped: torch $(OLDEST) cannot be installed here; OLDEST_PYTHON=... takes an interpreter that has it"; exit 0; }; \
+	PYTHONPATH=. $(OLDEST_PYTHON) -m pytest $(IN_PROCESSES) $(ARGS)
+
+$(OLDEST_VENV)/.installed: setup.cfg constraints.txt
+	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	sed 's/^torch==.*/torch==$(OLDEST)/' constraints.txt > $(OLDEST_VENV)/constraints.txt
+	$(OLDEST_PIP) -c $(OLDEST_VENV)/constraints.txt --index-url https://download.pytorch.org/whl/cpu torch
+	$(OLDEST_PIP) -c $(OLDEST_VENV)/constraints.txt -e '.[dev,recipes,report]'
+	$(OLDEST_PIP) -c $(OLDEST_VENV)/constraints.txt --no-deps speechbrain
+	touch $@
+
 test-all: setup
 	$(PYTEST) -m "not nightly" $(ARGS)
 	$(MAKE) test-simulated
+	$(MAKE) test-oldest
 
 # What a user's checker of types sees; the package's own inside is not checked.
 TYPED := tests/types/recipe.py build/readme.py $(wildcard amp_recipes/templates/*/train.py)
@@ -84,4 +108,4 @@ faults: setup
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +

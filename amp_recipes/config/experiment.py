@@ -283,7 +283,7 @@ def _versions() -> dict[str, str]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return versions
+    return versions | {"torch": torch.__version__}  # which names the build, too
 
 
 def _cpu_name() -> str:

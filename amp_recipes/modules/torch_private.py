@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-SEEN_IN = "2.13.0"
+SEEN_IN = ("2.11.0", "2.13.0")  # the oldest and the newest that the tests run with
 """The release of torch in which every private name of the three files was seen, and did what is said of it."""
 
 # ---------------------------------------------------------------------- modules

@@ -345,7 +345,7 @@ def custom_fwd(fwd: Callable | None = None, *, cast_inputs: torch.dtype | None =
 
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        has_ctx = bool(args) and isinstance(args[0], torch.autograd.function.FunctionCtx)
+        has_ctx = len(args) > 0 and isinstance(args[0], torch.autograd.function.FunctionCtx)
         device_types = _device_types_in(args[has_ctx:], kwargs) or autocast_device_types()
         state = [
             (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import count
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -16,16 +18,32 @@ from amp_recipes.precision.autocast import call_without_autocast, has_default_pr
 
 
 class _TraceLog:
-    """The classes of which torch.compile has traced a pinned forward."""
+    """The classes of which torch.compile has traced a pinned forward.
 
-    def __init__(self) -> None:
-        self.classes: set[type] = set()
+    number: what the compiler knows it by; torch before 2.13 takes plain values alone for constants.
+    """
+
+    _of_number: ClassVar[WeakValueDictionary[int, _TraceLog]] = WeakValueDictionary()
+    _numbers = count()
+
+    def __init__(self, classes: Iterable[type] = ()) -> None:
+        self.classes = set(classes)
+        self.number = next(self._numbers)
+        self._of_number[self.number] = self
+
+    def __reduce__(self) -> tuple[type[_TraceLog], tuple[set[type]]]:
+        return _TraceLog, (self.classes,)  # a copy has a number of its own
+
+    @classmethod
+    def add(cls, number: int, module_class: type) -> None:
+        """Note a class in the log of that number."""
+        cls._of_number[number].classes.add(module_class)
 
 
 @assume_constant_result
-def _note_traced(trace_log: _TraceLog, module_class: type) -> bool:
+def _note_traced(trace_log: int, module_class: type) -> bool:
     """Runs while torch.compile traces, not in the compiled code."""
-    trace_log.classes.add(module_class)
+    _TraceLog.add(trace_log, module_class)
     return True
 
 
@@ -53,7 +71,7 @@ class _Pin:
         # While compiling, a note per module would be a side effect, which activation checkpointing refuses,
         # or an identity to guard on. So there it is one per class.
         if torch.compiler.is_compiling():
-            _note_traced(self.trace_log, type(self.module))
+            _note_traced(self.trace_log.number, type(self.module))
         else:
             self.called = True
         if self.previous is not None:

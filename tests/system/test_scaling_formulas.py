@@ -8,6 +8,7 @@ import pytest
 import torch
 from processes import in_processes
 from repository import REPOSITORY
+from torch_release import needs_fsdp, skip_where_unknown
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # no package: its files import each other by name
@@ -166,6 +167,7 @@ def counted_fits(request):
     return counted(count_fits, FITS, request.param)
 
 
+@needs_fsdp
 def test_a_brain_sends_and_holds_what_the_formulas_say(counted_fits, subtests):
     for name, run, of_ranks in counted_fits:
         with subtests.test(name):
@@ -178,6 +180,7 @@ def test_a_brain_sends_and_holds_what_the_formulas_say(counted_fits, subtests):
 
 @pytest.mark.parametrize("run", [replace(BF16_RUN, ranks=1), BRAIN_SHARDED], ids=["alone", "fsdp"])
 def test_the_forward_of_a_brain_keeps_what_the_formulas_say(run):
+    skip_where_unknown(run.strategy)
     kept = kept_activations(SMALL, run, fused_norm=False) + cast_weights(SMALL, run) + 2 * FP32
     gathered = gathered_bytes(rest_groups(SMALL, run)) if run.strategy == "fsdp" else 0
     for counted in in_processes(count_kept, run.ranks, SMALL, run, by_brain):

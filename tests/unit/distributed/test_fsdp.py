@@ -10,12 +10,15 @@ from cpu import runs_lstm
 from processes import in_processes
 from sharded_runs import SYMBOLS, WIDTH, Net, batches_of, loss_of
 from torch import nn
+from torch_release import needs_fsdp
 
 from amp_recipes import distributed, fwd_default_precision
 from amp_recipes.config.options.run_options import RunOptions
 from amp_recipes.distributed.meshes import layout
 from amp_recipes.errors import ConfigError, RecipeError
 from amp_recipes.precision.pins import decorated_modules, pin_fp32
+
+pytestmark = needs_fsdp
 
 CPU = torch.device("cpu")
 

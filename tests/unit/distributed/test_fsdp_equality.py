@@ -5,8 +5,11 @@ import torch
 from pairwise import extended
 from processes import in_processes
 from sharded_runs import by_hand, furthest, train_sharded, whole
+from torch_release import needs_fsdp
 
 from amp_recipes.distributed import is_sharded
+
+pytestmark = needs_fsdp
 
 BATCHES = 6
 # AdamW divides by the root of a squared gradient: a rounding of 1e-7 in a gradient near zero moves its weight by more.

@@ -5,10 +5,13 @@ import torch
 from processes import in_processes
 from sharded_runs import WIDTH, Symbols, batches_of, furthest, loss_of, model_of, train_sharded, whole
 from torch import nn
+from torch_release import needs_fsdp
 
 from amp_recipes import Brain
 from amp_recipes.errors import RecipeError
 from amp_recipes.precision.host_copy import HostCopy
+
+pytestmark = needs_fsdp
 
 BATCHES = 4
 

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, Dataset
 from amp_recipes.modules import torch_private
 from amp_recipes.modules.torch_private import SEEN_IN
 
-WHERE = f"private names of torch were seen in {SEEN_IN}, and this is {torch.__version__}"
+WHERE = f"private names of torch were seen in {' and '.join(SEEN_IN)}, and this is {torch.__version__}"
 
 
-def test_the_release_is_the_one_that_the_names_were_seen_in():
-    assert torch.__version__.split("+")[0] == SEEN_IN, f"{WHERE}: where these tests pass, move SEEN_IN and setup.cfg"
+def test_the_release_is_one_that_the_names_were_seen_in():
+    assert torch.__version__.split("+")[0] in SEEN_IN, f"{WHERE}: where these tests pass, add it to SEEN_IN"
 
 
 def test_registers_of_a_module_are_live():

@@ -11,6 +11,7 @@ from cpu import needs_lstm_in_bf16, runs_lstm
 from fake_census import fake_census
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch_release import RELEASE
 
 from amp_recipes.files.user_code import Line
 from amp_recipes.numerics.census.census import pins_hold, take_census
@@ -305,7 +306,7 @@ def counts(census, name):
 def test_fake_tensors_give_the_same_census(subtests, name):
     make, x = NETWORKS[name]
     for dtype in (torch.float32, BF16):
-        if name == "lstm" and not runs_lstm(dtype):
+        if name == "lstm" and (not runs_lstm(dtype) or RELEASE < (2, 13)):  # which describes its backward otherwise
             continue  # the GRU stands for it
         torch.manual_seed(0)
         model = make()

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from torch_release import since
 
 from amp_recipes.errors import PrecisionError
 from amp_recipes.modules.devices import autocast_device_types
@@ -743,6 +744,7 @@ GRAPH_BATCHES = [
     ],
     ids=lambda batch: type(batch).__name__,
 )
+@since((2, 13), "torch.compile does not trace the copy of a dataclass")
 def test_containers_are_cast_inside_one_graph(clean_dynamo, batch):
     @fwd_default_precision
     def total(batch, **kwargs):

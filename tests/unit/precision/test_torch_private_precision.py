@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amp_recipes.modules.torch_private import SEEN_IN
 from amp_recipes.precision import torch_private
 
-WHERE = f"private names of torch were seen in {SEEN_IN}, and this is {torch.__version__}"
+WHERE = f"private names of torch were seen in {' and '.join(SEEN_IN)}, and this is {torch.__version__}"
 
 
 def test_kernels_over_lists():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cpu import runs_lstm
+from torch_release import since
 
 from amp_recipes.errors import ConfigError, PrecisionError
 from amp_recipes.numerics.ops import findings as op_findings
@@ -267,6 +268,7 @@ def test_the_trace_without_a_device_finds_what_the_live_probe_finds(references, 
         assert finding.found == (LOWER_PRECISION if is_cast_alone else live[finding.name].found), finding.name
 
 
+@since((2, 13), "other lists")
 @pytest.mark.parametrize("device_type", ["cuda", pytest.param("xpu", marks=extended)])
 def test_what_is_known_beyond_the_documentation_is_what_torch_does(references, device_type):
     reference = references(device_type, "bf16")
@@ -390,6 +392,7 @@ def test_a_documented_name_that_torch_does_not_have_is_reported(references, monk
 # ---------------------------------------------------------------------- the registry
 
 
+@since((2, 13), "other lists")
 def test_the_registry_needs_no_device():
     cuda = registry("cuda")
     assert "aten::softmax.int" in cuda.kernels and {"softmax", "mm", "rms_norm"} <= cuda.names

@@ -279,7 +279,7 @@ CALLS: dict[str, Call] = {
     **_of_matrix(torch.linalg, "cond matrix_rank cholesky cholesky_ex svdvals svd eigvals", prefix="linalg_"),
     **_of_matrix(torch.linalg, "eigvalsh eig eigh inv inv_ex qr", prefix="linalg_"),
     **_of_matrix(torch, "cholesky cholesky_inverse inverse"),
-    **_of_matrix(aten, "_lu_with_info"),
+    **_of_matrix(torch, "_lu_with_info"),
     "linalg_solve": lambda given: torch.linalg.solve(given.positive_definite(), given(4)),
     "linalg_lstsq": lambda given: torch.linalg.lstsq(given.positive_definite(), given(4, 1)),
     "linalg_householder_product": lambda given: torch.linalg.householder_product(given(4, 3), given(3)),

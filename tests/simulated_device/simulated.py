@@ -152,7 +152,10 @@ def take_violations() -> list[str]:
 
 
 def pinned_stats() -> dict[str, int]:
-    """Bytes that the program holds pinned, `allocations` so far, and blocks `freed_under_copy` that are kept for it."""
+    """What the program has pinned.
+
+    `bytes` that it holds, `allocations` by this thread so far, blocks `freed_under_copy` that are kept for the copy.
+    """
     return _extension.pinned_stats()
 
 

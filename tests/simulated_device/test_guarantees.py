@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from amp_recipes import Brain, Stage, fwd_default_precision
+from amp_recipes.checkpoint import Checkpointer, snapshot
 
 
 class Classifier(Brain):
@@ -116,3 +117,31 @@ def test_a_pin_holds_on_a_device_whose_type_came_late():
     with torch.autocast("simulated", torch.float16):
         Head()(torch.ones(2, device="simulated", dtype=torch.float16))
     assert seen == [(torch.float32, False)]
+
+
+def test_the_first_save_in_the_background_finds_its_pinned_memory_ready(tmp_path):
+    """To pin gigabytes takes seconds, for which training would wait."""
+
+    class Saves(Classifier):
+        def on_fit_batch_start(self, batch, should_step):
+            self.pinned.append(simulated.pinned_stats())
+
+    options = {"precision": "fp16", "ema_decay": 0.9, "output_folder": str(tmp_path), "ckpt_interval_steps": 4}
+    brain = make_brain("simulated", Saves, **options)
+    brain.pinned = []
+    brain.fit(range(1), make_batches())
+    start, before, after = (brain.pinned[step] for step in (0, 3, 4))
+    assert after["allocations"] == before["allocations"]  # by the thread that trains
+    weights = sum(parameter.nbytes for parameter in brain.modules.parameters())
+    assert after["bytes"] - start["bytes"] >= 2 * weights  # they and their averages
+
+
+def test_no_memory_is_pinned_ahead_that_is_not_clearly_free(tmp_path, monkeypatch):
+    checkpointer = Checkpointer(tmp_path, {"model": nn.Linear(8, 8, device="simulated")})
+    held = []
+    for free in (0, None):  # None: the system does not say
+        monkeypatch.setattr(snapshot, "free_host_memory", lambda free=free: free)
+        checkpointer.prepare_saving()
+        checkpointer.wait()
+        held.append(simulated.pinned_stats()["bytes"])
+    assert held[1] - held[0] == 4 * (8 * 8 + 8)

@@ -10,6 +10,7 @@ from torch import nn
 
 from amp_recipes import Brain, Stage, fwd_default_precision
 from amp_recipes.checkpoint import Checkpointer, snapshot
+from amp_recipes.state.randomness import random_state, set_random_state, set_torch_random_state, torch_random_state
 
 
 class Classifier(Brain):
@@ -145,3 +146,14 @@ def test_no_memory_is_pinned_ahead_that_is_not_clearly_free(tmp_path, monkeypatc
         checkpointer.wait()
         held.append(simulated.pinned_stats()["bytes"])
     assert held[1] - held[0] == 4 * (8 * 8 + 8)
+
+
+@pytest.mark.parametrize("take", ["all", "of a step"])
+def test_generators_of_the_device_of_a_run_are_put_back_whichever_is_the_current_one(take):
+    device = torch.device("simulated:1")
+    torch.accelerator.set_device_index(0)
+    state = random_state(device) if take == "all" else torch_random_state(device)
+    first = torch.randn(4, device=device).tolist()
+    torch.randn(4, device=device)
+    set_random_state(state) if take == "all" else set_torch_random_state(state, device)
+    assert torch.randn(4, device=device).tolist() == first

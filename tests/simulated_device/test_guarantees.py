@@ -6,43 +6,30 @@ import os
 import pytest
 import simulated
 import torch
+from classifiers import Classifier, StepsByHand
 from torch import nn
 
-from amp_recipes import Brain, Stage, fwd_default_precision
+from amp_recipes import fwd_default_precision
 from amp_recipes.checkpoint import Checkpointer, snapshot
 from amp_recipes.state.randomness import random_state, set_random_state, set_torch_random_state, torch_random_state
 
 
-class Classifier(Brain):
-    def compute_forward(self, batch, stage):
-        return self.modules.model(batch["x"])
-
-    def compute_objectives(self, predictions, batch, stage):
-        return nn.functional.cross_entropy(predictions.float(), batch["y"])
-
-
-class ByHand(Classifier):
-    def fit_batch(self, batch):
+class ByHand(StepsByHand):
+    def before_step(self):
         self.rates.append(self.optimizer.param_groups[0]["lr"])
-        with self.training_ctx:
-            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
 
 
 def make_batches(count=6, bad=None):
     generator = torch.Generator().manual_seed(1)
     batches = [
-        {
-            "x": torch.randn(6, 8, generator=generator).pin_memory(),
-            "y": torch.randint(0, 4, (6,), generator=generator).pin_memory(),
-        }
+        (
+            torch.randn(6, 8, generator=generator).pin_memory(),
+            torch.randint(0, 4, (6,), generator=generator).pin_memory(),
+        )
         for _ in range(count)
     ]
     if bad is not None:
-        batches[bad]["x"][2, 5] = float("nan")
+        batches[bad][0][2, 5] = float("nan")
     return batches
 
 
@@ -81,13 +68,10 @@ def test_steps_by_hand_find_the_rates_and_averages_of_a_cpu():
 @pytest.mark.extended
 def test_steps_by_hand_take_no_more_memory_the_longer_they_go_on():
     class Watches(ByHand):
-        def on_fit_batch_start(self, batch, should_step):
-            pass
-
-        def fit_batch(self, batch):
+        def before_step(self):
+            super().before_step()
             if self.step in (100, 10_000):
                 self.seen.append((simulated.pinned_stats()["bytes"], torch.accelerator.memory_allocated()))
-            return super().fit_batch(batch)
 
     brain = make_brain("simulated", Watches)
     brain.seen = []

@@ -141,3 +141,10 @@ def test_generators_of_the_device_of_a_run_are_put_back_whichever_is_the_current
     torch.randn(4, device=device)
     set_random_state(state) if take == "all" else set_torch_random_state(state, device)
     assert torch.randn(4, device=device).tolist() == first
+
+
+def test_the_peak_of_the_devices_memory_is_in_the_summary():
+    brain = make_brain("simulated")
+    before = torch.accelerator.memory_allocated()
+    brain.fit(range(1), make_batches())
+    assert brain.summary.peak_memory_of == "device" and brain.summary.peak_memory_bytes > before

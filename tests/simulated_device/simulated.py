@@ -213,6 +213,7 @@ def _device_module() -> types.ModuleType:
         device=_Device,
         synchronize=accelerator.synchronize,
         current_stream=accelerator.current_stream,
+        stream=lambda stream: stream,  # it is a context manager itself
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         is_bf16_supported=lambda *_, **__: True,
         memory_allocated=accelerator.memory_allocated,

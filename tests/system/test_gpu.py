@@ -312,14 +312,14 @@ def test_memory_does_not_grow_with_the_steps(tmp_path):
     assert held[3] == held[2]
 
 
-@cuda_only
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU's autocast takes it in fp32")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_loss_of_low_logits_is_rounded_and_that_of_float32_ones_is_not(dtype):
     """Why recipes give `cross_entropy` fp32 logits: CUDA's autocast leaves its log_softmax in the logits' dtype."""
     torch.manual_seed(0)
     logits, targets = 4 * torch.randn(64, 1000, device=DEVICE), torch.randint(0, 1000, (64,), device=DEVICE)
     exact = nn.functional.cross_entropy(logits.to(dtype).double(), targets, reduction="none")
-    with torch.autocast("cuda", dtype):
+    with torch.autocast(DEVICE.type, dtype):
         wide = nn.functional.cross_entropy(logits.to(dtype).float(), targets, reduction="none")
         low = nn.functional.cross_entropy(logits.to(dtype), targets, reduction="none")
     assert wide.dtype == torch.float32
@@ -343,7 +343,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("pinned_type", [None, "type:LSTM"])
 def test_an_lstm_runs_in_the_precision_of_the_run_or_in_fp32_where_it_is_pinned(precision, pinned_type):
     """CUDA's autocast has cast cuDNN's networks to fp16 at any dtype: bf16 would then train in fp16, unscaled."""
-    if DEVICE.type not in ("cuda", "cpu") or (DEVICE.type == "cpu" and pinned_type is None):
+    if DEVICE.type not in ("cuda", "simulated", "cpu") or (DEVICE.type == "cpu" and pinned_type is None):
         pytest.skip(f"{DEVICE} may not have it in {precision}")
     model = Recurrent()
     brain = make_brain(precision, model=model, fp32_modules=[pinned_type] if pinned_type else [])

@@ -46,17 +46,17 @@ def batches_of(network: Network, steps: int, device: torch.device) -> TimedBatch
 
 def peak_memory(name: str, make: Maker, batches: TimedBatches, device: torch.device) -> None:
     """The peak of the device's memory in some steps, of one way alone."""
-    if device.type != "cuda":
-        result(f"peak memory, {name}", "not measured", None, f"{device.type} does not tell")
+    if device.type == "cpu":
+        result(f"peak memory, {name}", "not measured", None, "a CPU does not tell")
         return
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory_allocated(device)
     trainer = contender(make())
     trainer.fit(batches)
     wait_for(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
+    peak = torch.accelerator.max_memory_allocated(device) - before
     result(f"peak memory, {name}", f"{peak / 2**30:.2f} GiB")
 
 

@@ -73,9 +73,7 @@ def be_one_of(group: str, argv: Sequence[str]) -> None:
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     alone = {precision: torch.load(options.alone)[precision] for precision in PRECISIONS}
     if world == 1:
-        # The framework takes a group of one for none; here it is to go the way of many. Other files have the function
-        # by name, hence its code and not the name.
-        processes.initialized.__code__ = (lambda: dist.is_available() and dist.is_initialized()).__code__
+        processes.treat_one_as_many()
         dist.init_process_group(backend(options.device))
     for strategy in options.strategies:
         for precision in PRECISIONS:

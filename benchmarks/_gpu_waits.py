@@ -255,6 +255,9 @@ def main() -> None:
     options = parse(__doc__.splitlines()[0])
     if options.device.type == "cuda":
         trace_events()
+    else:
+        note = f"{options.device.type} has none: only waits for events are counted, those of other kinds are 0"
+        result("torch's sync-debug mode", "not here", None, note)
     network = mlp(32, 16) if options.small else mlp(2048, 4096, depth=4)  # of some milliseconds a step
     batches = network.batches(WARM_UP + (8 if options.small else 20), options.device)
     for case in CASES:

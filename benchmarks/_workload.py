@@ -88,7 +88,7 @@ class TimedBatches(DataLoader):
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         batches = [make_batch(generator) for _ in range(around + steps + around)]
-        if device.type == "cuda":
+        if device.type != "cpu":
             batches = [(inputs.pin_memory(), targets.pin_memory()) for inputs, targets in batches]
         super().__init__(batches, batch_size=None)
         self.steps = steps

@@ -23,7 +23,7 @@ import time
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,15 @@ Line = dict[str, Any]
 class Step:
     """A process that finds something out.
 
-    words: what python is given; seconds: its limit; page: the Markdown file that it writes, if it prints no results.
+    words: what python is given; seconds: its limit; page: the Markdown file that it writes, if it prints no results;
+    lacking: why it cannot be run on this device, if so.
     """
 
     name: str
     words: tuple[str, ...]
     seconds: float
     page: str = ""
+    lacking: str = ""
 
 
 # ---------------------------------------------------------------------- the steps
@@ -83,6 +85,8 @@ def fast_steps(options: argparse.Namespace) -> list[Step]:
     # Two processes on one GPU go over gloo, which has not all that fsdp calls, and takes no other devices.
     strategies = () if options.device == "cpu" else ("--strategies", "ddp")
     groups = page_step("distributed", ("distributed.py", device, *quick, *strategies), options, 90)
+    if not options.device.startswith(("cpu", "cuda")):
+        groups = replace(groups, lacking=f"gloo takes no tensors of {options.device}")
     return [
         own_step("language model", "_gpu_language_model.py", options, 180),
         own_step("saves", "_gpu_saves.py", options, 100),
@@ -90,7 +94,7 @@ def fast_steps(options: argparse.Namespace) -> list[Step]:
         page_step("overhead", ("overhead.py", device, "--no-peers", *rounds), options, 150),
         page_step("checkpoint", ("checkpoint.py", device, *sizes), options, 60),
         page_step("census", ("census.py", device, census_rounds), options, 60),
-        *([groups] if options.device.startswith(("cpu", "cuda")) else []),
+        groups,
     ]
 
 
@@ -211,6 +215,9 @@ def run_part(part: str, todo: Sequence[Step], options: argparse.Namespace, envir
     names = [step.name for step in todo]
     record = Record(options.out, part, {**about, "command": command_of(options)}, names)
     for step in todo:
+        if step.lacking:
+            record.add({"kind": "step", "step": step.name, "state": "not here", "seconds": 0.0, "note": step.lacking})
+            continue
         left = deadline - time.monotonic()
         if left < LEAST_SECONDS:
             note = f"the part's {options.minutes:g} minutes were over"
@@ -427,6 +434,18 @@ def unpack_wheels(folder: Path, target: Path) -> None:
             archive.extractall(target)
 
 
+def register_simulated_device(folder: Path) -> list[str]:
+    """Let torch load the device of the tests wherever it is imported, as it does with any that is out of its tree.
+
+    Returns the paths on which it is found. folder: for the entry point by which torch knows it.
+    """
+    about = folder / "simulated-0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: simulated\nVersion: 0\n")
+    (about / "entry_points.txt").write_text("[torch.backends]\nsimulated = simulated:load\n")
+    return [str(folder), str(REPOSITORY / "tests" / "simulated_device")]
+
+
 def command_of(options: argparse.Namespace) -> str:
     """The command line, without where things lie."""
     part = (f"--part={options.part}",) if options.part else ()
@@ -444,6 +463,8 @@ def environment_of(options: argparse.Namespace) -> dict[str, str]:
         sys.path.insert(0, paths[-1])
     import tabulate  # noqa: F401 (the table needs it, and would miss it only after the first step)
 
+    if options.device.startswith("simulated"):
+        paths += register_simulated_device(options.scratch / "simulated")
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "TMPDIR": str(options.scratch)}
     return {**os.environ, **own}

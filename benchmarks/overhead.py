@@ -271,7 +271,7 @@ def machine(device: torch.device) -> str:
     """The device in general words."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, host {cpu_model()}"
-    return cpu_model()
+    return cpu_model() if device.type == "cpu" else f"{device.type}, host {cpu_model()}"
 
 
 # ---------------------------------------------------------------------- command line

@@ -193,6 +193,20 @@ class Checkpointer:
 
         self._background.start(finish)
 
+    def prepare_saving(self) -> None:
+        """Take, in the background, the pinned memory into which `start_saving` copies what is on a device.
+
+        To pin gigabytes takes seconds, for which training would wait at its first save.
+        """
+        group = self._group()
+        # What needs the other processes is small, and on the host.
+        alone = {name: obj for name, obj in self.recoverables.items() if not hasattr(obj, "part_of_process")}
+        try:
+            states = {name: pack_recoverable(name, obj) for name, obj in alone.items()}
+        except CheckpointError:
+            return  # the save will say so
+        self._background.start(partial(self._snapshot.prepare, own_files(states, group)))
+
     def wait(self) -> None:
         """Return when nothing is being written in the background; raises the error of what was, once."""
         self._background.wait()

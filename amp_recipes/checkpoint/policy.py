@@ -56,7 +56,7 @@ class CheckpointPolicy:
         self.checkpointer = Checkpointer(folder) if self.owned else checkpointer
         self._writes = writes
         self._background = background and not self.theirs
-        self._resumed = self._may_resume_again = False
+        self._resumed = self._may_resume_again = self._prepared = False
         self._registered: set[str] = set()
         self._save_again: Callable[[], object] | None = None  # what saved last, if that was at an epoch's end
         self._best_key: str | None = None
@@ -106,6 +106,15 @@ class CheckpointPolicy:
         save = self.checkpointer.start_saving if self._background else self.checkpointer.save_checkpoint
         save(meta, delete)
         self._note_save()
+
+    def prepare(self) -> None:
+        """Have memory ready for the first save; for after an update, when the optimizers have their states.
+
+        Only where the run saves after every epoch anyway; later calls do nothing.
+        """
+        if self.saves and self.owned and self._background and not self._prepared:
+            self.checkpointer.prepare_saving()
+        self._prepared = True
 
     def due(self, interval_steps: int, asked: bool) -> bool:
         """Whether to save inside the epoch; to be asked once after each update. 0: that interval is off.

@@ -29,6 +29,15 @@ class Snapshot:
         self._buffers: dict[_Slot, Tensor] = {}
         self._told = False
 
+    def prepare(self, states: Mapping[str, PackedState]) -> None:
+        """Take the pinned memory that copies of these states need, if there is enough; `take` finds it then.
+
+        Any thread may do it, one at a time.
+        """
+        pinned = {slot: tensor for slot, tensor in _by_slot(states).items() if slot[-1]}
+        if not _lack_of_memory(sum(tensor.nbytes for tensor in pinned.values())):
+            self._add_buffers(pinned)
+
     @torch.inference_mode(False)  # a buffer made inside it could not be written to outside
     @torch.no_grad()
     def take(self, states: Mapping[str, PackedState]) -> tuple[dict[str, PackedState], Callable[[], None]] | None:
@@ -38,9 +47,7 @@ class Snapshot:
         None, once with a warning in the log, if the host has not clearly enough free memory. A snapshot is good until
         the next is taken.
         """
-        live = {
-            _slot(name, key, tensor): tensor for name, state in states.items() for key, tensor in state.tensors.items()
-        }
+        live = _by_slot(states)
         if not self._make_room(live):
             return None
         events = {tensor.device: None for tensor in live.values() if queues_work(tensor.device)}
@@ -95,6 +102,10 @@ class Snapshot:
 def _lack_of_memory(needed: int) -> str | None:
     free = free_host_memory() if needed else None
     return f"{free / 1e6:.0f} MB free" if free is not None and needed * _FREE_PER_NEEDED > free else None
+
+
+def _by_slot(states: Mapping[str, PackedState]) -> dict[_Slot, Tensor]:
+    return {_slot(name, key, tensor): tensor for name, state in states.items() for key, tensor in state.tensors.items()}
 
 
 def _slot(name: str, key: str, tensor: Tensor) -> _Slot:

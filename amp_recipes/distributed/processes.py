@@ -30,6 +30,7 @@ _timeout_minutes = DEFAULT_TIMEOUT_MINUTES
 _tensor_parallel = 1
 _store: dist.Store | None = None  # of this start of the run
 _host_groups: dict[dist.ProcessGroup, dist.ProcessGroup | None] = {}  # by the default group that it belongs to
+_smallest_group = 2  # that counts as several processes
 _turns = 0  # of main_process_first
 
 
@@ -89,7 +90,13 @@ def _of_local_rank(device: torch.device) -> torch.device:
 
 def initialized() -> bool:
     """Whether a process group of more than one process is up."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() >= _smallest_group
+
+
+def treat_one_as_many() -> None:
+    """Have a group of one process count as several from now on: to try their way where there is one device."""
+    global _smallest_group
+    _smallest_group = 1
 
 
 def rank() -> int:

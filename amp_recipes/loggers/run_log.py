@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from amp_recipes.loggers.text import format_stage, stage_name
+from amp_recipes.modules.devices import queues_work
 from amp_recipes.records import Logger, RunSummary, StageRecord, StepRecord
 
 log = logging.getLogger(__name__)
@@ -187,12 +188,13 @@ class RunLog:
 
 
 def device_peak_memory(device: torch.device) -> int | None:
-    """Peak bytes allocated on a CUDA or XPU device; None elsewhere. Asks the allocator, not the device."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "xpu":
-        return torch.xpu.max_memory_allocated(device)
-    return None
+    """Peak bytes allocated on an accelerator; None where it does not tell. Asks the allocator, not the device."""
+    if not queues_work(device):
+        return None
+    try:
+        return torch.accelerator.max_memory_allocated(device)
+    except RuntimeError:  # the allocator of a device out of torch's tree need not count
+        return None
 
 
 def process_peak_memory() -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 from amp_recipes import distributed
 from amp_recipes.errors import CheckpointError
 from amp_recipes.loop.window import Shares
+from amp_recipes.modules.devices import queues_work
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Saving:
     def after_window(self, shares: Shares) -> None:
         """Between two updates: save if it is time, and leave if a signal asks."""
         signum, save_asked = shares.requests()
+        if queues_work(self._run.device):
+            self._run.checkpoints.prepare()
         due = self._run.checkpoints.due(self._run.settings.ckpt_interval_steps, save_asked)
         if signum and self.asked_to_end(signum):
             self.save_and_leave()

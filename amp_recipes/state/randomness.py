@@ -19,18 +19,14 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 def random_state(device: torch.device) -> dict[str, Any]:
     """The state of every global generator: Python's, NumPy's, torch's on the CPU and on the accelerators in use.
 
-    device: where the run computes; accelerators are asked only if it is one of them, and only if they are in use
-    already: asking would initialize them. Values are numbers, strings, tensors (uint8) and arrays, in dicts, lists
-    and tuples.
+    device: where the run computes; accelerators, all of its type, are asked only if it is one of them, and only if they
+    are in use already: asking would initialize them. Values are numbers, strings, tensors (uint8) and arrays, in dicts,
+    lists and tuples.
     """
     state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
-    backend = None if device.type == "cpu" else getattr(torch, device.type, None)
-    if not getattr(backend, "is_initialized", lambda: True)():
-        return state
-    if hasattr(backend, "get_rng_state_all"):
-        state[device.type] = backend.get_rng_state_all()
-    elif hasattr(backend, "get_rng_state"):
-        state[device.type] = [backend.get_rng_state()]
+    backend = _backend(device.type)
+    if backend is not None and getattr(backend, "is_initialized", lambda: True)():
+        state[device.type] = [backend.get_rng_state(each) for each in _devices(device.type, backend.device_count())]
     return state
 
 
@@ -61,8 +57,18 @@ def set_apart(number: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+def _backend(device_type: str) -> Any:
+    """`torch.cuda` and its like, of a type of device that has generators of its own; else None."""
+    backend = None if device_type == "cpu" else getattr(torch, device_type, None)
+    return backend if hasattr(backend, "get_rng_state") else None
+
+
+def _devices(device_type: str, count: int) -> list[torch.device]:
+    return [torch.device(device_type, index) for index in range(count)]
+
+
 def _set_accelerators(kind: str, states: list[torch.Tensor]) -> None:
-    backend = getattr(torch, kind, None)
+    backend = _backend(kind)
     there = backend.device_count() if backend is not None and backend.is_available() else 0
     if there != len(states):
         logger.warning(
@@ -71,11 +77,8 @@ def _set_accelerators(kind: str, states: list[torch.Tensor]) -> None:
             kind,
             there,
         )
-    for index, device_state in enumerate(states[:there]):
-        if hasattr(backend, "get_rng_state_all"):
-            backend.set_rng_state(device_state, index)
-        else:
-            backend.set_rng_state(device_state)
+    for device, device_state in zip(_devices(kind, there), states, strict=False):
+        backend.set_rng_state(device_state, device)
 
 
 def torch_random_state(device: torch.device) -> list[torch.Tensor]:
@@ -84,9 +87,9 @@ def torch_random_state(device: torch.device) -> list[torch.Tensor]:
     Python's and NumPy's take twenty times as long.
     """
     states = [torch.default_generator.get_state()]
-    backend = None if device.type == "cpu" else getattr(torch, device.type, None)
-    if hasattr(backend, "get_rng_state"):
-        states.append(backend.get_rng_state(device) if device.type == "cuda" else backend.get_rng_state())
+    backend = _backend(device.type)
+    if backend is not None:
+        states.append(backend.get_rng_state(device))
     return states
 
 
@@ -94,8 +97,7 @@ def set_torch_random_state(states: list[torch.Tensor], device: torch.device) -> 
     """Take what `torch_random_state` returned for the same device."""
     torch.default_generator.set_state(states[0])
     for state in states[1:]:
-        backend = getattr(torch, device.type)
-        backend.set_rng_state(state, device) if device.type == "cuda" else backend.set_rng_state(state)
+        _backend(device.type).set_rng_state(state, device)
 
 
 def generator_state(generator: Any) -> Any:

@@ -1,7 +1,8 @@
 """Decides which recordings there are: synthetic speech, a manifest, or a folder whose file names tell the labels.
 
 A sample is {"wave": float32 (S,) in [-1, 1], "target": int64 (L,)}; a batch has (B, S) and (B, L), padded with zeros,
-and num_samples and num_labels (B,); in a test of several speakers both have "speaker" too, a name per sample.
+and num_samples (B,). sample_counts and label_counts are lists, which stay on the host when a batch moves to a device.
+In a test of several speakers both have "speaker" too, a name per sample.
 Legend of shapes: B batch, S samples, L labels of a target.
 """
 
@@ -102,11 +103,12 @@ class Recordings(Dataset):
 
 def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the samples as one batch, padded with zeros behind, and their lengths."""
-    batch = {}
-    for name, length in (("wave", "num_samples"), ("target", "num_labels")):
+    batch: dict[str, Any] = {}
+    for name, counts in (("wave", "sample_counts"), ("target", "label_counts")):
         values = [sample[name] for sample in samples]
         batch[name] = pad_sequence(values, batch_first=True)
-        batch[length] = torch.tensor([len(value) for value in values])
+        batch[counts] = [len(value) for value in values]
+    batch["num_samples"] = torch.tensor(batch["sample_counts"])
     if "speaker" in samples[0]:
         batch["speaker"] = [sample["speaker"] for sample in samples]
     return batch

@@ -1,11 +1,13 @@
 """Decides what is learned: the characters of a transcript by CTC, or one keyword out of a list.
 
 Both have the same methods, so that train.py is the same for both: `encode` and `check` for the data, `loss`, `weight`,
-`decode` and `count` for a batch. Legend of shapes: B batch, T steps, K outputs, L labels of a target.
+`decode` and `count` for a batch. `num_steps` is a list on the host: torch's CTC loss reads lengths there, and would
+wait for a device to send them. Legend of shapes: B batch, T steps, K outputs, L labels of a target.
 """
 
 from collections.abc import Sequence
 from itertools import groupby, pairwise
+from typing import Any
 
 import jiwer
 import torch
@@ -15,7 +17,7 @@ from flashlight.lib.text.decoder import CriterionType, LexiconFreeDecoder, Lexic
 from amp_recipes import fwd_default_precision
 from amp_recipes.errors import ConfigError, DataError
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 
 
 class CharacterCTC:
@@ -63,27 +65,28 @@ class CharacterCTC:
         """Return the fewest steps in which CTC can say the labels: one each, and a blank between equal ones."""
         return len(labels) + sum(a == b for a, b in pairwise(labels))
 
-    def weight(self, num_steps: torch.Tensor) -> int:
+    def weight(self, num_steps: Sequence[int]) -> int:
         """Return what a batch counts for: its steps, without padding."""
-        return int(num_steps.sum())
+        return sum(num_steps)
 
     # CPU autocast would take the logarithm of the softmax in bf16: 8 bits, in a sum over hundreds of steps.
     @fwd_default_precision
-    def loss(self, scores_BTK: torch.Tensor, num_steps_B: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def loss(self, scores_BTK: torch.Tensor, num_steps: Sequence[int], batch: Batch) -> torch.Tensor:
         """Return the negative log likelihood of the targets per step of the batch."""
         log_probs_TBK = scores_BTK.log_softmax(dim=2).transpose(0, 1)
+        # CUDA's kernels, forward and backward, copy the lengths to the device, and wait for that.
         total = F.ctc_loss(
-            log_probs_TBK, batch["target"], num_steps_B, batch["num_labels"], reduction="sum", zero_infinity=False
+            log_probs_TBK, batch["target"], num_steps, batch["label_counts"], reduction="sum", zero_infinity=False
         )
-        return total / num_steps_B.sum()
+        return total / sum(num_steps)
 
-    def decode(self, scores_BTK: torch.Tensor, num_steps_B: torch.Tensor) -> list[str]:
+    def decode(self, scores_BTK: torch.Tensor, num_steps: Sequence[int]) -> list[str]:
         """Return a transcript for each recording: the collapsed best path, or a beam search's best labels."""
         log_probs_BTK = scores_BTK.detach().float().log_softmax(dim=2).cpu()
         search = best_path if self.beam_size == 1 else self.search_beam
         return [
             self.text(search(log_probs_TK[:steps]))
-            for log_probs_TK, steps in zip(log_probs_BTK, num_steps_B.tolist(), strict=True)
+            for log_probs_TK, steps in zip(log_probs_BTK, num_steps, strict=True)
         ]
 
     def search_beam(self, log_probs_TK: torch.Tensor) -> list[int]:
@@ -111,12 +114,12 @@ class CharacterCTC:
 
     def references(self, batch: Batch) -> list[str]:
         """Return the transcripts of a batch."""
-        lengths = batch["num_labels"].tolist()
-        return [self.text(row[:length]) for row, length in zip(batch["target"].tolist(), lengths, strict=True)]
+        targets = batch["target"].tolist()
+        return [self.text(row[:count]) for row, count in zip(targets, batch["label_counts"], strict=True)]
 
-    def count(self, scores_BTK: torch.Tensor, num_steps_B: torch.Tensor, batch: Batch) -> dict[str, tuple[int, int]]:
+    def count(self, scores_BTK: torch.Tensor, num_steps: Sequence[int], batch: Batch) -> dict[str, tuple[int, int]]:
         """Return name -> (errors, of how many): edits of words (WER) and of characters (CER), as jiwer counts them."""
-        references, hypotheses = self.references(batch), self.decode(scores_BTK, num_steps_B)
+        references, hypotheses = self.references(batch), self.decode(scores_BTK, num_steps)
         words = jiwer.process_words(references, hypotheses)
         characters = jiwer.process_characters(references, hypotheses)
         return {name: edits(found) for name, found in (("WER", words), ("CER", characters))}
@@ -175,21 +178,21 @@ class Keywords:
         """Return 1: any recording can be classified."""
         return 1
 
-    def weight(self, num_steps: torch.Tensor) -> int:
+    def weight(self, num_steps: Sequence[int]) -> int:
         """Return what a batch counts for: its recordings."""
         return len(num_steps)
 
     @fwd_default_precision
-    def loss(self, scores_BK: torch.Tensor, num_steps_B: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def loss(self, scores_BK: torch.Tensor, num_steps: Sequence[int], batch: Batch) -> torch.Tensor:
         """Return the mean cross entropy; labels are smoothed."""
         return F.cross_entropy(scores_BK, batch["target"][:, 0], label_smoothing=self.label_smoothing)
 
-    def decode(self, scores_BK: torch.Tensor, num_steps_B: torch.Tensor) -> list[str]:
+    def decode(self, scores_BK: torch.Tensor, num_steps: Sequence[int]) -> list[str]:
         """Return the label of the highest score of each recording."""
         return [self.labels[best] for best in scores_BK.argmax(dim=1).tolist()]
 
     def count(
-        self, scores_BK: torch.Tensor, num_steps_B: torch.Tensor, batch: Batch
+        self, scores_BK: torch.Tensor, num_steps: Sequence[int], batch: Batch
     ) -> dict[str, tuple[torch.Tensor, int]]:
         """Return {"accuracy": (right answers, on the device, of how many)}."""
         return {"accuracy": (scores_BK.argmax(dim=1) == batch["target"][:, 0], len(scores_BK))}

@@ -5,6 +5,7 @@ objectives.py, the recordings in data.py, every setting in the YAML file.
 Legend of shapes: B batch, S samples, T frames or steps, M mel bands, K outputs.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ Batch = dict[str, Any]
 class SpeechRecognizer(Brain):
     """Learns what its objective says, from log-mel features; reports the objective's error rates."""
 
-    def compute_forward(self, batch: Batch, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores and their valid steps (B,); training hears noise and does not see all of the features."""
+    def compute_forward(self, batch: Batch, stage: Stage) -> torch.Tensor:
+        """Return the scores; training hears noise and does not see all of the features."""
         waves_BS, num_samples_B = batch["wave"], batch["num_samples"]
         if stage == Stage.TRAIN:
             waves_BS = self.hparams.add_noise(waves_BS, num_samples_B)
@@ -27,32 +28,34 @@ class SpeechRecognizer(Brain):
         )
         if stage == Stage.TRAIN:
             features_BTM = self.hparams.spec_augment(features_BTM, num_frames_B)
-        return self.modules.model(features_BTM, num_frames_B)
+        scores, _ = self.modules.model(features_BTM, num_frames_B)
+        return scores
 
-    def compute_objectives(
-        self, predictions: tuple[torch.Tensor, torch.Tensor], batch: Batch, stage: Stage
-    ) -> torch.Tensor:
+    def compute_objectives(self, scores: torch.Tensor, batch: Batch, stage: Stage) -> torch.Tensor:
         """Return the objective's loss; in validation and test count the errors, over the whole set and per speaker."""
-        scores, num_steps_B = predictions
-        objective = self.hparams.objective
+        objective, num_steps = self.hparams.objective, self.num_steps(batch)
         if stage != Stage.TRAIN:
-            self.add_errors(scores, num_steps_B, batch)
+            self.add_errors(scores, num_steps, batch)
         if stage == Stage.TEST:
             for speaker in sorted(set(batch.get("speaker", []))):
                 rows = [row for row, name in enumerate(batch["speaker"]) if name == speaker]
-                part = {name: batch[name][rows] for name in ("target", "num_labels")}
-                self.add_errors(scores[rows], num_steps_B[rows], part, f" of {speaker}")
-        return objective.loss(scores, num_steps_B, batch, force_allow_autocast=not self.hparams.pin_loss)
+                part = {"target": batch["target"][rows], "label_counts": [batch["label_counts"][row] for row in rows]}
+                self.add_errors(scores[rows], [num_steps[row] for row in rows], part, f" of {speaker}")
+        return objective.loss(scores, num_steps, batch, force_allow_autocast=not self.hparams.pin_loss)
 
-    def add_errors(self, scores: torch.Tensor, num_steps_B: torch.Tensor, batch: Batch, of: str = "") -> None:
+    def add_errors(self, scores: torch.Tensor, num_steps: Sequence[int], batch: Batch, of: str = "") -> None:
         """Add a batch's errors to the metrics of the stage; of: is put behind their names."""
-        for name, (errors, total) in self.hparams.objective.count(scores, num_steps_B, batch).items():
+        for name, (errors, total) in self.hparams.objective.count(scores, num_steps, batch).items():
             self.add_metric(name + of, errors, total)
 
     def batch_weight(self, batch: Batch) -> int:
         """Return what a batch counts for in averages and windows: its steps, or its recordings, without padding."""
-        num_frames_B = self.hparams.features.num_frames(batch["num_samples"])
-        return self.hparams.objective.weight(self.hparams.model.num_steps(num_frames_B))
+        return self.hparams.objective.weight(self.num_steps(batch))
+
+    def num_steps(self, batch: Batch) -> list[int]:
+        """Return the steps of each recording's scores, without padding."""
+        features, model = self.hparams.features, self.hparams.model
+        return [model.num_steps(features.num_frames(count)) for count in batch["sample_counts"]]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -45,7 +45,7 @@ class Transcriber:
     def transcribe(self, path: str | Path) -> str:
         """Return what is said in a file."""
         _, scores, num_steps_B = self.listen(path)
-        return self.objective.decode(scores, num_steps_B)[0]
+        return self.objective.decode(scores, num_steps_B.tolist())[0]
 
     def draw(self, path: str | Path, picture: str | Path) -> None:
         """Draw a file's features and, below, the probability of each output in each step (or of each label)."""
@@ -53,7 +53,7 @@ class Transcriber:
         seconds = read_audio(path, self.sample_rate).numel() / self.sample_rate
         figure, (above, below) = plt.subplots(2, 1, figsize=(9, 5), layout="constrained", height_ratios=[1, 1.4])
         above.imshow(features_BTM[0].T, origin="lower", aspect="auto", extent=(0, seconds, 0, features_BTM.shape[2]))
-        above.set(title=self.objective.decode(scores, num_steps_B)[0], ylabel="mel band", xlabel="seconds")
+        above.set(title=self.objective.decode(scores, num_steps_B.tolist())[0], ylabel="mel band", xlabel="seconds")
         probabilities = scores[0].softmax(dim=-1)
         if probabilities.ndim == 1:
             below.bar(self.objective.names, probabilities)

@@ -152,7 +152,10 @@ def take_violations() -> list[str]:
 
 
 def pinned_stats() -> dict[str, int]:
-    """Bytes that the program holds pinned, `allocations` so far, and blocks `freed_under_copy` that are kept for it."""
+    """What the program has pinned.
+
+    `bytes` that it holds, `allocations` by this thread so far, blocks `freed_under_copy` that are kept for the copy.
+    """
     return _extension.pinned_stats()
 
 
@@ -210,6 +213,7 @@ def _device_module() -> types.ModuleType:
         device=_Device,
         synchronize=accelerator.synchronize,
         current_stream=accelerator.current_stream,
+        stream=lambda stream: stream,  # it is a context manager itself
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         is_bf16_supported=lambda *_, **__: True,
         memory_allocated=accelerator.memory_allocated,

@@ -6,41 +6,30 @@ import os
 import pytest
 import simulated
 import torch
+from classifiers import Classifier, StepsByHand
 from torch import nn
 
-from amp_recipes import Brain, Stage, fwd_default_precision
+from amp_recipes import fwd_default_precision
+from amp_recipes.checkpoint import Checkpointer, snapshot
+from amp_recipes.state.randomness import random_state, set_random_state, set_torch_random_state, torch_random_state
 
 
-class Classifier(Brain):
-    def compute_forward(self, batch, stage):
-        return self.modules.model(batch["x"])
-
-    def compute_objectives(self, predictions, batch, stage):
-        return nn.functional.cross_entropy(predictions.float(), batch["y"])
-
-
-class ByHand(Classifier):
-    def fit_batch(self, batch):
+class ByHand(StepsByHand):
+    def before_step(self):
         self.rates.append(self.optimizer.param_groups[0]["lr"])
-        with self.training_ctx:
-            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
 
 
 def make_batches(count=6, bad=None):
     generator = torch.Generator().manual_seed(1)
     batches = [
-        {
-            "x": torch.randn(6, 8, generator=generator).pin_memory(),
-            "y": torch.randint(0, 4, (6,), generator=generator).pin_memory(),
-        }
+        (
+            torch.randn(6, 8, generator=generator).pin_memory(),
+            torch.randint(0, 4, (6,), generator=generator).pin_memory(),
+        )
         for _ in range(count)
     ]
     if bad is not None:
-        batches[bad]["x"][2, 5] = float("nan")
+        batches[bad][0][2, 5] = float("nan")
     return batches
 
 
@@ -79,13 +68,10 @@ def test_steps_by_hand_find_the_rates_and_averages_of_a_cpu():
 @pytest.mark.extended
 def test_steps_by_hand_take_no_more_memory_the_longer_they_go_on():
     class Watches(ByHand):
-        def on_fit_batch_start(self, batch, should_step):
-            pass
-
-        def fit_batch(self, batch):
+        def before_step(self):
+            super().before_step()
             if self.step in (100, 10_000):
                 self.seen.append((simulated.pinned_stats()["bytes"], torch.accelerator.memory_allocated()))
-            return super().fit_batch(batch)
 
     brain = make_brain("simulated", Watches)
     brain.seen = []
@@ -116,3 +102,49 @@ def test_a_pin_holds_on_a_device_whose_type_came_late():
     with torch.autocast("simulated", torch.float16):
         Head()(torch.ones(2, device="simulated", dtype=torch.float16))
     assert seen == [(torch.float32, False)]
+
+
+def test_the_first_save_in_the_background_finds_its_pinned_memory_ready(tmp_path):
+    """To pin gigabytes takes seconds, for which training would wait."""
+
+    class Saves(Classifier):
+        def on_fit_batch_start(self, batch, should_step):
+            self.pinned.append(simulated.pinned_stats())
+
+    options = {"precision": "fp16", "ema_decay": 0.9, "output_folder": str(tmp_path), "ckpt_interval_steps": 4}
+    brain = make_brain("simulated", Saves, **options)
+    brain.pinned = []
+    brain.fit(range(1), make_batches())
+    start, before, after = (brain.pinned[step] for step in (0, 3, 4))
+    assert after["allocations"] == before["allocations"]  # by the thread that trains
+    weights = sum(parameter.nbytes for parameter in brain.modules.parameters())
+    assert after["bytes"] - start["bytes"] >= 2 * weights  # they and their averages
+
+
+def test_no_memory_is_pinned_ahead_that_is_not_clearly_free(tmp_path, monkeypatch):
+    checkpointer = Checkpointer(tmp_path, {"model": nn.Linear(8, 8, device="simulated")})
+    held = []
+    for free in (0, None):  # None: the system does not say
+        monkeypatch.setattr(snapshot, "free_host_memory", lambda free=free: free)
+        checkpointer.prepare_saving()
+        checkpointer.wait()
+        held.append(simulated.pinned_stats()["bytes"])
+    assert held[1] - held[0] == 4 * (8 * 8 + 8)
+
+
+@pytest.mark.parametrize("take", ["all", "of a step"])
+def test_generators_of_the_device_of_a_run_are_put_back_whichever_is_the_current_one(take):
+    device = torch.device("simulated:1")
+    torch.accelerator.set_device_index(0)
+    state = random_state(device) if take == "all" else torch_random_state(device)
+    first = torch.randn(4, device=device).tolist()
+    torch.randn(4, device=device)
+    set_random_state(state) if take == "all" else set_torch_random_state(state, device)
+    assert torch.randn(4, device=device).tolist() == first
+
+
+def test_the_peak_of_the_devices_memory_is_in_the_summary():
+    brain = make_brain("simulated")
+    before = torch.accelerator.memory_allocated()
+    brain.fit(range(1), make_batches())
+    assert brain.summary.peak_memory_of == "device" and brain.summary.peak_memory_bytes > before

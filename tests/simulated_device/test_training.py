@@ -5,9 +5,10 @@ import copy
 import pytest
 import simulated
 import torch
+from classifiers import Classifier
 from torch import nn
 
-from amp_recipes import Brain, EpochCounter
+from amp_recipes import EpochCounter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 6
@@ -111,24 +112,18 @@ def test_an_unfused_scaled_optimizer_waits_in_each_step():
     assert [wait.step for wait in found.of_this_step] == list(range(1, STEPS + 1))
 
 
-class Classifier(Brain):
+class Watched(Classifier):
     """Marks its steps in `found`, if there is one."""
 
     found = None
-
-    def compute_forward(self, batch, stage):
-        return self.modules.model(batch[0])
-
-    def compute_objectives(self, predictions, batch, stage):
-        return nn.functional.cross_entropy(predictions.float(), batch[1])
 
     def on_fit_batch_start(self, batch, should_step):
         if self.found is not None:
             self.found.start_step()
 
 
-def make_brain(precision: str, device: str = "simulated", fused: bool = True, **options) -> Classifier:
-    return Classifier(
+def make_brain(precision: str, device: str = "simulated", fused: bool = True, **options) -> Watched:
+    return Watched(
         {"model": make_model()},
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=fused),
         run_opts={"device": device, "precision": precision, "init_scale": 2.0**10, "noprogressbar": True, **options},

@@ -3,23 +3,17 @@
 import pytest
 import simulated
 import torch
+from classifiers import Classifier, StepsByHand
 from test_training import DTYPES, make_batches, make_model
-from torch import nn
 
-from amp_recipes import Brain, Stage
+from amp_recipes import Stage
 
 STEPS = 8
 ADAMW = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)  # noqa: E731 - nobody says how it is computed
 
 
-class Watched(Brain):
+class Watched(Classifier):
     """Marks in `found` where each step begins."""
-
-    def compute_forward(self, batch, stage):
-        return self.modules.model(batch[0])
-
-    def compute_objectives(self, predictions, batch, stage):
-        return nn.functional.cross_entropy(predictions.float(), batch[1])
 
     def on_fit_batch_start(self, batch, should_step):
         self.found.start_step()
@@ -51,15 +45,9 @@ class TwoOptimizers(Watched):
         return loss.detach()
 
 
-class ByHand(Watched):
-    def fit_batch(self, batch):
+class ByHand(StepsByHand, Watched):
+    def before_step(self):
         self.found.start_step()
-        with self.training_ctx:
-            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
 
 
 def waits_of(kind=Watched, opt=ADAMW, epochs=1, valid=None, **options):

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from classifiers import Classifier, StepsByHand
 from inside import run_of
 from processes import in_processes
 from torch import nn
 
-from amp_recipes import Brain, Stage, fwd_default_precision
+from amp_recipes import fwd_default_precision
 from amp_recipes.distributed import ddp
 from amp_recipes.numerics.census.census import take_census
 from amp_recipes.numerics.drift.drift import drift
@@ -31,24 +32,18 @@ PRECISIONS = ["fp32", "bf16", "fp16"]
 WARM_UP, STEPS = 3, 12
 
 
-class Classifier(Brain):
-    watch_from = None  # step from which a synchronisation is an error
-
-    def compute_forward(self, batch, stage):
-        return self.modules.model(batch[0])
-
-    def compute_objectives(self, predictions, batch, stage):
-        return nn.functional.cross_entropy(predictions.float(), batch[1])
-
-    def on_fit_batch_start(self, batch, should_step):
-        if self.watch_from is not None and self.step == self.watch_from:
-            forbid_waits(True)
-
-
 def forbid_waits(forbid: bool) -> None:
     """From now on an operation that makes the host wait is an error; events do not count."""
     if IS_CUDA:
         torch.cuda.set_sync_debug_mode("error" if forbid else "default")
+
+
+class MayNotWait(Classifier):
+    """From a step on, a synchronisation is an error."""
+
+    def on_fit_batch_start(self, batch, should_step):
+        if self.step == WARM_UP:
+            forbid_waits(True)
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,9 +109,7 @@ def assert_same_bits(ours: nn.Module, theirs: nn.Module) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_host_never_waits_inside_a_step(precision, tmp_path):
-    brain = make_brain(precision, tmp_path, ema_decay=0.9)
-    brain.watch_from = WARM_UP
-
+    brain = make_brain(precision, tmp_path, MayNotWait, ema_decay=0.9)
     brain.on_stage_end = lambda *_: forbid_waits(False)
     try:
         brain.fit(range(1), make_batches(), progressbar=True)
@@ -154,15 +147,9 @@ def test_equal_to_the_loop_written_by_hand(precision, optimizer, window):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_steps_by_hand_equal_the_loop_and_move_the_rate_each_time(precision):
-    class ByHand(Classifier):
-        def fit_batch(self, batch):
+    class ByHand(StepsByHand):
+        def before_step(self):
             self.rates.append(self.optimizer.param_groups[0]["lr"])
-            with self.training_ctx:
-                loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            return loss.detach()
 
     halved = {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
     brain = make_brain(precision, kind=ByHand, hparams=halved)
@@ -325,14 +312,14 @@ def test_memory_does_not_grow_with_the_steps(tmp_path):
     assert held[3] == held[2]
 
 
-@cuda_only
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU's autocast takes it in fp32")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_loss_of_low_logits_is_rounded_and_that_of_float32_ones_is_not(dtype):
     """Why recipes give `cross_entropy` fp32 logits: CUDA's autocast leaves its log_softmax in the logits' dtype."""
     torch.manual_seed(0)
     logits, targets = 4 * torch.randn(64, 1000, device=DEVICE), torch.randint(0, 1000, (64,), device=DEVICE)
     exact = nn.functional.cross_entropy(logits.to(dtype).double(), targets, reduction="none")
-    with torch.autocast("cuda", dtype):
+    with torch.autocast(DEVICE.type, dtype):
         wide = nn.functional.cross_entropy(logits.to(dtype).float(), targets, reduction="none")
         low = nn.functional.cross_entropy(logits.to(dtype), targets, reduction="none")
     assert wide.dtype == torch.float32
@@ -356,7 +343,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("pinned_type", [None, "type:LSTM"])
 def test_an_lstm_runs_in_the_precision_of_the_run_or_in_fp32_where_it_is_pinned(precision, pinned_type):
     """CUDA's autocast has cast cuDNN's networks to fp16 at any dtype: bf16 would then train in fp16, unscaled."""
-    if DEVICE.type not in ("cuda", "cpu") or (DEVICE.type == "cpu" and pinned_type is None):
+    if DEVICE.type not in ("cuda", "simulated", "cpu") or (DEVICE.type == "cpu" and pinned_type is None):
         pytest.skip(f"{DEVICE} may not have it in {precision}")
     model = Recurrent()
     brain = make_brain(precision, model=model, fp32_modules=[pinned_type] if pinned_type else [])
@@ -455,8 +442,7 @@ def test_a_spike_goes_back_to_the_same_place_also_where_work_is_queued(tmp_path,
 
 
 def test_watching_for_spikes_does_not_make_the_host_wait(tmp_path):
-    brain = make_brain("bf16", tmp_path, on_spike="lower_lr", spike_window=4, ckpt_background=False)
-    brain.watch_from = WARM_UP
+    brain = make_brain("bf16", tmp_path, MayNotWait, on_spike="lower_lr", spike_window=4, ckpt_background=False)
     brain.on_fit_batch_end = lambda *_: forbid_waits(False) if brain.step == STEPS else None
     try:
         brain.fit(range(1), make_batches(), progressbar=False)

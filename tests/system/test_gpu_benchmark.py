@@ -1,10 +1,14 @@
 """`make gpu` goes on where a step fails, ends in time, says what it left out, and can be rehearsed without a GPU."""
 
 import argparse
+import importlib.machinery
+import importlib.metadata
 import json
+import os
 import sys
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +61,29 @@ def test_a_step_that_fails_says_why_and_the_others_go_on(options):
 def test_a_step_that_lacks_a_package_is_no_failure(options):
     good, lines, _ = run(options, step("speech", "import soundfile_of_nobody"))
     assert good and ends(lines) == {"speech": "not here"}
+
+
+def test_a_step_that_cannot_be_run_on_the_device_says_why(options):
+    good, lines, page = run(options, replace(step("groups", "1 / 0"), lacking="it has no groups"), step("next", SAYS))
+    assert good and ends(lines) == {"groups": "not here", "next": "done"}
+    assert "- groups: not here: it has no groups" in page
+
+
+@pytest.mark.parametrize(("device", "reason"), [("simulated:1", "gloo takes no tensors of simulated:1"), ("cpu", "")])
+def test_groups_of_processes_are_for_devices_that_gloo_takes(options, device, reason):
+    options.device = device
+    (groups,) = (each for each in gpu.fast_steps(options) if each.name == "distributed")
+    assert groups.lacking == reason
+
+
+def test_torch_finds_the_simulated_device_as_one_out_of_its_tree(options, tmp_path):
+    options.device, options.wheels = "simulated", None
+    paths = gpu.environment_of(options)["PYTHONPATH"].split(os.pathsep)
+    (found,) = importlib.metadata.distributions(path=[str(tmp_path / "simulated")])
+    (point,) = found.entry_points
+    assert (point.group, point.name, point.attr) == ("torch.backends", "simulated", "load")
+    assert importlib.machinery.PathFinder.find_spec(point.module, paths) is not None
+    assert str(tmp_path / "simulated") in paths
 
 
 def test_a_step_that_takes_too_long_is_ended_with_what_it_started(options, tmp_path):

@@ -325,7 +325,8 @@ def test_batch_is_padded_behind(recipe):
     batch = recipe.data.collate(samples)
     assert batch["wave"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
     assert batch["target"].tolist() == [[1, 2], [1, 0]]
-    assert (batch["num_samples"].tolist(), batch["num_labels"].tolist()) == ([3, 5], [2, 1])
+    assert batch["num_samples"].tolist() == batch["sample_counts"] == [3, 5]
+    assert batch["label_counts"] == [2, 1]
 
 
 # --- manifests, folders, splits
@@ -590,9 +591,9 @@ def test_pin_keeps_features_and_losses_exact_under_autocast(recipe, dtype):
     waves, lengths = torch.randn(2, 4000) * torch.tensor([[1e-4], [0.5]]), torch.tensor([4000, 3000])
     waves = waves * recipe.features.valid_positions(lengths, 4000)
     expected, _ = features(waves, lengths)
-    scores, steps = torch.randn(2, 20, 4), torch.tensor([20, 18])
+    scores, steps = torch.randn(2, 20, 4), [20, 18]
     objective = recipe.objectives.CharacterCTC("abc")
-    batch = {"target": torch.tensor([[1, 2], [3, 3]]), "num_labels": torch.tensor([2, 2])}
+    batch = {"target": torch.tensor([[1, 2], [3, 3]]), "label_counts": [2, 2]}
     loss = objective.loss(scores, steps, batch)
     with torch.autocast("cpu", dtype=dtype):
         assert torch.equal(features(waves, lengths)[0], expected)
@@ -714,9 +715,9 @@ def all_readings(log_probs: torch.Tensor) -> dict[tuple[int, ...], float]:
 def test_ctc_loss_is_that_of_all_paths_and_is_per_step(recipe):
     torch.manual_seed(0)
     objective = recipe.objectives.CharacterCTC("ab")
-    scores, steps = torch.randn(2, 6, 3, dtype=torch.float64), torch.tensor([6, 4])
+    scores, steps = torch.randn(2, 6, 3, dtype=torch.float64), [6, 4]
     targets = [(1, 1, 2), (2,)]
-    batch = {"target": torch.tensor([[1, 1, 2], [2, 0, 0]]), "num_labels": torch.tensor([3, 1])}
+    batch = {"target": torch.tensor([[1, 1, 2], [2, 0, 0]]), "label_counts": [3, 1]}
     by_hand = [
         -all_readings(scores[row, : steps[row]].log_softmax(dim=1))[target] for row, target in enumerate(targets)
     ]
@@ -732,7 +733,7 @@ def test_beam_search_finds_the_most_probable_reading_and_the_best_path_need_not(
         log_probs = torch.randn(1, 5, 4).log_softmax(dim=2)
         readings = all_readings(log_probs[0].double())
         best = max(readings, key=readings.get)
-        assert objective.decode(log_probs, torch.tensor([5])) == [objective.text(best)]
+        assert objective.decode(log_probs, [5]) == [objective.text(best)]
         differs += recipe.objectives.best_path(log_probs[0]) != list(best)
     assert differs > 0
 
@@ -742,8 +743,8 @@ def test_decoding_reads_valid_steps_only(recipe):
         objective = recipe.objectives.CharacterCTC("ab", beam_size=beam_size)
         path = torch.tensor([[1, 1, 0, 1, 2, 2], [0, 2, 0, 0, 1, 1]])
         scores = torch.nn.functional.one_hot(path, 3) * 20.0
-        assert objective.decode(scores, torch.tensor([6, 4])) == ["aab", "b"]
-        assert objective.decode(scores.to(torch.bfloat16), torch.tensor([2, 1])) == ["a", ""]
+        assert objective.decode(scores, [6, 4]) == ["aab", "b"]
+        assert objective.decode(scores.to(torch.bfloat16), [2, 1]) == ["a", ""]
 
 
 def test_errors_are_counted_over_words_and_characters(recipe):
@@ -751,9 +752,9 @@ def test_errors_are_counted_over_words_and_characters(recipe):
     scores = torch.nn.functional.one_hot(torch.tensor([[1, 2, 4, 3, 0], [0] * 5]), 5) * 9.0
     batch = {
         "target": torch.tensor([[1, 2, 4, 3, 3], [2, 0, 0, 0, 0]]),  # "ab cc", "b"; heard: "ab c", ""
-        "num_labels": torch.tensor([5, 1]),
+        "label_counts": [5, 1],
     }
-    assert objective.count(scores, torch.tensor([5, 5]), batch) == {"WER": (2, 3), "CER": (2, 6)}
+    assert objective.count(scores, [5, 5], batch) == {"WER": (2, 3), "CER": (2, 6)}
 
 
 def test_texts_become_labels_and_back(recipe):
@@ -775,11 +776,11 @@ def test_steps_needed_are_those_from_which_ctc_is_finite(recipe, subtests):
     objective = recipe.objectives.CharacterCTC("ab")
     for labels in ([1], [1, 1], [1, 2, 2, 2], [2, 1, 2]):
         with subtests.test(str(labels)):
-            batch = {"target": torch.tensor([labels]), "num_labels": torch.tensor([len(labels)])}
+            batch = {"target": torch.tensor([labels]), "label_counts": [len(labels)]}
             needed = objective.steps_needed(labels)
             for steps, finite in ((needed, True), (needed - 1, False)):
                 if steps:
-                    loss = objective.loss(torch.randn(1, steps, 3), torch.tensor([steps]), batch)
+                    loss = objective.loss(torch.randn(1, steps, 3), [steps], batch)
                     assert math.isfinite(loss.item()) == finite
 
 
@@ -790,11 +791,11 @@ def test_keywords_are_counted_and_checked(recipe):
     with pytest.raises(DataError, match="here: its label 'go' is none of 7, stop"):
         objective.encode("go", "here")
     scores, batch = torch.tensor([[2.0, 0.0], [3.0, 1.0]]), {"target": torch.tensor([[0], [1]])}
-    right, total = objective.count(scores, torch.tensor([3, 3]), batch)["accuracy"]
+    right, total = objective.count(scores, [3, 3], batch)["accuracy"]
     assert (right.sum().item(), total) == (1, 2)
-    assert objective.decode(scores, torch.tensor([3, 3])) == ["7", "7"]
+    assert objective.decode(scores, [3, 3]) == ["7", "7"]
     expected = (math.log(1 + math.exp(-2)) + math.log(1 + math.exp(2))) / 2
-    assert objective.loss(scores, torch.tensor([3, 3]), batch).item() == pytest.approx(expected)
+    assert objective.loss(scores, [3, 3], batch).item() == pytest.approx(expected)
     for labels in ([], ["a"], ["a", "a"]):
         with pytest.raises(ConfigError, match="at least two, each once"):
             recipe.objectives.Keywords(labels)
@@ -803,8 +804,8 @@ def test_keywords_are_counted_and_checked(recipe):
 def test_shares_of_two_batches_add_up_to_the_loss_of_both(recipe):
     torch.manual_seed(0)
     objective = recipe.objectives.CharacterCTC("ab")
-    scores, steps = torch.randn(3, 9, 3), torch.tensor([9, 4, 7])
-    batch = {"target": torch.tensor([[1, 2], [2, 1], [1, 1]]), "num_labels": torch.tensor([2, 2, 2])}
+    scores, steps = torch.randn(3, 9, 3), [9, 4, 7]
+    batch = {"target": torch.tensor([[1, 2], [2, 1], [1, 1]]), "label_counts": [2, 2, 2]}
     both = objective.loss(scores, steps, batch)
     parts = [(slice(0, 1)), (slice(1, 3))]
     weighted = sum(

@@ -92,6 +92,8 @@ class OpHazards:
         with without_torch_function():
             if kind.base in _SUMS or kind.base == "mean":
                 self._sum(kind, args, output)
+            elif kind.base == "_log_softmax" and self.calls.calling == "cross_entropy":
+                self._cross_entropy(output.dtype)
             if self._is_cpu and kind.doing != "view":
                 self._follow(kind, args, kwargs, output)
 
@@ -223,6 +225,16 @@ class OpHazards:
                 f"below the normal numbers of fp16 ({2.0**-14:.3g}) unless the loss scale lifts it. Take it in fp32."
             )
             self._add("long_reduction", message, "note", "fp16", "mean", note)
+
+    def _cross_entropy(self, dtype: torch.dtype) -> None:
+        # It asks its log_softmax for the dtype of the logits, which autocast does not overrule; a CPU's casts them.
+        if dtype in NAMES:
+            name = NAMES[dtype]
+            message = (
+                f"cross_entropy of {name} logits: its log_softmax runs in {name} on this device, which rounds each "
+                "token's or sample's loss: call .float() on the logits."
+            )
+            self._add("not_autocast", message, "risk", what="cross_entropy")
 
     def _follow(self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Remark what CUDA would run in fp32, and remember which tensors would be fp32 there."""

@@ -22,6 +22,9 @@ const std::set<std::string> kNeedTheirData = {
     "aten::unique_dim_consecutive", "aten::unique_consecutive", "aten::bincount", "aten::equal",
     "aten::repeat_interleave", "aten::_coalesce"};
 
+// Their lengths are on the host: CUDA's kernels copy them to the device first.
+const std::set<std::string> kCopyLengths = {"aten::_ctc_loss", "aten::_ctc_loss_backward"};
+
 const std::set<std::string> kWriteIndexed = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"};
 
 // Calls `visit` for each tensor of a value, also in lists.
@@ -110,6 +113,7 @@ void wait_for_numbers_of_where(Arguments arguments, StreamKey stream, Sequence k
 
 void wait_as_cuda_does(const std::string& name, Arguments arguments, StreamKey stream, Sequence kernel) {
   if (kNeedTheirData.count(name)) host_waits("data", name, stream, kernel);
+  if (kCopyLengths.count(name)) host_waits("copy", "lengths of " + name + " to the device", stream, kernel);
   if (kWriteIndexed.count(name)) wait_for_indices_of_write(arguments, stream, kernel);
   if (name == "aten::where") wait_for_numbers_of_where(arguments, stream, kernel);
 }

@@ -58,6 +58,8 @@ std::array<c10::CachingAllocator::Stat*, 4> byte_counts(DeviceStats& stats) {
       &stats.reserved_bytes[kAllPools], &stats.requested_bytes[kAllPools]};
 }
 
+thread_local size_t pinned_by_this_thread = 0;
+
 void free_pinned(void* data) {
   pinned_memory().free(data);
 }
@@ -123,7 +125,7 @@ c10::DataPtr PinnedMemory::allocate(size_t size) {
   std::lock_guard lock(mutex_);
   blocks_.emplace(data, Block{size});
   stats_.bytes += size;
-  stats_.allocations++;
+  pinned_by_this_thread++;
   return {data, data, &free_pinned, c10::Device(c10::kCPU)};
 }
 
@@ -155,7 +157,9 @@ void PinnedMemory::let_go(const void* pointer) {
 
 PinnedStats PinnedMemory::stats() {
   std::lock_guard lock(mutex_);
-  return stats_;
+  auto stats = stats_;
+  stats.allocations = pinned_by_this_thread;
+  return stats;
 }
 
 void PinnedMemory::copy_data(void* target, const void* source, size_t size) const {

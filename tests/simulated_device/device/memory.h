@@ -45,7 +45,7 @@ DeviceMemory& device_memory();
 
 struct PinnedStats {
   size_t bytes = 0;             // that the program holds
-  size_t allocations = 0;       // since the process began
+  size_t allocations = 0;       // by this thread
   size_t freed_under_copy = 0;  // blocks that the program freed, and a copy under way still uses
 };
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from inside import run_of
 from processes import in_processes
 from torch import nn
 
 from amp_recipes import Brain, distributed
 from amp_recipes.checkpoint import checkpointer
+from amp_recipes.distributed import processes
 from amp_recipes.errors import NonfiniteError
 
 STEPS = 4
@@ -161,6 +163,22 @@ def test_no_sync_is_left_also_after_an_exception():
         raise NonfiniteError("inside")
     with distributed.no_sync(modules, use=False):
         pass
+
+
+def alone_and_as_many(rank: int) -> list[tuple]:
+    found = []
+    for _ in range(2):
+        brain = train(rank, {}, None)
+        found.append((distributed.initialized(), run_of(brain).processes.many, brain.modules.state_dict()))
+        processes.treat_one_as_many()
+    return found
+
+
+def test_a_group_of_one_goes_the_way_of_many_where_it_is_told_to():
+    (found,) = in_processes(alone_and_as_many, 1)
+    (one, one_many, expected), (many, many_many, weights) = found
+    assert (one, one_many, many, many_many) == (False, False, True, True)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
 def test_one_process_is_the_main_one():

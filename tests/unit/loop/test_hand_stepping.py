@@ -5,34 +5,19 @@ import json
 
 import pytest
 import torch
+from classifiers import StepsByHand
 from inside import run_of
 from torch import nn
 
-from amp_recipes import Brain, Stage
 from amp_recipes.precision.host_copy import HostCopy
 
 BATCHES = 10
 
 
-class ByHand(Brain):
-    """Steps in a `fit_batch` of its own, as recipes of the original Brain do, and notes what it finds before it."""
+class ByHand(StepsByHand):
+    """Notes what it finds before each step."""
 
-    def compute_forward(self, batch, stage):
-        return self.modules.model(batch[0])
-
-    def compute_objectives(self, predictions, batch, stage):
-        return nn.functional.cross_entropy(predictions, batch[1])
-
-    def fit_batch(self, batch):
-        self.note_what_is_found()
-        with self.training_ctx:
-            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def note_what_is_found(self):
+    def before_step(self):
         run = run_of(self)
         averages = [average.tolist() for average in run.ema.state_dict().values()]
         self.found.append((self.optimizer.param_groups[0]["lr"], averages))

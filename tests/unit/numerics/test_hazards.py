@@ -162,6 +162,11 @@ PRESENT = {
         ("matmul in place", "return y.float() + torch.zeros(4, 8).addmm_(x, torch.ones(8, 8))", ""),
         ("dtype=", "return y.softmax(-1, dtype=torch.bfloat16)", ""),
         ("dtype by position", "return torch.softmax(y, -1, torch.bfloat16)", ""),
+        (
+            "log_softmax of cross_entropy",
+            "with torch.autocast('cpu', enabled=False):\n    return F.cross_entropy(y, KEEP.long()[:, 0])  # here",
+            "",
+        ),
         ("dtype= of a function in Python", "return F.log_softmax(y, -1, dtype=torch.float16)", ""),
         ("dtype= of a sum", "return y.sum(dtype=y.dtype)", ""),
         ("narrowed", "y = y * 1\ny += x  # here\nreturn y", ""),
@@ -251,6 +256,7 @@ ABSENT = {
         "return y + torch.zeros(4, 8, dtype=y.dtype)",
         "return y.to(torch.bfloat16).to(dtype=torch.float32)",
         "with torch.autocast('cpu', enabled=False):\n    return (y * 1).exp_()",
+        "return F.cross_entropy(y, torch.zeros(4, dtype=torch.long))",  # autocast casts the logits
     ],
     "cpu_is_not_cuda": [
         "return y.float().softmax(-1)",

@@ -136,13 +136,13 @@ class Devices:
             is_available=lambda: self.count > 0,
             is_initialized=lambda: self.initialized,
             device_count=lambda: self.count,
-            get_rng_state_all=self.get_all,
-            set_rng_state=lambda state, index: self.states.update({index: state}),
+            get_rng_state=self.get,
+            set_rng_state=lambda state, device: self.states.update({device.index: state}),
         )
 
-    def get_all(self):
+    def get(self, device):
         assert self.initialized, "asking would initialize the devices"
-        return [state.clone() for state in self.states.values()]
+        return self.states[device.index].clone()
 
 
 def test_each_device_takes_its_own_state_and_another_number_is_one_line(monkeypatch, caplog, subtests):

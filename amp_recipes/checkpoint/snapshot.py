@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from amp_recipes.checkpoint.background import without_forks
 from amp_recipes.checkpoint.state_format import PackedState
 from amp_recipes.modules.devices import queues_work
 
@@ -81,7 +82,8 @@ class Snapshot:
     def _add_buffers(self, missing: Mapping[_Slot, Tensor]) -> str | None:
         try:
             for slot, tensor in missing.items():
-                self._buffers[slot] = torch.empty_like(tensor, device="cpu", pin_memory=slot[-1])
+                with without_forks():
+                    self._buffers[slot] = torch.empty_like(tensor, device="cpu", pin_memory=slot[-1])
         except RuntimeError as error:  # torch's way to say that memory could not be had
             self._buffers.clear()
             return str(error).partition("\n")[0]

@@ -41,7 +41,8 @@ def prefer_fused(optimizers: Mapping[str, Optimizer], modules: nn.Module) -> Non
 
 def _leaves_the_choice(group: Mapping[str, Any]) -> bool:
     """Whether torch is to choose, and may take the fused kernels, which take floating parameters only."""
-    chosen = any(group.get(name) for name in ("foreach", "capturable", "differentiable"))
+    # As torch reads it: foreach=False asks for the kernels of single tensors.
+    chosen = group["foreach"] is not None or group.get("capturable") or group["differentiable"]
     floating = all(torch.is_floating_point(parameter) for parameter in group["params"])
     return group["fused"] is None and not chosen and floating
 

@@ -86,12 +86,13 @@ class Own(AdamW):
     "make",
     [
         lambda parameters: AdamW(parameters, lr=0.1, foreach=True),
+        lambda parameters: AdamW(parameters, lr=0.1, foreach=False),
         lambda parameters: AdamW(parameters, lr=0.1, fused=False),
         lambda parameters: SGD(parameters, lr=0.1, differentiable=True),
         lambda parameters: RMSprop(parameters, lr=0.1),
         lambda parameters: Own(parameters, lr=0.1),
     ],
-    ids=["foreach", "not fused", "differentiable", "none of torch's fused", "a subclass"],
+    ids=["foreach", "not foreach", "not fused", "differentiable", "none of torch's fused", "a subclass"],
 )
 def test_what_was_chosen_stays_and_the_log_says_who_waits(make, caplog):
     model, optimizer = model_and(make)

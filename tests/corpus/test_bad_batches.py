@@ -487,12 +487,13 @@ class Kept(Recipe):
         Kept.last = self
 
 
-@without_scale
-def test_run_that_patience_ends_keeps_its_last_good_weights(precision):
+@hosts_in_turn(optimizer=["adamw", "fused_adamw"], precision=["bf16", "fp32"])
+def test_run_that_patience_ends_keeps_its_last_good_weights(precision, optimizer):
+    """The verdict comes when the batch after it went forward, if the optimizer skips on a device that queues."""
     good = make_batches()
-    reference = train(good[:2], precision, valid=False)
+    reference = train(good[:2], precision, optimizer, valid=False)
     with pytest.raises(NonfiniteError):
-        train([*good[:2], *[bad_batch()] * 9], precision, recipe=Kept, valid=False)
+        train([*good[:2], *[bad_batch()] * 9], precision, optimizer, recipe=Kept, valid=False)
     assert_same_modules(Kept.last, reference)
 
 

@@ -510,6 +510,12 @@ def test_a_forward_that_differentiates():
     assert found[""].sensitivity > 0 and found["energy.0"].local_error > 0
 
 
+def test_one_of_two_outputs_may_have_no_say_in_the_loss():
+    factors = Apply(lambda x: torch.linalg.qr((x.T @ x).float()))
+    found = rows(mlp(factors, Apply(lambda factors: factors[0])), windows_of(samples=16))
+    assert found["1"].sensitivity > 0
+
+
 def test_in_place_on_the_input():
     model = mlp(Apply(lambda x: x.mul_(2)), Apply(lambda x: x.add_(1 / 3)), nn.ReLU(inplace=True))
     (window,) = windows_of()

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from device import DEVICE
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from amp_recipes.data import to_device
 from amp_recipes.numerics.drift.drift import ModuleDrift, drift
 from amp_recipes.numerics.drift.own_ops import CallDtypes, OwnOps
 from amp_recipes.numerics.drift.watch import Inside, Measure
@@ -27,7 +29,7 @@ def seeded(make):
     def build(*args, **kwargs):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return make(*args, **kwargs)
+            return make(*args, **kwargs).to(DEVICE)
 
     return build
 
@@ -44,12 +46,15 @@ def windows_of(count=1, samples=8, inputs=6, outputs=4, batches=1, scale=1.0):
         x = torch.randn(samples, inputs, generator=generator) * scale
         return x, torch.randn(samples, outputs, generator=generator)
 
-    return [[batch() for _ in range(batches)] for _ in range(count)]
+    return to_device([[batch() for _ in range(batches)] for _ in range(count)], DEVICE)
 
 
 def rows(model, windows, dtype=BF16, objective=squared, **options):
     """The report, by module."""
-    return {row.module: row for row in drift(plain_trial(model, objective), windows, dtype, **options)}
+    return {
+        row.module: row
+        for row in drift(plain_trial(model.to(DEVICE), objective), to_device(windows, DEVICE), dtype, **options)
+    }
 
 
 class Apply(nn.Module):
@@ -79,7 +84,7 @@ def test_one_layer_by_hand():
 
     y = model(x)
     (gradient,) = torch.autograd.grad(F.mse_loss(y, target), y)
-    with torch.no_grad(), torch.autocast("cpu", BF16):
+    with torch.no_grad(), torch.autocast(DEVICE.type, BF16):
         d = model(x).float() - y
     by_channel = (gradient.norm(dim=0) * d.norm(dim=0)).norm()
     assert row.module == "" and row.calls == 1
@@ -90,12 +95,14 @@ def test_one_layer_by_hand():
 def test_channels_of_a_map_are_its_second_dimension():
     model = seeded(nn.Conv2d)(2, 3, 3)
     generator = torch.Generator().manual_seed(0)
-    x, target = torch.randn(4, 2, 9, 9, generator=generator), torch.randn(4, 3, 7, 7, generator=generator)
+    x, target = to_device(
+        (torch.randn(4, 2, 9, 9, generator=generator), torch.randn(4, 3, 7, 7, generator=generator)), DEVICE
+    )
     (row,) = drift(plain_trial(model, squared), [[(x, target)]], BF16)
 
     y = model(x)
     (gradient,) = torch.autograd.grad(F.mse_loss(y, target), y)
-    with torch.no_grad(), torch.autocast("cpu", BF16):
+    with torch.no_grad(), torch.autocast(DEVICE.type, BF16):
         d = model(x).float() - y
     by_channel = (gradient.transpose(0, 1).flatten(1).norm(dim=1) * d.transpose(0, 1).flatten(1).norm(dim=1)).norm()
     assert row.sensitivity == pytest.approx(by_channel.item(), rel=1e-5)
@@ -237,7 +244,7 @@ def test_what_is_not_finite_comes_first():
 
 def test_an_overflow_that_the_loss_does_not_see_is_harmless():
     def masked(x):
-        mask = torch.zeros(16)
+        mask = torch.zeros(16, device=x.device)
         mask[3:] = -1e9
         return (x + mask).to(x.dtype)  # -inf in fp16, which gives the weight 0 as -1e9 does
 
@@ -248,7 +255,7 @@ def test_an_overflow_that_the_loss_does_not_see_is_harmless():
 
 def test_an_infinity_that_fp32_has_too_is_no_error():
     def masked(x):
-        return x.masked_fill(torch.arange(16) > 3, -math.inf)
+        return x.masked_fill(torch.arange(16, device=x.device) > 3, -math.inf)
 
     found = rows(mlp(Apply(masked), nn.Softmax(-1)), windows_of(), FP16)
     assert found["1"].sensitivity == found["1"].local_error == 0.0
@@ -257,7 +264,7 @@ def test_an_infinity_that_fp32_has_too_is_no_error():
 
 def test_an_op_that_raises_in_low_precision_is_a_culprit():
     def masked(x):
-        return x.masked_fill(torch.arange(16) > 3, -1e9)  # not a number of fp16
+        return x.masked_fill(torch.arange(16, device=x.device) > 3, -1e9)  # not a number of fp16
 
     model = mlp(Apply(masked), nn.Softmax(-1))
     with pytest.raises(RuntimeError):
@@ -314,7 +321,7 @@ class Everything(nn.Module):
         super().__init__()
         self.first, self.norm, self.drop = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5)
         self.shared, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
-        self.calls, self.hidden = 0, torch.zeros(16)
+        self.calls, self.hidden = 0, torch.zeros(16, device=DEVICE)
 
     def forward(self, x):
         self.calls += 1
@@ -322,7 +329,7 @@ class Everything(nn.Module):
         y = self.shared(F.dropout(self.shared(y) + self.hidden, 0.3))
         self.hidden = self.hidden + y.detach().float().mean(0)
         y.mul_(1.0 + self.calls)
-        return self.last(y.relu_() + torch.rand(16))
+        return self.last(y.relu_() + torch.rand(16, device=x.device))
 
 
 def measured(trial: Trial, window, dtype=BF16, names=None):
@@ -504,7 +511,7 @@ def test_a_forward_that_differentiates():
         def forward(self, x):
             x = x.detach().requires_grad_()
             (score,) = torch.autograd.grad(self.energy(x).float().sum(), x, create_graph=True)
-            return (score @ torch.ones(6, 4)).tanh()
+            return (score @ torch.ones(6, 4, device=score.device)).tanh()
 
     found = rows(seeded(Score)(), windows_of())
     assert found[""].sensitivity > 0 and found["energy.0"].local_error > 0
@@ -581,7 +588,7 @@ def alone_in_bf16(layer):
     forward = layer.forward
 
     def low_forward(x):
-        with torch.autocast("cpu", BF16):
+        with torch.autocast(DEVICE.type, BF16):
             return forward(x).float()
 
     layer.forward = low_forward

@@ -21,7 +21,7 @@ help:
 	@echo "make train   train a recipe (RECIPE=$(RECIPE), PRECISION=$(PRECISION), ARGS=...)"
 	@echo "make test    run the default tests, in a process per core (ARGS=...; ARGS='-n 0 ...' for one process)"
 	@echo "make test-all   run all tests; make test-rest runs those that make test leaves out"
-	@echo "make test-simulated   run the tests that need an accelerator, on one that is simulated (needs a C++ compiler)"
+	@echo "make test-simulated   run what needs an accelerator, and many other tests, on a simulated one (needs a C++ compiler)"
 	@echo "make lint    check style, format and types"
 	@echo "make bench   run every benchmark, each writes to benchmarks/results/"
 	@echo "make gpu     check on a GPU what no other machine shows, with the python that has its torch (PYTHON=$(PYTHON), ARGS=...)"
@@ -51,9 +51,11 @@ test: setup
 test-rest: setup
 	$(PYTEST) -m "extended and not nightly" $(ARGS)
 
-# In processes of their own: the device, once loaded, is what torch takes for the machine's accelerator.
+# In processes of their own: the device, once loaded, is what torch takes for the machine's accelerator. First what needs
+# one, then tests of the other folders.
 test-simulated: setup
 	$(PYTEST) tests/simulated_device $(ARGS)
+	AMP_RECIPES_TEST_DEVICE=simulated $(PYTEST) @tests/simulated_device/existing_tests.txt $(ARGS)
 
 test-all: setup
 	$(PYTEST) -m "not nightly" $(ARGS)

@@ -21,7 +21,7 @@ help:
 	@echo "make train   train a recipe (RECIPE=$(RECIPE), PRECISION=$(PRECISION), ARGS=...)"
 	@echo "make test    run the default tests, in a process per core (ARGS=...; ARGS='-n 0 ...' for one process)"
 	@echo "make test-all   run all tests; make test-rest runs those that make test leaves out"
-	@echo "make test-simulated   run the tests that need an accelerator, on one that is simulated (needs a C++ compiler)"
+	@echo "make test-simulated   run what needs an accelerator, and many other tests, on a simulated one (needs a C++ compiler)"
 	@echo "make test-oldest   run the default tests with torch $(OLDEST), the oldest that is supported"
 	@echo "make lint    check style, format and types"
 	@echo "make bench   run every benchmark, each writes to benchmarks/results/"
@@ -53,9 +53,11 @@ test: setup
 test-rest: setup
 	$(PYTEST) -m "extended and not nightly" $(ARGS)
 
-# In processes of their own: the device, once loaded, is what torch takes for the machine's accelerator.
+# In processes of their own: the device, once loaded, is what torch takes for the machine's accelerator. First what needs
+# one, then tests of the other folders.
 test-simulated: setup
-	$(PYTEST) tests/simulated_device $(ARGS)
+	$(PYTEST) tests/simulated_device -m "not nightly" $(ARGS)
+	AMP_RECIPES_TEST_DEVICE=simulated $(PYTEST) @tests/simulated_device/existing_tests.txt $(ARGS)
 
 # OLDEST_PYTHON: an interpreter that has this torch already, and what the tests need. By default one is made, with
 # PyTorch's own build for CPUs: PyPI's takes gigabytes. Where that cannot be had, the tests are skipped.

@@ -29,6 +29,8 @@ with suppress(ImportError):
 from amp_recipes.precision.host_copy import HostCopy
 
 pytest_plugins = ["processor_time"]
+if os.environ.get("AMP_RECIPES_TEST_DEVICE", "").startswith("simulated"):
+    pytest_plugins.append("existing_tests")
 
 # The same examples everywhere, however slow the machine is; `--hypothesis-profile=default` draws others.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)

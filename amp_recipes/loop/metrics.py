@@ -111,8 +111,10 @@ def _summed(value: Any) -> float | Tensor:
 
 
 def _tensors_of(added: Iterable[Contribution]) -> Tensor | None:
-    """The numbers of contributions that are tensors, in a vector on the device; None if there are none."""
+    """The numbers of contributions that are tensors, in a vector (on the device if one is); None if there are none."""
     tensors = [number for _, *pair in added for number in pair if isinstance(number, Tensor)]
     if not tensors:
         return None
-    return torch.stack([tensor.to(tensors[0].device) for tensor in tensors])
+    # Those of the host go to the device: the other way, the host would wait for it.
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
+    return torch.stack([tensor.to(device, non_blocking=True) for tensor in tensors])

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from amp_recipes.errors import RecipeError
+from amp_recipes.errors import NonfiniteError, RecipeError
 from amp_recipes.loop.metrics import StageMetrics
 from amp_recipes.precision import PendingUpdate, Update, clear_gradients
 from amp_recipes.precision.host_copy import HostCopy, HostFuture
@@ -76,6 +76,10 @@ class Window:
                 loss = run.recipe.fit_batch(run.feed.to_device(batch))
                 if self.counts:
                     losses.append(run.returned_loss(loss, "fit_batch") if run.own_fit_batch else loss)
+        except NonfiniteError:  # of an update before this one, since whose verdict this forward has moved buffers
+            with torch.no_grad():
+                run.plan.updates.buffers.settle(None, lambda: True)
+            raise
         finally:
             run.window = Window(run)
         return losses

@@ -41,12 +41,17 @@ def prefer_fused(optimizers: Mapping[str, Optimizer], modules: nn.Module) -> Non
 
 def _leaves_the_choice(group: Mapping[str, Any]) -> bool:
     """Whether torch is to choose, and may take the fused kernels, which take floating parameters only."""
-    chosen = any(group.get(name) for name in ("foreach", "capturable", "differentiable"))
+    # As torch reads it: foreach=False asks for the kernels of single tensors.
+    chosen = group["foreach"] is not None or group.get("capturable") or group["differentiable"]
+    # Torch leaves out the dampening at a parameter's first step, and `_begin_momentum` could not.
+    chosen = chosen or group.get("dampening")
     floating = all(torch.is_floating_point(parameter) for parameter in group["params"])
     return group["fused"] is None and not chosen and floating
 
 
 def _fuse(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, SGD) and not optimizer.defaults["fused"]:
+        optimizer.register_step_pre_hook(_begin_momentum)
     optimizer.defaults["fused"] = True  # of groups that are added later
     setattr(optimizer, STEP_TAKES_FOUND_INF, True)
     for group in optimizer.param_groups:
@@ -55,3 +60,17 @@ def _fuse(optimizer: Optimizer) -> None:
             state = optimizer.state.get(parameter, {})
             if "step" in state:  # which other kernels keep on the host
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
+
+
+def _begin_momentum(optimizer: Optimizer, *_: Any) -> None:
+    """Give parameters that have their first gradient a momentum of 0, from which the step is torch's first one.
+
+    By itself torch's fused SGD ends in a TypeError where others of the group have a momentum already, and keeps
+    uninitialised memory where that step is skipped. Its other kernels do neither.
+    """
+    if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
+        return  # all have begun
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

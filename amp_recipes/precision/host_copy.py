@@ -79,17 +79,21 @@ class HostCopy:
         return not queues_work(self._device)
 
     def post(self, vector: torch.Tensor) -> HostFuture:
-        """Start copying a detached floating vector (or 0-d tensor); returns the future that will hold its values."""
+        """Start copying a detached floating vector (or 0-d tensor); returns the future that will hold its values.
+
+        One that is on the host already is there at once.
+        """
         # Converted on the device: a copy that also converts goes through memory that is not pinned, and waits.
         if vector.dtype not in (torch.float32, torch.float64):
             vector = vector.float()
         key = (vector.numel(), vector.dtype)
         free = self._free.setdefault(key, [])
         row = free.pop() if free else _Row(*key, self._device)
-        row.values.copy_(vector, non_blocking=row.event is not None)
-        if row.event is not None:
+        event = None if vector.device.type == "cpu" else row.event
+        row.values.copy_(vector, non_blocking=event is not None)
+        if event is not None:
             # By itself it would be recorded on the stream of whatever device is the current one.
-            row.event.record(torch.accelerator.current_stream(vector.device))
+            event.record(torch.accelerator.current_stream(vector.device))
         return HostFuture(self, row)
 
     def release(self, row: _Row) -> None:

@@ -19,10 +19,12 @@ from typing import Any
 import pytest
 import torch
 from cpu import recurrent_in_bf16
+from device import DEVICE
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from amp_recipes.data import to_device
 from amp_recipes.numerics.trial import Trial, plain_trial
 from amp_recipes.numerics.watch.observe import OUTSIDE
 
@@ -74,7 +76,8 @@ class Planted:
 
     def windows(self, count: int, seed: int = 0) -> list[list[Batch]]:
         """`count` windows; other seeds give others."""
-        return [[self.draw(1000 * seed + 10 * i + j) for j in range(self.window)] for i in range(count)]
+        made = [[self.draw(1000 * seed + 10 * i + j) for j in range(self.window)] for i in range(count)]
+        return to_device(made, DEVICE)
 
     def __str__(self) -> str:
         return self.name
@@ -106,7 +109,7 @@ def plant(
         def make() -> nn.Module:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                return build()
+                return build().to(DEVICE)
 
         assert build.__doc__ is not None
         planted = Planted(build.__name__, make, objective or classified, culprit=culprit, why=build.__doc__, **what)
@@ -236,7 +239,7 @@ class Attention(nn.Module):
         return (q / math.sqrt(q.shape[-1])) @ k.mT
 
     def masked(self, scores: torch.Tensor) -> torch.Tensor:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         return scores.masked_fill(future, -math.inf)
 
 
@@ -911,7 +914,7 @@ def gan_trial(planted: Planted) -> Trial:
                 each.zero_grad()
         return losses
 
-    return Trial(model, torch.device("cpu"), take, lambda: optimizers)
+    return Trial(model, DEVICE, take, lambda: optimizers)
 
 
 def gan_loss(model: nn.Module, player: str, noise: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
@@ -1378,7 +1381,7 @@ class Entropy(nn.Module):
     """The entropy of each row of causal weights: 0 * log 0 for what is masked. (B, T, T) -> (B, T)"""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        future = torch.ones(x.shape[-2:], dtype=torch.bool).triu(1)
+        future = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
         weights = x.masked_fill(future, -math.inf).softmax(-1)
         return -(weights * weights.log()).sum(-1)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+from device import DEVICE
 from hosts import hosts_in_turn, with_hosts
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -109,7 +110,7 @@ def train(
         OPTIMIZERS[optimizer],
         {"lr_scheduler": lambda opt: ExponentialLR(opt, 0.9)},
         {
-            "device": "cpu",
+            "device": DEVICE,
             "precision": precision,
             "noprogressbar": True,
             "init_scale": 2.0**8,
@@ -318,7 +319,7 @@ def test_two_optimizers_step_all_or_none(precision):
         torch.manual_seed(1)
         brain = TwoOptimizers(
             {"first": nn.Linear(8, 4), "second": nn.Linear(8, 4)},
-            run_opts={"device": "cpu", "precision": precision, "noprogressbar": True, "init_scale": 2.0**8},
+            run_opts={"device": DEVICE, "precision": precision, "noprogressbar": True, "init_scale": 2.0**8},
         )
         brain.fit(range(1), batches)
         return brain
@@ -364,7 +365,7 @@ def test_bad_critic_round_equals_the_iteration_without_that_round(precision, spo
         torch.manual_seed(1)
         brain = Adversarial(
             {"critic": nn.Linear(8, 1), "generator": nn.Linear(8, 8)},
-            run_opts={"device": "cpu", "precision": precision, "noprogressbar": True, "init_scale": 2.0**8},
+            run_opts={"device": DEVICE, "precision": precision, "noprogressbar": True, "init_scale": 2.0**8},
         )
         rounds = [rounds_of_first_and_third, [1.0] * 3] * 2
         brain.fit(range(1), [(*pair, each) for pair, each in zip(data, rounds, strict=True)])
@@ -487,12 +488,13 @@ class Kept(Recipe):
         Kept.last = self
 
 
-@without_scale
-def test_run_that_patience_ends_keeps_its_last_good_weights(precision):
+@hosts_in_turn(optimizer=["adamw", "fused_adamw"], precision=["bf16", "fp32"])
+def test_run_that_patience_ends_keeps_its_last_good_weights(precision, optimizer):
+    """The verdict comes when the batch after it went forward, if the optimizer skips on a device that queues."""
     good = make_batches()
-    reference = train(good[:2], precision, valid=False)
+    reference = train(good[:2], precision, optimizer, valid=False)
     with pytest.raises(NonfiniteError):
-        train([*good[:2], *[bad_batch()] * 9], precision, recipe=Kept, valid=False)
+        train([*good[:2], *[bad_batch()] * 9], precision, optimizer, recipe=Kept, valid=False)
     assert_same_modules(Kept.last, reference)
 
 

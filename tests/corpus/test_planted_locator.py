@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from device import DEVICE
 from planted_faults import OUTSIDE, ZOO, Batch, Planted, cases, gan_loss, optimizer_of, zoo
 
 from amp_recipes import Brain
@@ -161,7 +162,7 @@ class GanRecipe(Recipe):
 def recipe(planted: Planted, folder, **options) -> Recipe:
     kind = Recipe if planted.make_trial is None else GanRecipe
     run_opts = {
-        "device": "cpu",
+        "device": DEVICE,
         "noprogressbar": True,
         "precision": "fp16" if planted.dtype == torch.float16 else "bf16",
         "grad_accumulation_factor": planted.window,

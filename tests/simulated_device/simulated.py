@@ -16,9 +16,9 @@ found every time; only `query()` says no once and yes the second time, so that a
 What the host may not do to pinned memory while a copy uses it is in `take_violations()`.
 
 Not simulated: speed; kernels of two streams that touch the same memory without a wait between them; `record_stream`;
-CUDA's own arithmetic (results are the CPU's); graphs, collectives, compilation. Unlike on CUDA, `module.to()` makes new
-parameters (torch does so for every device of this kind): build the optimizer after it. `x[mask] = number` is taken for
-a fill, also if the number is on the device, where CUDA waits.
+CUDA's own arithmetic (results are the CPU's); graphs, collectives, compilation. Unlike on CUDA, `module.to()` refuses
+scripted modules, whose parameters torch cannot swap. `x[mask] = number` is taken for a fill, also if the number is on
+the device, where CUDA waits.
 """
 
 from __future__ import annotations
@@ -151,6 +151,16 @@ def take_violations() -> list[str]:
     return _extension.take_violations()
 
 
+def finish() -> list[str]:
+    """Let both devices finish, and make simulated:0 and the devices' first streams current; returns the violations."""
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(index)
+        device_type = torch.accelerator.current_stream().device_type
+        torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=index, device_type=device_type))
+    torch.accelerator.set_device_index(0)
+    return take_violations()
+
+
 def pinned_stats() -> dict[str, int]:
     """What the program has pinned.
 
@@ -177,6 +187,8 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend("simulated")
     torch._register_device_module("simulated", _device_module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    # As on CUDA: of itself torch makes new parameters for a device of this kind, and unties those that are tied.
+    torch.__future__.set_swap_module_params_on_conversion(True)
 
 
 def _tell_listeners(*wait: Any) -> None:
@@ -206,6 +218,7 @@ def _device_module() -> types.ModuleType:
     module.__dict__.update(
         is_available=lambda: True,
         is_initialized=lambda: True,
+        _initialized=True,  # where torch.utils.checkpoint asks whether there are draws to repeat
         _is_in_bad_fork=lambda: False,
         device_count=_extension.device_count,
         current_device=accelerator.current_device_index,

@@ -30,6 +30,21 @@ class Measured(Watched):
         return super().compute_objectives(predictions, batch, stage)
 
 
+class MeasuredOnTheHost(Watched):
+    """Its metrics are tensors of the host."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        self.add_metric("ones", torch.ones(3), torch.tensor(6))
+        return super().compute_objectives(predictions, batch, stage)
+
+
+class MeasuredOnBoth(MeasuredOnTheHost):
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions, batch, stage)
+        self.add_metric("zeros", predictions.detach().sum() * 0, torch.tensor(2))
+        return loss
+
+
 class TwoOptimizers(Watched):
     def init_optimizers(self):
         layers = self.modules.model
@@ -76,6 +91,8 @@ CASES = {
     "accumulation": {"grad_accumulation_factor": 2},
     "ema": {"ema_decay": 0.9},
     "metrics": {"kind": Measured},
+    "metrics of the host": {"kind": MeasuredOnTheHost},
+    "metrics of both": {"kind": MeasuredOnBoth},
     "spikes": {"on_spike": "lower_lr", "output_folder": "run", "ckpt_background": False},
     "sgd": {"opt": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)},
     "fused by the recipe": {"opt": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True)},
@@ -104,6 +121,13 @@ def test_two_optimizers_that_step_by_name_do_not_wait_for_each_other(precision):
     brain, found = waits_of(TwoOptimizers, precision=precision)
     check(found)
     assert brain.optimizer_step == 2 * STEPS
+
+
+@pytest.mark.parametrize("kind", [MeasuredOnTheHost, MeasuredOnBoth])
+def test_metrics_of_the_host_are_added_up_beside_those_of_the_device(kind):
+    brain, _ = waits_of(kind, epochs=2)
+    metrics = brain.summary.last["train"]
+    assert metrics["ones"] == 0.5 and metrics.get("zeros", 0.0) == 0.0
 
 
 def test_an_optimizer_without_a_fused_step_waits_and_the_log_says_so(caplog):

@@ -21,6 +21,7 @@ def everything(brain):
         "average": [a.tolist() for a in run_of(brain).ema.state_dict().values()],
         "steps": (brain.optimizer_step, brain.skipped_steps),
         "torch": torch.rand(2).tolist(),
+        "device": torch.rand(2, device=brain.device).tolist(),
         "python": random.random(),
         "numpy": np.random.rand(2).tolist(),
         "metrics": brain.summary.last,

@@ -49,6 +49,9 @@ def serve(requests: socket.socket) -> None:
     for name in PRELOADED:
         with suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
+    if os.environ.get("AMP_RECIPES_TEST_DEVICE", "").startswith("simulated"):
+        sys.path.append(str(Path(__file__).parents[1] / "simulated_device"))
+        importlib.import_module("simulated").load()
     gc.collect()
     gc.freeze()  # a collection in a program would otherwise copy the pages that it shares with this process
     running: dict[int, tuple[int, int]] = {}  # pidfd -> (pid, pipe)

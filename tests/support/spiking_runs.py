@@ -7,6 +7,7 @@ import signal
 
 import numpy as np
 import torch
+from device import DEVICE
 from end_of_run import everything
 from inside import run_of
 from torch import nn
@@ -85,7 +86,7 @@ def terminate():
 
 
 DEFAULTS = {
-    "device": "cpu",
+    "device": DEVICE,
     "noprogressbar": True,
     "seed": 5,
     "on_spike": "lower_lr",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from device import DEVICE
 from hosts import hosts_in_turn, with_hosts
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -23,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import amp_recipes
 from amp_recipes import Brain, Stage
+from amp_recipes.data import to_device
 
 pytestmark = pytest.mark.usefixtures("host")  # verdicts known at once, and queued
 
@@ -44,16 +46,19 @@ class Case:
 
     def autocast(self) -> torch.autocast:
         dtype = DTYPES[self.precision]
-        return torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+        return torch.autocast(DEVICE.type, dtype=dtype, enabled=dtype != torch.float32)
 
     def scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(
-            "cpu", enabled=self.precision == "fp16", init_scale=self.init_scale, growth_interval=self.growth_interval
+            DEVICE.type,
+            enabled=self.precision == "fp16",
+            init_scale=self.init_scale,
+            growth_interval=self.growth_interval,
         )
 
     def run_opts(self, **options) -> dict:
         return {
-            "device": "cpu",
+            "device": DEVICE,
             "precision": self.precision,
             "init_scale": self.init_scale,
             "growth_interval": self.growth_interval,
@@ -86,7 +91,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, lr=0.1),
     "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "fused_momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, fused=True),
-    "adamw": lambda parameters: AdamW(parameters, lr=0.01),
+    # Chosen, or Brain would take the fused kernels on a device that queues its work, which round otherwise.
+    "adamw": lambda parameters: AdamW(parameters, lr=0.01, foreach=False),
     "fused_adamw": lambda parameters: AdamW(parameters, lr=0.01, fused=True),
 }
 
@@ -107,7 +113,7 @@ class Network(nn.Module):
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(11)
-    return build()
+    return build().to(DEVICE)
 
 
 def make_batches(count: int = 6, size: int = 4, dim: int = 8) -> list[list[Tensor]]:
@@ -177,6 +183,7 @@ def train_by_hand(
     average: AveragedModel | None = None,
 ) -> HandRun:
     """The textbook loop with accumulation, clipping, a schedule and an average of weights."""
+    batches = to_device(batches, DEVICE)
     scaler = case.scaler()
     run = HandRun(losses=[], counted=[])
     model.train()
@@ -431,7 +438,7 @@ def test_two_optimizers_with_one_update_of_the_scale(case, max_norm):
     optimizers = [OPTIMIZERS["momentum"](body.parameters()), OPTIMIZERS["adamw"](head.parameters())]
     scaler = case.scaler()
     losses, skipped = [], 0
-    for inputs, targets in batches * 2:
+    for inputs, targets in to_device(batches * 2, DEVICE):
         for optimizer in optimizers:
             optimizer.zero_grad()
         with case.autocast():
@@ -523,7 +530,7 @@ def test_several_critic_steps_in_one_iteration(case, max_norm):
             nn.utils.clip_grad_norm_(module.parameters(), max_norm)
         scaler.step(optimizer)
 
-    for noise, real in batches * 2:
+    for noise, real in to_device(batches * 2, DEVICE):
         for index in range(CRITIC_STEPS):
             if index > 0:
                 scaler.update()
@@ -571,7 +578,7 @@ def test_frozen_optimizer_leaves_its_module_alone(case):
     body, head = seeded(lambda: nn.Linear(8, 8)), seeded(lambda: nn.Linear(8, 8))
     optimizer = OPTIMIZERS["adamw"](head.parameters())
     scaler = case.scaler()
-    for inputs, targets in batches:
+    for inputs, targets in to_device(batches, DEVICE):
         body.zero_grad()
         optimizer.zero_grad()
         with case.autocast():
@@ -608,7 +615,7 @@ def test_parameters_without_gradient(case, optimizer):
     model = seeded(WithUnused)
     theirs = OPTIMIZERS[optimizer](model.parameters())
     scaler = case.scaler()
-    for inputs, targets in batches:
+    for inputs, targets in to_device(batches, DEVICE):
         theirs.zero_grad()
         with case.autocast():
             loss = mean_square(model(inputs), targets)
@@ -644,11 +651,11 @@ def test_sparse_gradients(case, max_norm):
     model = seeded(Lookup)
     theirs = OPTIMIZERS["sgd"](model.parameters())
     scaler = case.scaler()
-    for index, targets in batches:
+    for index, targets in to_device(batches, DEVICE):
         theirs.zero_grad()
         with case.autocast():
             # Only a low-precision op between the table and the loss can overflow.
-            loss = mean_square(model(index) @ torch.eye(8), targets)
+            loss = mean_square(model(index) @ torch.eye(8, device=DEVICE), targets)
         scaler.scale(loss).backward()
         scaler.unscale_(theirs)
         if max_norm > 0:
@@ -662,7 +669,7 @@ def test_sparse_gradients(case, max_norm):
 
     class Projected(RecordingBrain):
         def compute_forward(self, batch, stage):
-            return self.modules.model(batch[0]) @ torch.eye(8)
+            return self.modules.model(batch[0]) @ torch.eye(8, device=DEVICE)
 
     options = case.run_opts(max_grad_norm=max_norm)
     brain = Projected({"model": seeded(Lookup)}, OPTIMIZERS["sgd"], run_opts=options)
@@ -710,7 +717,7 @@ def test_gradient_penalty(case, recipe):
     theirs = OPTIMIZERS["adamw"](model.parameters())
     scaler = case.scaler()
     losses, skipped = [], 0
-    for inputs, targets in batches * 2:
+    for inputs, targets in to_device(batches * 2, DEVICE):
         theirs.zero_grad()
         with case.autocast():
             loss = mean_square(model(inputs), targets)
@@ -740,7 +747,7 @@ def test_gradient_penalty(case, recipe):
 @every_precision
 def test_gradients_are_unscaled_and_differentiable(case):
     brain = RecordingBrain({"model": seeded(Network)}, OPTIMIZERS["sgd"], run_opts=case.run_opts())
-    inputs, targets = make_batches(1)[0]
+    inputs, targets = to_device(make_batches(1)[0], DEVICE)
     inputs.requires_grad_()
     with brain.training_ctx:
         loss = mean_square(brain.modules.model(inputs), targets)
@@ -791,12 +798,12 @@ class WithFunction(nn.Module):
 @cases_in_turn(cast_inputs=[None, torch.float32])
 def test_custom_autograd_function(case, cast_inputs):
     if cast_inputs is None:
-        torch_fwd = torch.amp.custom_fwd(device_type="cpu")
+        torch_fwd = torch.amp.custom_fwd(device_type=DEVICE.type)
         our_fwd = amp_recipes.custom_fwd
     else:
-        torch_fwd = torch.amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        torch_fwd = torch.amp.custom_fwd(device_type=DEVICE.type, cast_inputs=cast_inputs)
         our_fwd = amp_recipes.custom_fwd(cast_inputs=cast_inputs)
-    torch_function = make_matmul(torch_fwd, torch.amp.custom_bwd(device_type="cpu"))
+    torch_function = make_matmul(torch_fwd, torch.amp.custom_bwd(device_type=DEVICE.type))
     our_function = make_matmul(our_fwd, amp_recipes.custom_bwd)
 
     batches = make_batches() * (3 if case.overflows else 1)

@@ -6,12 +6,14 @@ The classes here use the original's ways on purpose: positional constructor argu
 
 import pytest
 import torch
+from device import DEVICE
 from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, Dataset
 
 from amp_recipes import Brain, Checkpointer, EpochCounter, Stage
+from amp_recipes.data import to_device
 
-RUN_OPTS = {"device": "cpu", "noprogressbar": True}
+RUN_OPTS = {"device": DEVICE, "noprogressbar": True}
 
 
 def pairs(count: int = 10, seed: int = 0) -> list[torch.Tensor]:
@@ -21,7 +23,7 @@ def pairs(count: int = 10, seed: int = 0) -> list[torch.Tensor]:
 
 def linear() -> torch.nn.Linear:
     torch.manual_seed(4)
-    return torch.nn.Linear(10, 10)
+    return torch.nn.Linear(10, 10, device=DEVICE)
 
 
 class SimpleBrain(Brain):
@@ -97,15 +99,15 @@ def test_written_out_fit_batch_trains_like_the_loop_in_it(precision):
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     batches = [pairs(seed=seed) for seed in range(3)]
     run_opts = {**RUN_OPTS, "precision": precision, "init_scale": 256.0, "growth_interval": 4}
-    brain = WrittenOutBrain({"model": linear()}, lambda x: SGD(x, 0.1, momentum=0.9), run_opts=run_opts)
+    brain = WrittenOutBrain({"model": linear()}, lambda x: SGD(x, 0.1, momentum=0.9, foreach=False), run_opts=run_opts)
     brain.fit(range(3), batches, batches[:1])
 
     model = linear()
-    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", init_scale=256.0, growth_interval=4)
-    for inputs, targets in batches * 3:
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9, foreach=False)
+    scaler = torch.amp.GradScaler(DEVICE.type, enabled=precision == "fp16", init_scale=256.0, growth_interval=4)
+    for inputs, targets in to_device(batches * 3, DEVICE):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=dtype, enabled=precision != "fp32"):
+        with torch.autocast(DEVICE.type, dtype=dtype, enabled=precision != "fp32"):
             loss = torch.nn.functional.l1_loss(model(inputs), targets)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -132,15 +134,15 @@ class OneLineStepBrain(SimpleBrain):
 
 def test_fit_batch_without_the_framework_s_verbs():
     batches = [pairs(seed=seed) for seed in range(2)]
-    brain = OneLineStepBrain({"model": linear()}, lambda x: Adam(x, lr=0.01), run_opts=RUN_OPTS)
+    brain = OneLineStepBrain({"model": linear()}, lambda x: Adam(x, lr=0.01, foreach=False), run_opts=RUN_OPTS)
     stage_losses = []
     brain.on_stage_end = lambda stage, stage_loss, epoch=None: stage_losses.append(float(stage_loss))
     brain.fit(range(4), batches)
     model = linear()
-    optimizer = Adam(model.parameters(), lr=0.01)
+    optimizer = Adam(model.parameters(), lr=0.01, foreach=False)
     for _ in range(4):
         losses = []
-        for inputs, targets in batches:
+        for inputs, targets in to_device(batches, DEVICE):
             optimizer.zero_grad()
             loss = torch.nn.functional.l1_loss(model(inputs), targets)
             loss.backward()
@@ -182,9 +184,9 @@ def test_accumulation_written_out_by_the_recipe(precision):
 
     model = linear()
     optimizer = SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", init_scale=256.0)
-    for index, (inputs, targets) in enumerate(batches * 2):
-        with torch.autocast("cpu", dtype=dtype, enabled=precision != "fp32"):
+    scaler = torch.amp.GradScaler(DEVICE.type, enabled=precision == "fp16", init_scale=256.0)
+    for index, (inputs, targets) in enumerate(to_device(batches * 2, DEVICE)):
+        with torch.autocast(DEVICE.type, dtype=dtype, enabled=precision != "fp32"):
             loss = torch.nn.functional.l1_loss(model(inputs), targets)
         scaler.scale(loss / 2).backward()
         if index % 2 == 1:
@@ -278,7 +280,7 @@ def test_evaluate_with_max_key_loads_the_largest(tmp_path):
             model.weight.fill_(value)
         checkpointer.save_checkpoint(meta={"accuracy": accuracy})
     brain.evaluate((pairs(),), max_key="accuracy")
-    assert torch.equal(model.weight, torch.full((10, 10), 2.0))
+    assert torch.equal(model.weight, torch.full((10, 10), 2.0, device=DEVICE))
 
 
 class MovableBatch:
@@ -377,7 +379,7 @@ def test_modules_and_modes_during_the_stages():
 
 def test_brain_without_optimizer_evaluates():
     brain = SimpleBrain({"model": linear()}, run_opts=RUN_OPTS)
-    inputs, targets = pairs()
+    inputs, targets = to_device(pairs(), DEVICE)
     with torch.no_grad():
         expected = torch.nn.functional.l1_loss(brain.modules.model(inputs), targets)
     assert brain.evaluate(([inputs, targets],)) == pytest.approx(expected.item(), rel=1e-6)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from device import DEVICE
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_recipes import Brain, fwd_default_precision, load_hparams, parse_arguments
+from amp_recipes.data import to_device
 from amp_recipes.errors import ConfigError
 
 EVERY_PRECISION = ["fp32", "bf16", "fp16"]
@@ -35,12 +37,12 @@ def make_batches(count: int = 4, scale: float = 1.0) -> list[tuple[torch.Tensor,
 
 
 def options(precision: str = "fp32", **others) -> dict:
-    return {"device": "cpu", "precision": precision, "noprogressbar": True, "init_scale": 2.0**8, **others}
+    return {"device": DEVICE, "precision": precision, "noprogressbar": True, "init_scale": 2.0**8, **others}
 
 
 def linear(seed: int = 2) -> nn.Linear:
     torch.manual_seed(seed)
-    return nn.Linear(8, 8)
+    return nn.Linear(8, 8, device=DEVICE)
 
 
 def test_negative_or_zero_max_grad_norm_disables_clipping(subtests):
@@ -48,7 +50,7 @@ def test_negative_or_zero_max_grad_norm_disables_clipping(subtests):
     batches = make_batches(scale=100.0)
     model = linear()
     optimizer = SGD(model.parameters(), lr=0.1)
-    for inputs, targets in batches:
+    for inputs, targets in to_device(batches, DEVICE):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(inputs), targets).backward()
         assert torch.cat([p.grad.flatten() for p in model.parameters()]).norm() > 5.0  # a bound would show
@@ -110,7 +112,7 @@ def test_three_pinned_layers_compile_to_one_full_graph():
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     inputs = torch.randn(4, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         outputs = compiled(inputs)
         expected = model(inputs)
     assert counter.frame_count == 1
@@ -211,7 +213,7 @@ def test_second_optimizer_is_clipped_after_unscaling_too():
     )
     brain.fit(range(1), batches)
     a, b = linear(1), linear(2)
-    inputs, targets = batches[0]
+    inputs, targets = to_device(batches[0], DEVICE)
     nn.functional.mse_loss(b(a(inputs)), targets).backward()
     for name, module in (("a", a), ("b", b)):
         norm = nn.utils.clip_grad_norm_(module.parameters(), 0.5)

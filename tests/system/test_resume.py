@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from device import DEVICE
 from end_of_run import everything
 from inside import run_of
 from pairwise import each_once
@@ -90,7 +91,7 @@ class Recipe(Brain):
         return nn.functional.mse_loss(predictions.squeeze(1).float(), batch[2])
 
     def on_stage_start(self, stage, epoch=None):
-        self.mean_index = torch.zeros((), dtype=torch.float64)
+        self.mean_index = torch.zeros((), dtype=torch.float64, device=self.device)
         self.luck = torch.rand(()).item()
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
@@ -107,7 +108,7 @@ def make(output_folder=None, ends_at=(), end_by=None, **options):
         {"model": model},
         lambda parameters: torch.optim.AdamW(parameters, 0.01),
         hparams,
-        {"device": "cpu", "noprogressbar": True, "seed": 5, "output_folder": output_folder, **options},
+        {"device": DEVICE, "noprogressbar": True, "seed": 5, "output_folder": output_folder, **options},
     )
     brain.count = {Stage.TRAIN: 0, Stage.VALID: 0}
     brain.journal, brain.ends_at, brain.end_by = Journal(), ends_at, end_by
@@ -170,10 +171,12 @@ def interrupted(folder, ends_at, source=dataset, by=die, **options):
     return second, [first.journal.lines, second.journal.lines]
 
 
-@pytest.mark.parametrize(("source", "ends_at"), each_once(SOURCES, [2, 6, 7, 9, 13]))
-def test_a_run_that_dies_in_training_goes_on_bit_for_bit(tmp_path, source, ends_at):
-    whole = whole_run(source)
-    resumed, (before, after) = interrupted(tmp_path, (Stage.TRAIN, ends_at), source)
+@pytest.mark.parametrize(
+    ("source", "ends_at", "precision"), each_once(SOURCES, [2, 6, 7, 9, 13], ["fp32", "bf16", "fp16"])
+)
+def test_a_run_that_dies_in_training_goes_on_bit_for_bit(tmp_path, source, ends_at, precision):
+    whole = whole_run(source, precision=precision)
+    resumed, (before, after) = interrupted(tmp_path, (Stage.TRAIN, ends_at), source, precision=precision)
     assert resumed.end == whole.end
     assert before + after == whole.journal.lines  # a checkpoint after each update: no sample twice, none left out
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from device import DEVICE
 from inside import run_of
 from pairwise import each_once
 from programs import run_python
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from amp_recipes import Brain, Checkpointer, EpochCounter, RunOptions, Stage
+from amp_recipes.data import to_device
 from amp_recipes.errors import CheckpointError, ConfigError, DataError, PrecisionError, RecipeError
 from amp_recipes.loggers import RunLog
 
@@ -52,7 +54,7 @@ def make(kind=Regression, hparams=None, opt=None, checkpointer=None, **options) 
         {"model": nn.Linear(3, 1)},
         opt or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)),
         hparams,
-        {"device": "cpu", "noprogressbar": True, **options},
+        {"device": DEVICE, "noprogressbar": True, **options},
         checkpointer,
     )
 
@@ -91,7 +93,7 @@ def test_a_fit_after_an_interrupted_one_begins_with_the_first_batch(accumulation
     brain.fit(range(1), batches())
     assert [entry[1] for entry in brain.seen[9:]] == [batch[0][0, 0].item() for batch in batches()]
     before = brain.optimizer_step
-    brain.fit_batch(batches()[0])
+    brain.fit_batch(to_device(batches()[0], DEVICE))
     assert brain.optimizer_step == before + 1
 
 
@@ -113,7 +115,7 @@ def test_batches_of_a_window_are_on_the_device_one_at_a_time():
         def compute_forward(self, batch, stage):
             assert moved[-1] == batch.index
             used.append(batch.index)
-            return self.modules.model(torch.ones(1, 3))
+            return self.modules.model(torch.ones(1, 3, device=DEVICE))
 
         def compute_objectives(self, predictions, batch, stage):
             return predictions.sum()
@@ -316,9 +318,9 @@ def test_arguments_of_another_kind_say_what_is_expected(subtests):
         (None, "Adam"): r"^opt_class is an object of str",
     }.items():
         with subtests.test(said), pytest.raises(RecipeError, match=said):
-            Regression(*arguments, run_opts={"device": "cpu"})
+            Regression(*arguments, run_opts={"device": DEVICE})
     with pytest.raises(RecipeError, match=r"^modules\['model'\] is <class .*`!new:` makes one"):
-        Regression({"model": nn.Linear}, run_opts={"device": "cpu"})
+        Regression({"model": nn.Linear}, run_opts={"device": DEVICE})
 
 
 def test_epochs_that_cannot_be_counted_are_refused(subtests):
@@ -334,7 +336,8 @@ def test_weights_of_batches_count_in_averages():
 
     brain = make(Weighted)
     by_hand = [
-        (nn.functional.mse_loss(brain.modules.model(x), y).item(), x[:, 0].abs().sum().item()) for x, y in batches()
+        (nn.functional.mse_loss(brain.modules.model(x), y).item(), x[:, 0].abs().sum().item())
+        for x, y in to_device(batches(), DEVICE)
     ]
     expected = sum(loss * weight for loss, weight in by_hand) / sum(weight for _, weight in by_hand)
     assert brain.evaluate(batches()) == pytest.approx(expected, rel=1e-6)
@@ -467,7 +470,7 @@ def test_evaluation_builds_no_graph_and_uses_its_own_precision():
 
     class Watching(Regression):
         def compute_forward(self, batch, stage):
-            seen.append((stage, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+            seen.append((stage, torch.is_grad_enabled(), torch.is_autocast_enabled(DEVICE.type)))
             return super().compute_forward(batch, stage).float()
 
     brain = make(Watching, precision="bf16")
@@ -629,7 +632,7 @@ def test_fit_draws_nothing_from_the_global_generators():
     [
         ("precision", lambda brain: setattr(brain, "precision", "fp16"), True),
         ("fp32_modules", lambda brain: brain.fp32_modules.append("model"), True),
-        ("device", lambda brain: setattr(brain, "device", "cpu"), False),  # as it is
+        ("device", lambda brain: setattr(brain, "device", DEVICE), False),  # as it is
         ("max_grad_norm", lambda brain: setattr(brain, "max_grad_norm", 1.0), False),  # it has its effect
     ],
 )
@@ -690,7 +693,7 @@ def test_a_step_inside_an_accumulation_window_is_refused():
 
 
 def test_no_optimizer_is_said_before_training():
-    brain = Regression({"model": nn.Linear(3, 1)}, run_opts={"device": "cpu", "noprogressbar": True})
+    brain = Regression({"model": nn.Linear(3, 1)}, run_opts={"device": DEVICE, "noprogressbar": True})
     with pytest.raises(RecipeError, match="has no optimizer"):
         brain.fit(range(1), batches())
 
@@ -815,7 +818,7 @@ def test_an_evaluation_inside_a_window_keeps_the_state_to_go_back_to(tmp_path):
     def norm(kind, **options) -> Brain:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        run_opts = {"device": "cpu", "noprogressbar": True, "grad_accumulation_factor": 4, **options}
+        run_opts = {"device": DEVICE, "noprogressbar": True, "grad_accumulation_factor": 4, **options}
         return kind({"model": model}, lambda p: torch.optim.SGD(p, 0.1), run_opts=run_opts)
 
     first, *rest = batches(8)

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from device import DEVICE
 from torch import nn
 
 from amp_recipes import Brain, Stage
@@ -84,7 +85,7 @@ def test_every_hook_is_called_with_positional_arguments_in_order():
     brain = Renamed(
         {"model": nn.Linear(3, 1)},
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        run_opts={"device": "cpu", "noprogressbar": True, "grad_accumulation_factor": 2},
+        run_opts={"device": DEVICE, "noprogressbar": True, "grad_accumulation_factor": 2},
     )
     brain.fit([1], [BATCH, BATCH], [BATCH])
     brain.evaluate([BATCH])

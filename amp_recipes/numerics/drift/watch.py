@@ -195,7 +195,9 @@ def _listen(
     d = _squared(d, dim)
     key = (index, d.numel(), again)
 
-    def hook(gradient: torch.Tensor) -> None:
+    def hook(gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # of an op with several outputs, of which the loss depends on others
+            return
         with without_modes():
             if bad is not None:
                 found.harm.append((gradient[bad] != 0).any())

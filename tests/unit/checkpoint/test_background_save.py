@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from device import DEVICE
 from programs import DEADLINE_SECONDS, run_python
 from repository import REPOSITORY
 from torch import nn
@@ -70,10 +71,10 @@ def finished(folder):
 
 def trained():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Conv1d(1, 2, 3))
+    model = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Conv1d(1, 2, 3)).to(DEVICE)
     model[2].weight.data = model[2].weight.data.transpose(0, 2)  # not row by row
     optimizer = torch.optim.Adam(model.parameters())
-    model[1](model[0](torch.randn(8, 30))).square().sum().backward()
+    model[1](model[0](torch.randn(8, 30).to(DEVICE))).square().sum().backward()
     optimizer.step()
     return model, optimizer
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from device import DEVICE
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -36,12 +37,12 @@ class Holder:
 
 def trained(seed, steps=2, optimizer=torch.optim.AdamW, **kwargs):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(DEVICE)
     optimizer = optimizer(model.parameters(), **kwargs)
 
     def closure():
         optimizer.zero_grad()
-        loss = model(torch.randn(5, 3)).square().sum()
+        loss = model(torch.randn(5, 3).to(DEVICE)).square().sum()
         loss.backward()
         return loss
 

@@ -8,6 +8,7 @@ from itertools import zip_longest
 import numpy as np
 import pytest
 import torch
+from device import DEVICE
 from pairwise import each_once
 from torch.utils.data import (
     BatchSampler,
@@ -28,7 +29,7 @@ def dataset(n=12):
     return TensorDataset(torch.arange(n))
 
 
-def make(data=None, *, shuffle=True, seed=3, device="cpu", **kwargs):
+def make(data=None, *, shuffle=True, seed=3, device=DEVICE, **kwargs):
     return make_loader(dataset() if data is None else data, shuffle=shuffle, seed=seed, device=device, **kwargs)
 
 

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from device import DEVICE
 from pairwise import each_once, pairwise
 from torch.utils.data import (
     BatchSampler,
@@ -127,7 +128,7 @@ def test_a_loader_of_ours_tells_its_place():
 
     def make():
         data.append(Reads())
-        return make_loader(data[-1], shuffle=True, seed=1, device="cpu", batch_size=3)
+        return make_loader(data[-1], shuffle=True, seed=1, device=DEVICE, batch_size=3)
 
     whole, seen, second = whole_and_parts(make, 4)
     assert seen == whole
@@ -145,7 +146,7 @@ def test_a_stream_goes_on_with_the_same_samples_and_draws(kind, num_workers, tor
     def make():
         data.append(kind())
         return make_loader(
-            data[-1], shuffle=False, seed=1, device="cpu", batch_size=batch_size, num_workers=num_workers
+            data[-1], shuffle=False, seed=1, device=DEVICE, batch_size=batch_size, num_workers=num_workers
         )
 
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
@@ -172,7 +173,7 @@ def test_a_streams_draws_differ_by_epoch_and_are_the_same_with_persistent_worker
         set_epoch(loader, epoch)
         return torch.cat(list(loader)).tolist()
 
-    kwargs = {"shuffle": False, "seed": 1, "device": "cpu", "batch_size": 2, "num_workers": num_workers}
+    kwargs = {"shuffle": False, "seed": 1, "device": DEVICE, "batch_size": 2, "num_workers": num_workers}
     fresh = {epoch: rows(make_loader(Stream(), **kwargs), epoch) for epoch in (1, 2)}
     assert fresh[1] != fresh[2]
     if num_workers:
@@ -181,7 +182,7 @@ def test_a_streams_draws_differ_by_epoch_and_are_the_same_with_persistent_worker
 
 
 def test_a_streams_place_belongs_to_its_epoch():
-    loader = make_loader(Tells(), shuffle=False, seed=1, device="cpu", batch_size=2)
+    loader = make_loader(Tells(), shuffle=False, seed=1, device=DEVICE, batch_size=2)
     iterator = iter(begun(loader))
     next(iterator), next(iterator)
     loader.load_state_dict(loader_state(loader))
@@ -195,7 +196,7 @@ def test_a_streams_place_belongs_to_its_epoch():
 
 
 def test_a_stream_read_by_another_number_of_workers_is_refused():
-    loader = make_loader(Tells(), shuffle=False, seed=1, device="cpu", name="Training set", num_workers=2)
+    loader = make_loader(Tells(), shuffle=False, seed=1, device=DEVICE, name="Training set", num_workers=2)
     with pytest.raises(DataError, match=r"Training set: .* saved with num_workers=3, but there are 2 now"):
         loader.load_state_dict({"epoch": 1, "batches": 3, "num_workers": 3})
     with pytest.raises(DataError, match="a stream's position has 'epoch' and 'batches'"):
@@ -314,7 +315,7 @@ def test_torchdatas_loader_tells_its_place(num_workers):
 
 def test_batches_in_no_order_are_told():
     kwargs = {"num_workers": 1, "in_order": False}
-    for loader in (DataLoader(Reads(), **kwargs), make_loader(Reads(), shuffle=True, seed=0, device="cpu", **kwargs)):
+    for loader in (DataLoader(Reads(), **kwargs), make_loader(Reads(), shuffle=True, seed=0, device=DEVICE, **kwargs)):
         assert "in_order=False" in replay_reason(loader)
         assert "the batches already done are read again" not in replay_reason(loader)
 
@@ -369,7 +370,7 @@ OWN_GENERATORS = {
 @pytest.mark.parametrize(
     "make",
     [
-        lambda data: make_loader(data, shuffle=False, seed=0, device="cpu", batch_size=2),
+        lambda data: make_loader(data, shuffle=False, seed=0, device=DEVICE, batch_size=2),
         lambda data: DataLoader(data, batch_size=2),
     ],
     ids=["ours", "torch"],
@@ -390,7 +391,7 @@ def test_without_workers_the_data_sets_own_generators_go_on(make, subtests):
 
 
 def test_with_workers_a_data_sets_own_generators_are_not_taken_for_those_that_draw():
-    assert not generator_states(make_loader(Own(), shuffle=False, seed=0, device="cpu", num_workers=1))
+    assert not generator_states(make_loader(Own(), shuffle=False, seed=0, device=DEVICE, num_workers=1))
     assert not generator_states([1, 2])
 
 
@@ -435,10 +436,10 @@ class OwnState:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: make_loader(Tells(), shuffle=False, seed=1, device="cpu", batch_size=4),
+        lambda: make_loader(Tells(), shuffle=False, seed=1, device=DEVICE, batch_size=4),
         lambda: DataLoader(Tells(), batch_size=4),
         OwnState,
-        lambda: make_loader(Reads(), shuffle=True, seed=1, device="cpu", batch_size=4),
+        lambda: make_loader(Reads(), shuffle=True, seed=1, device=DEVICE, batch_size=4),
         lambda: [[1], [2], [3], [4]],
     ],
     ids=["stream", "DataLoader", "own", "data set", "list"],
@@ -495,5 +496,5 @@ def test_an_iterator_is_replayed_before_the_call_returns():
 
 
 def test_a_step_beyond_the_end_leaves_nothing():
-    for loader in ([1, 2], iter([1, 2]), DataLoader([1, 2]), make_loader([1, 2], shuffle=False, seed=0, device="cpu")):
+    for loader in ([1, 2], iter([1, 2]), DataLoader([1, 2]), make_loader([1, 2], shuffle=False, seed=0, device=DEVICE)):
         assert list(batches_from(loader, 5, None)) == []

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from device import DEVICE
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from amp_recipes.data import make_loader, set_epoch
@@ -40,7 +41,7 @@ class DrawsAtOnce(Draws):
 
 def drawn(data=None, *, seed=3, epoch=1, shuffle=True, **kwargs):
     """What each sample drew, by index."""
-    loader = make_loader(Draws() if data is None else data, shuffle=shuffle, seed=seed, device="cpu", **kwargs)
+    loader = make_loader(Draws() if data is None else data, shuffle=shuffle, seed=seed, device=DEVICE, **kwargs)
     set_epoch(loader, epoch)
     rows = torch.cat([batch.reshape(-1, 7) for batch in loader]).tolist()
     return {row[0]: row[1:] for row in rows}
@@ -74,7 +75,7 @@ def test_draws_differ_by_sample_epoch_and_seed():
 
 def test_persistent_workers_draw_as_in_the_epoch_they_read():
     loader = make_loader(
-        Draws(), shuffle=True, seed=3, device="cpu", batch_size=2, num_workers=2, persistent_workers=True
+        Draws(), shuffle=True, seed=3, device=DEVICE, batch_size=2, num_workers=2, persistent_workers=True
     )
     for epoch in (1, 2, 1):
         set_epoch(loader, epoch)
@@ -98,7 +99,7 @@ def test_what_a_collate_function_draws_is_a_function_of_its_samples():
         return torch.tensor([random.random(), np.random.rand(), float(torch.rand(()))])
 
     def mixed(data, epoch, **kwargs):
-        loader = make_loader(data, shuffle=True, seed=1, device="cpu", batch_size=3, collate_fn=mix, **kwargs)
+        loader = make_loader(data, shuffle=True, seed=1, device=DEVICE, batch_size=3, collate_fn=mix, **kwargs)
         set_epoch(loader, epoch)
         return torch.stack(list(loader)).tolist()
 
@@ -112,7 +113,7 @@ def test_what_a_collate_function_draws_is_a_function_of_its_samples():
 def test_the_global_generators_stay_where_they_are_between_batches(num_workers):
     random.gauss(0, 1), np.random.randn(), torch.randn(())  # each keeps half of a pair for the next call
     before = states()
-    loader = make_loader(Draws(), shuffle=True, seed=3, device="cpu", batch_size=2, num_workers=num_workers)
+    loader = make_loader(Draws(), shuffle=True, seed=3, device=DEVICE, batch_size=2, num_workers=num_workers)
     for _ in loader:
         assert states() == before
     assert states() == before

@@ -1,6 +1,7 @@
 """What gets gradients that no optimizer uses, and what an optimizer holds in vain, is said after the first update."""
 
 import torch
+from device import DEVICE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +16,7 @@ class Net(nn.Module):
     def __init__(self, in_list=True, unused=True):
         super().__init__()
         self.first = nn.Linear(3, 3)
-        self.blocks = [nn.Linear(3, 3)] if in_list else nn.ModuleList([nn.Linear(3, 3)])
+        self.blocks = [nn.Linear(3, 3, device=DEVICE)] if in_list else nn.ModuleList([nn.Linear(3, 3)])
         if unused:
             self.extra = nn.Linear(3, 3)
 
@@ -38,7 +39,7 @@ def said(caplog, model, recipe=Recipe, epochs=1, prepare=lambda brain: None, **o
     brain = recipe(
         {"model": model},
         lambda them: torch.optim.SGD(them, 0.1),
-        run_opts={"device": "cpu", "noprogressbar": True, **options},
+        run_opts={"device": DEVICE, "noprogressbar": True, **options},
     )
     prepare(brain)
     brain.fit(range(epochs), BATCHES)
@@ -53,7 +54,7 @@ def test_a_layer_in_a_list_and_one_that_is_not_called_are_named_once(caplog):
 
 def test_a_module_that_the_recipe_keeps_to_itself_is_named(caplog):
     def prepare(brain):
-        brain.head = {"deep": [nn.Linear(3, 2)]}
+        brain.head = {"deep": [nn.Linear(3, 2, device=DEVICE)]}
 
     (unused,) = said(caplog, Net(in_list=False, unused=False), prepare=prepare)
     assert "self.head['deep'][0].weight" in unused

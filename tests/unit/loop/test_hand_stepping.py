@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from classifiers import StepsByHand
+from device import DEVICE
 from inside import run_of
 from torch import nn
 
@@ -37,7 +38,7 @@ def trained(**options):
         {"model": nn.Linear(8, 4)},
         lambda parameters: torch.optim.SGD(parameters, lr=1.0),
         {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)},
-        {"device": "cpu", "lr_scheduler_interval": "step", "ema_decay": 0.9, "noprogressbar": True, **options},
+        {"device": DEVICE, "lr_scheduler_interval": "step", "ema_decay": 0.9, "noprogressbar": True, **options},
     )
     brain.found, brain.waiting = [], []
     brain.fit(range(1, 3), batches())

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from device import DEVICE
 from inside import run_of
 from programs import run_python
 from torch import nn
@@ -74,7 +75,7 @@ def data(batches=8, size=16, seed=0):
 
 
 def brain_of(model, kind=Classifier, opt=OPT, **options):
-    return kind({"model": model}, opt, run_opts={"device": "cpu", "noprogressbar": True, **options})
+    return kind({"model": model}, opt, run_opts={"device": DEVICE, "noprogressbar": True, **options})
 
 
 def state_of(brain):
@@ -110,7 +111,7 @@ def test_a_recipe_that_recovers_by_itself_is_diagnosed(tmp_path, undrawn, capsys
 
     folder = {"output_folder": str(tmp_path / "run")}
     brain_of(network(), **folder).fit(range(1), data())
-    options = {"device": "cpu", "noprogressbar": True, "precision": "bf16", **folder}
+    options = {"device": DEVICE, "noprogressbar": True, "precision": "bf16", **folder}
     asked = RunOptions.from_mapping(options, purpose=Purpose("diagnose"))
     brain = Recovers({"model": network()}, OPT, run_opts=asked)
     brain.fit(range(1), data())
@@ -177,7 +178,7 @@ def test_the_overflowing_module_is_named_and_its_pin_is_proven(tmp_path, undrawn
 
 def test_with_diagnose_fit_returns_untrained_and_evaluate_at_once(tmp_path, capsys):
     options = RunOptions.from_mapping(
-        {"device": "cpu", "precision": "bf16", "output_folder": str(tmp_path / "run"), "noprogressbar": True},
+        {"device": DEVICE, "precision": "bf16", "output_folder": str(tmp_path / "run"), "noprogressbar": True},
         purpose=Purpose("diagnose"),
     )
     brain = Quick({"model": network()}, OPT, run_opts=options)
@@ -213,7 +214,7 @@ def test_the_diagnosis_of_a_run_looks_at_its_newest_checkpoint_and_leaves_the_fo
     brain_of(network(), precision="bf16", output_folder=str(folder)).fit(range(1, 3), data())
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "log.txt"}
     options = RunOptions.from_mapping(
-        {"device": "cpu", "precision": "bf16", "output_folder": str(folder), "noprogressbar": True},
+        {"device": DEVICE, "precision": "bf16", "output_folder": str(folder), "noprogressbar": True},
         purpose=Purpose("diagnose"),
     )
     brain = Classifier({"model": network()}, OPT, run_opts=options)
@@ -301,7 +302,7 @@ def test_a_nonfinite_step_is_replayed_from_its_folder(tmp_path, capsys):
     brain_of(network(), precision="bf16", output_folder=str(tmp_path / "run")).fit(range(1, 2), batches)
     (folder,) = (path for path in (tmp_path / "run").glob("nonfinite-*") if path.is_dir())
     told = json.loads(folder.with_suffix(".json").read_text())["message"]
-    options = {"device": "cpu", "precision": "bf16", "noprogressbar": True}
+    options = {"device": DEVICE, "precision": "bf16", "noprogressbar": True}
     options = RunOptions.from_mapping(options, purpose=Purpose("replay", folder))
     capsys.readouterr()
     Classifier({"model": network()}, OPT, run_opts=options).fit(range(1, 2), data())

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from device import DEVICE
 from torch import nn
 
 from amp_recipes import Brain, EpochCounter, RunOptions, Stage
@@ -40,7 +41,7 @@ def batches(*sizes, seed=0):
 
 def brain_of(kind=Regression, **options):
     torch.manual_seed(0)
-    return kind({"model": nn.Linear(3, 1)}, OPT, run_opts={"device": "cpu", "noprogressbar": True, **options})
+    return kind({"model": nn.Linear(3, 1)}, OPT, run_opts={"device": DEVICE, "noprogressbar": True, **options})
 
 
 def positives(data):
@@ -204,7 +205,7 @@ def test_a_trial_writes_beside_the_run(tmp_path):
 def test_nothing_is_to_be_written_without_a_folder_or_in_a_diagnosis(tmp_path):
     assert brain_of().output_path("a.png") is None
     options = RunOptions.from_mapping(
-        {"device": "cpu", "noprogressbar": True, "output_folder": str(tmp_path / "run")}, purpose=Purpose("diagnose")
+        {"device": DEVICE, "noprogressbar": True, "output_folder": str(tmp_path / "run")}, purpose=Purpose("diagnose")
     )
     assert Regression({"model": nn.Linear(3, 1)}, OPT, run_opts=options).output_path("a.png") is None
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from device import DEVICE
 from inside import run_of
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
@@ -180,7 +181,7 @@ def brain_of(**options):
         {"model": model},
         lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
         hparams={"lr_scheduler": falling},
-        run_opts={"device": "cpu", "noprogressbar": True, **options},
+        run_opts={"device": DEVICE, "noprogressbar": True, **options},
     )
 
 

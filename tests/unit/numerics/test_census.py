@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cpu import needs_lstm_in_bf16, runs_lstm
+from device import DEVICE
 from fake_census import fake_census
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch_release import RELEASE
 
+from amp_recipes.data import to_device
 from amp_recipes.files.user_code import Line
 from amp_recipes.numerics.census.census import pins_hold, take_census
 from amp_recipes.numerics.census.watch import CensusWatch
@@ -29,7 +31,7 @@ def total(model, x):
 
 
 def census_of(model, x, dtype=BF16, objective=total, **options):
-    return take_census(plain_trial(model, objective), [x], dtype, **options)
+    return take_census(plain_trial(model.to(DEVICE), objective), [to_device(x, DEVICE)], dtype, **options)
 
 
 def ops_of(census, module, phase):
@@ -226,7 +228,7 @@ def test_tied_weights_counted_by_hand():
 
 def test_two_optimizers_and_a_window_of_two_batches():
     """A GAN's step: two losses, two backwards, gradients of both."""
-    generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+    generator, critic = nn.Linear(4, 4, device=DEVICE), nn.Linear(4, 1, device=DEVICE)
     modules = nn.ModuleDict({"generator": generator, "critic": critic})
     optimizers = {name: torch.optim.SGD(module.parameters(), 0.1) for name, module in modules.items()}
 
@@ -244,8 +246,8 @@ def test_two_optimizers_and_a_window_of_two_batches():
                 losses.append(loss.detach())
         return losses
 
-    trial = Trial(modules, torch.device("cpu"), take, lambda: optimizers)
-    census = take_census(trial, [torch.randn(3, 4), torch.randn(3, 4)], BF16)
+    trial = Trial(modules, DEVICE, take, lambda: optimizers)
+    census = take_census(trial, list(torch.randn(2, 3, 4).to(DEVICE)), BF16)
     assert census.neutral
     for name in modules:
         assert ops_of(census, name, "forward")["addmm: bf16 bf16 bf16 -> bf16"] == 4
@@ -313,7 +315,7 @@ def test_fake_tensors_give_the_same_census(subtests, name):
         with subtests.test(str(dtype)):
             real = census_of(model, x, dtype)
             before = torch.get_rng_state()
-            fake = fake_census(model, total, x, dtype)
+            fake = fake_census(model, total, x.to(DEVICE), dtype)
             assert torch.equal(torch.get_rng_state(), before), "nothing is drawn"
             assert counts(fake, name) == counts(real, name)
             assert fake.casts == real.casts
@@ -358,7 +360,7 @@ def test_casts_within_an_op_that_autocast_knows_are_autocasts():
     def forward(self, x):
         y = self.child(x)
         z = x @ y.T
-        return F.cross_entropy(z, torch.zeros(2, dtype=torch.long)) + F.mse_loss(y, y.sin())
+        return F.cross_entropy(z, torch.zeros(2, dtype=torch.long, device=x.device)) + F.mse_loss(y, y.sin())
 
     census = census_of(Calls(forward, child=nn.Linear(4, 4)), torch.randn(2, 4), objective=lambda m, x: m(x))
     assert {it.by for it in casts_of(census, phase="forward")} == {"autocast"}
@@ -392,7 +394,7 @@ def test_what_a_composite_op_casts_at_its_end_is_not_the_users():
 
 def test_another_mode_on_the_way_does_not_hide_who_asked():
     net = Calls(lambda self, x: self.child(x).float().sin(), child=nn.Linear(4, 4))
-    torch.set_default_device("cpu")  # a function mode
+    torch.set_default_device(DEVICE)  # a function mode
     try:
         census = census_of(net, torch.randn(2, 4))
     finally:
@@ -400,7 +402,7 @@ def test_another_mode_on_the_way_does_not_hide_who_asked():
     assert only_cast(census, module="", phase="forward").by == "user"
     assert only_cast(census, module="child", phase="forward").by == "autocast"
     inner, outer = CensusWatch(net), CensusWatch(net)
-    plain_trial(net, total).run([torch.randn(2, 4)], BF16, watch=[outer, inner])
+    plain_trial(net, total).run([torch.randn(2, 4).to(DEVICE)], BF16, watch=[outer, inner])
     assert inner.casts == outer.casts
     assert sum(inner.counts.values()) == sum(outer.counts.values())
 
@@ -480,7 +482,7 @@ def test_modules_that_were_meant_to_be_low_and_are_not():
         def forward(self, x):
             return self.function(x, self.weight)
 
-    @torch.autocast("cpu", enabled=False)
+    @torch.autocast(DEVICE.type, enabled=False)
     def off(x, weight):
         return x.float() @ weight
 
@@ -488,8 +490,12 @@ def test_modules_that_were_meant_to_be_low_and_are_not():
         {
             "low": Odd(lambda x, weight: x @ weight),
             "double_": Odd(lambda x, weight: (x.double() @ weight.double()).float()),
-            "out_": Odd(lambda x, weight: torch.mm(x.detach(), weight.detach(), out=torch.empty(3, 4)) + weight.sum()),
-            "in_place": Odd(lambda x, weight: torch.zeros(3, 4).addmm_(x, weight)),
+            "out_": Odd(
+                lambda x, weight: (
+                    torch.mm(x.detach(), weight.detach(), out=torch.empty(3, 4, device=x.device)) + weight.sum()
+                )
+            ),
+            "in_place": Odd(lambda x, weight: x.new_zeros(3, 4).addmm_(x, weight)),
             "off": Odd(off),
             "pinned": Odd(lambda x, weight: x @ weight),
             "script": torch.jit.script(nn.Linear(4, 4, bias=False)),
@@ -498,7 +504,7 @@ def test_modules_that_were_meant_to_be_low_and_are_not():
     )
 
     def objective(model, x):
-        with torch.autocast("cpu", enabled=False):  # a scripted module is called outside of the region
+        with torch.autocast(DEVICE.type, enabled=False):  # a scripted module is called outside of the region
             script = model["script"](x)
         return script.sum() + sum(child(x).float().sum() for name, child in model.items() if name != "script")
 
@@ -521,7 +527,7 @@ def test_ops_in_a_low_dtype_inside_a_pinned_module_and_the_proof_of_a_pin():
             self.inner = nn.Linear(4, 4)
 
         def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE.type, torch.bfloat16):
                 return self.inner(x)
 
     net = nn.Sequential(nn.Linear(4, 4), Escapes(), nn.Linear(4, 4))
@@ -592,7 +598,7 @@ def test_pins_that_stand_are_known():
 
 
 def test_a_census_leaves_everything_as_it_was():
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).to(DEVICE)
     state = {name: value.clone() for name, value in net.state_dict().items()}
     x = torch.randn(5, 4)
     random = torch.get_rng_state()
@@ -633,8 +639,8 @@ def test_kernels_that_run_other_ops_are_where_a_mode_changes_the_path():
         census = census_of(net, x)
         assert census.neutral or f"first in {changed}" in census.neutrality_note, name
         assert census_of(net, x, torch.float32).neutral, name
-    with torch.no_grad(), torch.autocast("cpu", BF16):
-        bare = encoder(torch.randn(2, 3, 16)).dtype
+    with torch.no_grad(), torch.autocast(DEVICE.type, BF16):
+        bare = encoder(torch.randn(2, 3, 16).to(DEVICE)).dtype
     census = census_of(nn.Sequential(encoder, nn.Linear(16, 4)), torch.randn(2, 3, 16))
     watched = {it.outputs for it in census.ops if it.op == "aten::_transformer_encoder_layer_fwd"}
     assert census.neutral == (watched == {(str(bare).removeprefix("torch."),)}), "what differs is noticed"
@@ -706,7 +712,7 @@ ODD_MODELS = [
     (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), torch.randn(3, 4)),
     (
         lambda: Calls(
-            torch.autocast("cpu", enabled=False)(
+            torch.autocast(DEVICE.type, enabled=False)(
                 lambda self, x: torch.sparse.mm(x.relu().to_sparse(), self.child.weight)
             ),
             child=nn.Linear(4, 4),
@@ -766,7 +772,7 @@ def test_a_step_that_fails_leaves_no_mode_behind():
         census_of(nn.Linear(4, 4), torch.randn(3, 4), objective=objective)
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert torch.is_autocast_cache_enabled()
-    assert not TorchAutocast("cpu", dtype=BF16).was_entered
+    assert not TorchAutocast(DEVICE.type, dtype=BF16).was_entered
 
 
 def test_records_are_counted_on_the_way(monkeypatch):

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from device import DEVICE
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -99,7 +100,7 @@ def count_reads(folder, precision: str, recipe: type[Counted] = Counted, **optio
         lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
         {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)},
         {
-            "device": "cpu",
+            "device": DEVICE,
             "precision": precision,
             "init_scale": 2.0**8,
             "max_grad_norm": 1.0,

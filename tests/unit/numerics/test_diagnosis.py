@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from device import DEVICE
 from torch import nn
 from torch.nn import functional as F
 
+from amp_recipes.data import to_device
 from amp_recipes.errors import PrecisionError
 from amp_recipes.numerics.diagnosis import Diagnosis, Questions, diagnose, tolerance_for
 from amp_recipes.numerics.trial import plain_trial
@@ -23,13 +25,15 @@ def classified(model, batch):
 
 def windows(count=8, samples=64, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [
+    made = [
         [(torch.randn(samples, 8, generator=generator), torch.randint(0, 4, (samples,), generator=generator))]
         for _ in range(count)
     ]
+    return to_device(made, DEVICE)
 
 
 def trial_of(model, objective=classified):
+    model.to(DEVICE)
     return plain_trial(model, objective, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
@@ -107,7 +111,7 @@ def test_without_time_nothing_is_decided_and_nothing_advised(model, tmp_path):
 
 def shifted(model, batch):
     """Low precision shifts the loss, which its gradient does not tell."""
-    return classified(model, batch) + (0.5 if torch.is_autocast_enabled("cpu") else 0.0)
+    return classified(model, batch) + (0.5 if torch.is_autocast_enabled(DEVICE.type) else 0.0)
 
 
 def test_pins_that_training_refutes_are_not_advised(tmp_path):
@@ -164,7 +168,7 @@ def test_a_step_that_nearly_repeats_itself_is_judged():
 
 
 def test_a_loss_that_does_not_fall_proves_nothing():
-    model = healthy()
+    model = healthy().to(DEVICE)
     trial = plain_trial(model, classified, torch.optim.SGD(model.parameters(), lr=0.01, maximize=True))
     answer = asked(trial, given=windows(3) * 2).answers[0]
     assert "did not fall" in answer.verdict and answer.pins.decision == "not decided"

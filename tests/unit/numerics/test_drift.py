@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from device import DEVICE
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch_release import RELEASE
 
+from amp_recipes.data import to_device
 from amp_recipes.numerics.drift.drift import ModuleDrift, drift
 from amp_recipes.numerics.drift.own_ops import CallDtypes, OwnOps
 from amp_recipes.numerics.drift.watch import Inside, Measure
@@ -28,7 +30,7 @@ def seeded(make):
     def build(*args, **kwargs):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return make(*args, **kwargs)
+            return make(*args, **kwargs).to(DEVICE)
 
     return build
 
@@ -45,12 +47,15 @@ def windows_of(count=1, samples=8, inputs=6, outputs=4, batches=1, scale=1.0):
         x = torch.randn(samples, inputs, generator=generator) * scale
         return x, torch.randn(samples, outputs, generator=generator)
 
-    return [[batch() for _ in range(batches)] for _ in range(count)]
+    return to_device([[batch() for _ in range(batches)] for _ in range(count)], DEVICE)
 
 
 def rows(model, windows, dtype=BF16, objective=squared, **options):
     """The report, by module."""
-    return {row.module: row for row in drift(plain_trial(model, objective), windows, dtype, **options)}
+    return {
+        row.module: row
+        for row in drift(plain_trial(model.to(DEVICE), objective), to_device(windows, DEVICE), dtype, **options)
+    }
 
 
 class Apply(nn.Module):
@@ -80,7 +85,7 @@ def test_one_layer_by_hand():
 
     y = model(x)
     (gradient,) = torch.autograd.grad(F.mse_loss(y, target), y)
-    with torch.no_grad(), torch.autocast("cpu", BF16):
+    with torch.no_grad(), torch.autocast(DEVICE.type, BF16):
         d = model(x).float() - y
     by_channel = (gradient.norm(dim=0) * d.norm(dim=0)).norm()
     assert row.module == "" and row.calls == 1
@@ -91,12 +96,14 @@ def test_one_layer_by_hand():
 def test_channels_of_a_map_are_its_second_dimension():
     model = seeded(nn.Conv2d)(2, 3, 3)
     generator = torch.Generator().manual_seed(0)
-    x, target = torch.randn(4, 2, 9, 9, generator=generator), torch.randn(4, 3, 7, 7, generator=generator)
+    x, target = to_device(
+        (torch.randn(4, 2, 9, 9, generator=generator), torch.randn(4, 3, 7, 7, generator=generator)), DEVICE
+    )
     (row,) = drift(plain_trial(model, squared), [[(x, target)]], BF16)
 
     y = model(x)
     (gradient,) = torch.autograd.grad(F.mse_loss(y, target), y)
-    with torch.no_grad(), torch.autocast("cpu", BF16):
+    with torch.no_grad(), torch.autocast(DEVICE.type, BF16):
         d = model(x).float() - y
     by_channel = (gradient.transpose(0, 1).flatten(1).norm(dim=1) * d.transpose(0, 1).flatten(1).norm(dim=1)).norm()
     assert row.sensitivity == pytest.approx(by_channel.item(), rel=1e-5)
@@ -238,7 +245,7 @@ def test_what_is_not_finite_comes_first():
 
 def test_an_overflow_that_the_loss_does_not_see_is_harmless():
     def masked(x):
-        mask = torch.zeros(16)
+        mask = torch.zeros(16, device=x.device)
         mask[3:] = -1e9
         return (x + mask).to(x.dtype)  # -inf in fp16, which gives the weight 0 as -1e9 does
 
@@ -249,7 +256,7 @@ def test_an_overflow_that_the_loss_does_not_see_is_harmless():
 
 def test_an_infinity_that_fp32_has_too_is_no_error():
     def masked(x):
-        return x.masked_fill(torch.arange(16) > 3, -math.inf)
+        return x.masked_fill(torch.arange(16, device=x.device) > 3, -math.inf)
 
     found = rows(mlp(Apply(masked), nn.Softmax(-1)), windows_of(), FP16)
     assert found["1"].sensitivity == found["1"].local_error == 0.0
@@ -258,7 +265,7 @@ def test_an_infinity_that_fp32_has_too_is_no_error():
 
 def test_an_op_that_raises_in_low_precision_is_a_culprit():
     def masked(x):
-        return x.masked_fill(torch.arange(16) > 3, -1e9)  # not a number of fp16
+        return x.masked_fill(torch.arange(16, device=x.device) > 3, -1e9)  # not a number of fp16
 
     model = mlp(Apply(masked), nn.Softmax(-1))
     with pytest.raises(RuntimeError):
@@ -315,7 +322,7 @@ class Everything(nn.Module):
         super().__init__()
         self.first, self.norm, self.drop = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5)
         self.shared, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
-        self.calls, self.hidden = 0, torch.zeros(16)
+        self.calls, self.hidden = 0, torch.zeros(16, device=DEVICE)
 
     def forward(self, x):
         self.calls += 1
@@ -323,7 +330,7 @@ class Everything(nn.Module):
         y = self.shared(F.dropout(self.shared(y) + self.hidden, 0.3))
         self.hidden = self.hidden + y.detach().float().mean(0)
         y.mul_(1.0 + self.calls)
-        return self.last(y.relu_() + torch.rand(16))
+        return self.last(y.relu_() + torch.rand(16, device=x.device))
 
 
 def measured(trial: Trial, window, dtype=BF16, names=None):
@@ -505,10 +512,16 @@ def test_a_forward_that_differentiates():
         def forward(self, x):
             x = x.detach().requires_grad_()
             (score,) = torch.autograd.grad(self.energy(x).float().sum(), x, create_graph=True)
-            return (score @ torch.ones(6, 4)).tanh()
+            return (score @ torch.ones(6, 4, device=score.device)).tanh()
 
     found = rows(seeded(Score)(), windows_of())
     assert found[""].sensitivity > 0 and found["energy.0"].local_error > 0
+
+
+def test_one_of_two_outputs_may_have_no_say_in_the_loss():
+    factors = Apply(lambda x: torch.linalg.qr((x.T @ x).float()))
+    found = rows(mlp(factors, Apply(lambda factors: factors[0])), windows_of(samples=16))
+    assert found["1"].sensitivity > 0
 
 
 def test_in_place_on_the_input():
@@ -578,7 +591,7 @@ def alone_in_bf16(layer):
     forward = layer.forward
 
     def low_forward(x):
-        with torch.autocast("cpu", BF16):
+        with torch.autocast(DEVICE.type, BF16):
             return forward(x).float()
 
     layer.forward = low_forward

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cpu import recurrent_in_bf16
+from device import DEVICE
 from torch import nn
 from torch.nn import functional as F
 
@@ -539,7 +540,7 @@ class Right(Brain):
 
     def found(kind):
         torch.manual_seed(0)
-        brain = kind({"model": nn.Linear(8, 2)}, torch.optim.AdamW, run_opts={"device": "cpu", "noprogressbar": True})
+        brain = kind({"model": nn.Linear(8, 2)}, torch.optim.AdamW, run_opts={"device": DEVICE, "noprogressbar": True})
         return brain.diagnose(data, precisions=("bf16",), steps=0).hazards
 
     lines = Path(module.__file__).read_text().splitlines()

@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from device import DEVICE
 from torch import nn
 
 from amp_recipes.numerics.pins.lost import lost_pins
@@ -51,8 +52,8 @@ class Calls(nn.Module):
 def lost(model, names, x=None, **options):
     """{module: reason} for a step on `x`."""
     x = torch.randn(3, 4) if x is None else x
-    trial = plain_trial(model, lambda model, x: model(x).float().sum())
-    found = lost_pins(trial, [x], names, BF16, **options)
+    trial = plain_trial(model.to(DEVICE), lambda model, x: model(x).float().sum())
+    found = lost_pins(trial, [x.to(DEVICE)], names, BF16, **options)
     assert all(set(it) == {"module", "reason"} for it in found)
     assert len({it["module"] for it in found}) == len(found)
     return {it["module"]: it["reason"] for it in found}

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from cpu import recurrent_in_bf16
+from device import DEVICE
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from work import at_most
 
+from amp_recipes.data import to_device
 from amp_recipes.numerics.nonfinite.batch_samples import Inseparable, samples_in, take_samples
 from amp_recipes.numerics.nonfinite.cause import locate
 from amp_recipes.numerics.nonfinite.memory import Written
@@ -62,7 +64,7 @@ def classified(model, batch):
 def located(part, batch=None, dtype=FP32, scale=1.0, objective=classified, **kwargs):
     model = part if isinstance(part, Net) else Net(part if isinstance(part, nn.Module) else Part(part))
     window = batch if isinstance(batch, list) else [batch_of() if batch is None else batch]
-    return locate(plain_trial(model, objective), window, dtype, scale, **kwargs)
+    return locate(plain_trial(model.to(DEVICE), objective), to_device(window, DEVICE), dtype, scale, **kwargs)
 
 
 def line_of(mark):
@@ -144,7 +146,7 @@ def test_log_of_zero_in_some_samples():
 
 def test_an_eps_that_fp16_rounds_to_zero():
     def part(h):
-        h = torch.where(torch.arange(8)[:, None] == 5, 0.0, h)
+        h = torch.where(torch.arange(8, device=h.device)[:, None] == 5, 0.0, h)
         return h / (h.abs().sum(-1, keepdim=True) + 1e-8)  # born: eps
 
     report = located(part, dtype=FP16)
@@ -157,7 +159,7 @@ def test_an_eps_that_fp16_rounds_to_zero():
 def test_a_row_that_is_masked_as_a_whole(dtype):
     def part(h):
         scores = h @ h.mT
-        allowed = torch.ones(8, 8, dtype=torch.bool).tril()
+        allowed = torch.ones(8, 8, dtype=torch.bool, device=h.device).tril()
         allowed[2] = False
         return scores.masked_fill(~allowed, -INF).softmax(-1) @ h  # born: masked
 
@@ -180,7 +182,7 @@ def test_masks_that_came_from_a_buffer_or_from_a_log():
     assert located(part).cause == "not replayable"  # causal, and harmless
     part.mask[4] = -INF
     assert found(located(part)) == ("part", "_softmax", "forward", "model")
-    report = located(lambda h: (h @ h.mT + torch.ones(8, 8).tril(-1).log()).softmax(-1) @ h)
+    report = located(lambda h: (h @ h.mT + torch.ones(8, 8, device=DEVICE).tril(-1).log()).softmax(-1) @ h)
     assert found(report) == ("part", "_softmax", "forward", "model") and report.samples == [0]
 
 
@@ -248,7 +250,7 @@ def test_the_part_of_the_batch_is_named():
         return F.cross_entropy(model(batch["in"]["image"]), batch["kind"])
 
     def of_array(model, batch):
-        return F.cross_entropy(model(torch.from_numpy(batch["in"])), batch["kind"])
+        return F.cross_entropy(model(torch.from_numpy(batch["in"]).to(DEVICE)), batch["kind"])
 
     report = located(nn.Identity(), {"in": {"image": x}, "kind": y}, objective=of_dict)
     assert report.external == "batch['in']['image']" and report.samples == [2]
@@ -265,7 +267,7 @@ def test_the_part_of_the_batch_is_named():
 def test_nan_in_the_data_that_is_left_out_again_is_not_the_cause():
     x, y = batch_of()
     x[3] = math.nan
-    keep = torch.arange(8)[:, None] != 3
+    keep = torch.arange(8, device=DEVICE)[:, None] != 3
 
     def objective(model, batch):
         x = torch.where(keep, batch[0], 0.0)
@@ -436,7 +438,9 @@ def test_the_recipes_own_loss():
 
 def test_a_target_at_a_masked_place():
     def objective(model, batch):
-        return F.cross_entropy(model(batch[0]).masked_fill(torch.tensor([False, False, True]), -INF), batch[1])
+        return F.cross_entropy(
+            model(batch[0]).masked_fill(torch.tensor([False, False, True], device=DEVICE), -INF), batch[1]
+        )
 
     x, y = batch_of()
     y[:] = 0

@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 import yaml
+from device import DEVICE
 from torch import nn
 from torch.nn import functional as F
 
 from amp_recipes.config import load_hparams
+from amp_recipes.data import to_device
 from amp_recipes.numerics.drift.drift import drift
 from amp_recipes.numerics.pins.gradient_noise import ErrorSums, GradientNoise
 from amp_recipes.numerics.pins.proof import SavedBytes, steps_that_fit, train_with_pins
@@ -75,15 +77,17 @@ def planted(*inner) -> Trial:
     torch.manual_seed(0)
     layers = [Residual(kind(16)) for kind in inner]
     model = nn.Sequential(nn.Linear(8, 16), Residual(nn.Linear(16, 16)), *layers, nn.LayerNorm(16), nn.Linear(16, 4))
+    model.to(DEVICE)
     return plain_trial(model, classified, torch.optim.SGD(model.parameters(), lr=0.01))
 
 
 def windows(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [
+    made = [
         [(torch.randn(16, 8, generator=generator), torch.randint(0, 4, (16,), generator=generator))]
         for _ in range(count)
     ]
+    return to_device(made, DEVICE)
 
 
 def searched(trial, dtype, scale=1.0, steps=0, **options):
@@ -155,7 +159,7 @@ def test_it_says_so_where_pins_do_not_help():
 
     def objective(model, batch):
         y = model(batch[0])
-        return classified(lambda _: torch.sin((y @ torch.eye(4)) * 3000), batch)
+        return classified(lambda _: torch.sin((y @ torch.eye(4, device=DEVICE)) * 3000), batch)
 
     trial = plain_trial(trial.modules, objective)
     found = searched(trial, BF16)
@@ -180,7 +184,7 @@ def test_training_decides():
     state = {name: it.clone() for name, it in trial.modules.state_dict().items()}
 
     def broken(model, batch):
-        low = torch.is_autocast_enabled("cpu")
+        low = torch.is_autocast_enabled(DEVICE.type)
         return classified(model, batch) + ((model[3].bias[0] - 5).square() * 3 if low else 0)
 
     bad = train_with_pins(plain_trial(trial.modules, broken), several, BF16, 1.0, [], 16)
@@ -246,7 +250,7 @@ def test_odd_names_are_quoted():
             return self.out(self.layers["[c]"](self.layers["a: b"](self.inp(x))))
 
     torch.manual_seed(0)
-    trial = plain_trial(Odd(), classified)
+    trial = plain_trial(Odd().to(DEVICE), classified)
     found = searched(trial, BF16)
     assert found.modules and yaml.safe_load(found.yaml())["fp32_modules"] == found.modules
 
@@ -365,7 +369,7 @@ class Residue(nn.Module):
 
 def test_a_gradient_that_is_wholly_gone_is_seen_in_the_whole_and_alone():
     torch.manual_seed(0)
-    found = searched(plain_trial(Lost(), classified), BF16, tolerance=0.3)
+    found = searched(plain_trial(Lost().to(DEVICE), classified), BF16, tolerance=0.3)
     assert found.error_without < 0.3 and found.without.tensor_error == 1.0 and found.without.tensor.startswith("side")
     assert found.modules and found.verified and found.worst.tensor_error <= 0.5
     assert found.as_dict()["worst_tensor"] == {"name": found.worst.tensor, "error": found.worst.tensor_error}
@@ -415,7 +419,7 @@ def test_a_bias_alone_starts_the_search():
 
         def forward(self, x):
             y = self.inner(x)
-            return y * 0.85 if torch.is_autocast_enabled("cpu") else y
+            return y * 0.85 if torch.is_autocast_enabled(DEVICE.type) else y
 
     trial.modules[3] = Shrunk(trial.modules[3])
     trial = plain_trial(trial.modules, classified)

@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from device import DEVICE
 from torch import nn
 from torch.nn import functional as F
 
+from amp_recipes.data import to_device
 from amp_recipes.numerics.trial import Outcome, gradient_error, plain_trial
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -18,7 +20,7 @@ class Stateful(nn.Module):
     def __init__(self):
         super().__init__()
         self.inp, self.norm, self.out = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
-        self.hidden, self.calls, self.seen = torch.zeros(16), 0, []
+        self.hidden, self.calls, self.seen = torch.zeros(16, device=DEVICE), 0, []
 
     def forward(self, x):
         self.calls += 1
@@ -34,13 +36,14 @@ def squared(model, batch):
 
 def window(batches=2, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(8, 6, generator=generator), torch.randn(8, 4, generator=generator)) for _ in range(batches)]
+    made = [(torch.randn(8, 6, generator=generator), torch.randn(8, 4, generator=generator)) for _ in range(batches)]
+    return to_device(made, DEVICE)
 
 
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return Stateful()
+    return Stateful().to(DEVICE)
 
 
 def same(a: Outcome, b: Outcome) -> bool:
@@ -93,7 +96,7 @@ def test_a_scale_that_overflows_is_backed_off(model):
 
 def test_a_loss_that_only_went_backward_counts():
     """As of a critic, whose loss a step may not return."""
-    layer = nn.Linear(6, 4)
+    layer = nn.Linear(6, 4, device=DEVICE)
     trial = plain_trial(layer, squared)
     take = trial._take
 

@@ -5,9 +5,11 @@ import math
 
 import pytest
 import torch
+from device import DEVICE
 from torch import nn
 from torch.nn import functional as F
 
+from amp_recipes.data import to_device
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.trial import plain_trial
 from amp_recipes.numerics.watch.observe import Attribution, OpWatch
@@ -37,7 +39,7 @@ class Born(OpWatch):
 def network(gain=1.0):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
-    return plain_trial(model, lambda model, batch: F.mse_loss(model(batch[0]).float(), batch[1]) * gain)
+    return plain_trial(model.to(DEVICE), lambda model, batch: F.mse_loss(model(batch[0]).float(), batch[1]) * gain)
 
 
 def windows(count=2, batches=1, samples=32):
@@ -46,7 +48,7 @@ def windows(count=2, batches=1, samples=32):
     def batch():
         return torch.randn(samples, 8, generator=generator), torch.randn(samples, 4, generator=generator)
 
-    return [[batch() for _ in range(batches)] for _ in range(count)]
+    return to_device([[batch() for _ in range(batches)] for _ in range(count)], DEVICE)
 
 
 # Each gain and each number of batches once; all pairs in the extended tier.
@@ -106,7 +108,7 @@ def test_the_window_lies_between_flushing_and_overflow():
 def test_exact_zeros_are_not_flushed_ones():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
-    trial = plain_trial(model, lambda model, batch: F.mse_loss(model(batch[0]).float(), batch[1]))
+    trial = plain_trial(model.to(DEVICE), lambda model, batch: F.mse_loss(model(batch[0]).float(), batch[1]))
     found = underflow(trial, windows())
     assert found.exact_zeros > 0.1
     assert found.flushed[-1] == pytest.approx(found.exact_zeros)

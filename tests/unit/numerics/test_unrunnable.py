@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cpu import runs_lstm
+from device import DEVICE
 from torch import nn
 
 from amp_recipes import Brain, Stage
@@ -10,6 +11,7 @@ from amp_recipes.errors import PrecisionError
 from amp_recipes.loop.replays import Replays
 from amp_recipes.numerics.pins.unrunnable import find_unrunnable
 from amp_recipes.numerics.trial import plain_trial
+from amp_recipes.precision.amp_config import device_capabilities
 
 BF16 = torch.bfloat16
 BATCHES = [torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -23,7 +25,7 @@ def no_mish_in_low_precision(monkeypatch):
 
 def refuse_autocast(forward):
     def refusing(self, x):
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled(DEVICE.type):
             raise RuntimeError("could not create a primitive\nwith more to say")
         return forward(self, x)
 
@@ -54,7 +56,7 @@ def network(*layers: nn.Module) -> nn.Sequential:
 
 
 def asked(model, objective=lambda model, batch: model(batch).float().square().mean(), pinned=()):
-    return find_unrunnable(plain_trial(model, objective), BATCHES[:1], BF16, pinned)
+    return find_unrunnable(plain_trial(model.to(DEVICE), objective), [BATCHES[0].to(DEVICE)], BF16, pinned)
 
 
 def test_all_that_fails_is_named_of_torchs_own_modules_by_class():
@@ -89,7 +91,7 @@ class Recipe(Brain):
 
 
 def recipe(model, brain_class=Recipe, **options):
-    options = {"device": "cpu", "noprogressbar": True, **options}
+    options = {"device": DEVICE, "noprogressbar": True, **options}
     return brain_class({"model": model}, lambda parameters: torch.optim.SGD(parameters, 0.1), {}, options)
 
 
@@ -104,7 +106,7 @@ def test_fit_ends_before_the_first_step_and_says_what_to_pin(option):
     with pytest.raises(PrecisionError) as caught:
         brain.fit(range(1, 3), BATCHES, BATCHES)
     message = str(caught.value)
-    assert message.startswith(f"{option} bf16 cannot run this model on this CPU")
+    assert message.startswith(f"{option} bf16 cannot run this model on {device_capabilities(DEVICE).device_name}: ")
     assert "model.3 raises 'could not create a primitive'" in message
     assert '`fp32_modules: ["type:Mish"]`' in message and f"--{option} fp32" in message
     assert all(map(torch.equal, state_of(brain), before)) and (brain.step, brain.optimizer_step) == (0, 0)
@@ -154,7 +156,7 @@ def test_evaluation_says_it_too_and_a_module_that_comes_later():
             return self.modules.late(batch) if self.step == 3 else self.modules.model(batch)
 
     model, late = network(), network(nn.Mish())
-    options = {"device": "cpu", "noprogressbar": True, "precision": "bf16"}
+    options = {"device": DEVICE, "noprogressbar": True, "precision": "bf16"}
     brain = Late({"model": model, "late": late}, lambda parameters: torch.optim.SGD(parameters, 0.1), {}, options)
     with pytest.raises(PrecisionError, match=r"late.3 raises .*type:Mish") as caught:
         brain.fit(range(1, 2), BATCHES)

@@ -78,6 +78,28 @@ def test_a_fused_optimizer_skips_where_it_is_told_on_the_device(make):
         assert torch.equal(value, before[name]), name
 
 
+def test_a_parameter_whose_first_gradient_comes_late_gets_the_momentum_of_other_kernels():
+    trained = []
+    for fused in (True, False):
+        model, optimizer = model_and(MAKERS["sgd"])
+        if fused:
+            prefer_fused({"optimizer": optimizer}, model)
+        for seed in range(4):
+            model[1].requires_grad_(seed >= 2)
+            step(model, optimizer, seed)
+        trained.append(model)
+    for ours, theirs in zip(trained[0].parameters(), trained[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_first_step_that_is_skipped_leaves_no_momentum():
+    model, optimizer = model_and(MAKERS["sgd"])
+    prefer_fused({"optimizer": optimizer}, model)
+    optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
+    step(model, optimizer, 0)
+    assert all(not state["momentum_buffer"].any() for state in optimizer.state.values()) and optimizer.state
+
+
 class Own(AdamW):
     """May do anything in its step."""
 
@@ -86,12 +108,14 @@ class Own(AdamW):
     "make",
     [
         lambda parameters: AdamW(parameters, lr=0.1, foreach=True),
+        lambda parameters: AdamW(parameters, lr=0.1, foreach=False),
         lambda parameters: AdamW(parameters, lr=0.1, fused=False),
         lambda parameters: SGD(parameters, lr=0.1, differentiable=True),
+        lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1),
         lambda parameters: RMSprop(parameters, lr=0.1),
         lambda parameters: Own(parameters, lr=0.1),
     ],
-    ids=["foreach", "not fused", "differentiable", "none of torch's fused", "a subclass"],
+    ids=["foreach", "not foreach", "not fused", "differentiable", "dampening", "none of torch's fused", "a subclass"],
 )
 def test_what_was_chosen_stays_and_the_log_says_who_waits(make, caplog):
     model, optimizer = model_and(make)

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from device import DEVICE, QUEUES
 from hosts import hosts_in_turn
 from inside import run_of
 from pairwise import each_once
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from amp_recipes import EpochCounter, Stage
 from amp_recipes.checkpoint import Checkpointer
+from amp_recipes.data import to_device
 from amp_recipes.errors import CheckpointError, NonfiniteError
 
 
@@ -35,13 +37,13 @@ def test_a_run_with_a_spike_is_the_loop_one_would_write_by_hand(tmp_path, on_spi
     by_hand = copy.deepcopy(brain.modules.model)
     brain.fit(range(1), batches())
 
-    optimizer = torch.optim.AdamW(by_hand.parameters(), 0.01)
+    optimizer = torch.optim.AdamW(by_hand.parameters(), 0.01, fused=QUEUES or None)  # as Brain chooses
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
 
     def update(index, careful=False):
-        _, x, y = batches()[index]
+        _, x, y = to_device(batches()[index], DEVICE)
         low = precision == "bf16" and not careful
-        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=low):
             loss = nn.functional.mse_loss(by_hand(x).squeeze(1).float(), y)
         loss.backward()
         nn.utils.clip_grad_norm_(by_hand.parameters(), 1.0)
@@ -55,14 +57,14 @@ def test_a_run_with_a_spike_is_the_loop_one_would_write_by_hand(tmp_path, on_spi
 
     for index in range(16):
         update(index)
-    for index in range(16, 21):  # back from the 19th batch to the checkpoint after the 16th
+    for index in range(16, 21):  # back from the batch after the spike to the checkpoint after the 16th
         update(index, careful=True)
     for index in range(21, 24):
         update(index)
     assert same(dict(brain.modules.model.state_dict()), dict(by_hand.state_dict()))
     assert (brain.summary.spikes, brain.summary.went_back) == (1, 1)
     indices = [line[0][0] for line in brain.journal.lines]
-    assert indices == [*range(19), *range(16, 24)]
+    assert indices == [*range(19 + QUEUES), *range(16, 24)]
 
 
 # ---------------------------------------------------------------------- no spike, no difference
@@ -224,8 +226,9 @@ def test_wider_precision_computes_in_fp32_and_leaves_the_loss_scale_as_it_was(tm
     # At the checkpoint the growth tracker stood at 4 of 6: two more good updates, then it grows.
     assert [record["scale"] for record in found[-3:]] == [8.0, 8.0, 16.0]
     lines = brain.journal.lines
-    assert [(dtype, scaled) for _, dtype, scaled in lines[19:24]] == [(torch.float32, False)] * 5
-    assert all(it[1:] == (torch.float16, True) for it in [*lines[:19], *lines[24:]])
+    back = 19 + QUEUES
+    assert [(dtype, scaled) for _, dtype, scaled in lines[back : back + 5]] == [(torch.float32, False)] * 5
+    assert all(it[1:] == (torch.float16, True) for it in [*lines[:back], *lines[back + 5 :]])
     assert brain.training_ctx.dtype is torch.float16 and brain.scaler.is_enabled()
 
 
@@ -241,7 +244,7 @@ def test_after_a_fit_that_ends_in_a_recovery_precision_and_rates_are_as_before(t
 
 def test_the_checkpoint_gone_back_to_is_written_again_and_differs_in_the_recovery_alone(tmp_path):
     with pytest.raises(Died):
-        fit(make(tmp_path, dies_at=19))
+        fit(make(tmp_path, dies_at=19 + QUEUES))
     names = saved(tmp_path)
     first, copied = (tmp_path / "save" / name for name in names[-2:])
     sums = [
@@ -329,7 +332,7 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path, caplog):
 
     brain = fit(make(tmp_path, Damages), epochs=1)
     returned, count = brain.journal.returned
-    assert count == 18 and same(returned, brain.journal.states[13]) and "is damaged" in caplog.text
+    assert count == 18 + QUEUES and same(returned, brain.journal.states[13]) and "is damaged" in caplog.text
 
 
 def test_a_disk_that_is_full_ends_the_run_and_what_is_there_is_intact(tmp_path, monkeypatch):
@@ -411,7 +414,7 @@ def test_patience_that_runs_out_is_a_spike_and_ends_the_run_if_it_does_so_again(
     with pytest.raises(NonfiniteError, match="2 updates in a row"):
         fit(brain, with_nan(17, 18), epochs=1)
     assert (brain.summary.spikes, brain.summary.went_back) == (1, 1)
-    assert [line[0][0] for line in brain.journal.lines] == [*range(19), *range(16, 19)]
+    assert [line[0][0] for line in brain.journal.lines] == [*range(19 + QUEUES), *range(16, 19)]
     assert all(p.isfinite().all() for p in brain.modules.parameters())
 
 
@@ -433,7 +436,7 @@ def test_what_overflows_in_fp16_gets_through_in_fp32(tmp_path):
         brain = make(
             folder, Overflows, precision="fp16", init_scale=2.0, min_scale=2.0, nonfinite_patience=2, **options
         )
-        brain.modules["last"] = nn.Linear(1, 1)
+        brain.modules["last"] = nn.Linear(1, 1, device=DEVICE)
         return brain
 
     data = batches(bad=())

@@ -23,6 +23,7 @@ from amp_recipes.loop.window import Shares
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.modules.torch_private import tree_map
 from amp_recipes.precision.optimizers import parameters_of_optimizer
+from amp_recipes.precision.scaling import Averaged
 from amp_recipes.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,9 @@ class OneProcess:
     def warn_of_differing_weights(self) -> None:
         """There is nobody to differ from."""
 
-    def averaged(self, loss: torch.Tensor, optimizers: Sequence[Optimizer] | None) -> AbstractContextManager[None]:
+    def averaged(
+        self, loss: torch.Tensor, optimizers: Sequence[Optimizer] | None
+    ) -> AbstractContextManager[Averaged | None]:
         """Around a backward; gradients are averaged with nobody."""
         return nullcontext()
 
@@ -219,7 +222,9 @@ class ManyProcesses:
                 listed(names),
             )
 
-    def averaged(self, loss: torch.Tensor, optimizers: Sequence[Optimizer] | None) -> AbstractContextManager[None]:
+    def averaged(
+        self, loss: torch.Tensor, optimizers: Sequence[Optimizer] | None
+    ) -> AbstractContextManager[Averaged | None]:
         """Around a backward that leaves gradients with the parameters of `optimizers` (default: all): averages them."""
         parameters = None
         if optimizers is not None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from amp_recipes import distributed
 from amp_recipes.data import batch_length
-from amp_recipes.distributed.synced_window import SyncedWindow
+from amp_recipes.distributed.synced_window import SyncedWindows
 from amp_recipes.errors import listed
 from amp_recipes.loggers import show_notices
 from amp_recipes.loop.loader_pass import Pass
@@ -143,9 +143,11 @@ class ManyProcesses:
         run = self._run
         sharded, last, first = distributed.is_sharded(run.modules), None, None
         skipped = run.totals.skipped_steps
+        window_size = run.settings.grad_accumulation_factor
+        synced_windows = SyncedWindows(run.weighted, run.feed.certain_batches(), window_size)
         for batches in chain(self._compared_with_others(windows), repeat([])):
             weights, samples = run.feed.weigh(batches)
-            synced = SyncedWindow(weights, samples, run.weighted, *run.saving.requests())
+            synced = synced_windows.take(weights, samples, run.saving.requests)
             if last is None and synced.most_batches:
                 last = first = self._borrowed_batch(batches[-1:], synced.fewest_batches == 0)
             if not batches and run.skipped_steps > skipped:

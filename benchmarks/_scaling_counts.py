@@ -212,13 +212,16 @@ class CountedFit:
 
 
 def count_fit(rank: int, shape: Shape, run: Run) -> CountedFit:
-    """What one window of a Brain sends: the difference between fits of 3 and 6 of them, over 3."""
+    """What one window of a Brain sends: the difference between fits of 3 and 6 of them, over 3.
+
+    Of batches without a length, so that its ranks talk in every window.
+    """
     fits = []
     for windows in (3, 6):
         brain = make_brain(shape, run)
         batches = [(numbers, numbers) for numbers in batches_of(shape, run)] * windows
         with CollectiveBytes() as counted:
-            brain.fit([1], batches, progressbar=False)
+            brain.fit([1], iter(batches), progressbar=False)
         fits.append(Counter((call.kind, call.bytes) for call in counted.calls))
     given: dict[str, int] = {}
     guards = 0

@@ -35,7 +35,7 @@ from torch import nn
 
 RESULT = Path(__file__).parent / "results" / "distributed.md"
 TARGET = 1.03
-GUARDED = "the loop, with the same words between the ranks"
+GUARDED = "the loop, whose ranks talk before and after each window"
 STRATEGIES = ("ddp", "fsdp")
 PROCESSES = 2
 LARGE = Shape(layers=4, hidden=128, inner=344, heads=4, tokens=512)
@@ -270,9 +270,11 @@ def report(results: dict[Case, dict[str, Measured]], words: dict[str, float], se
         ]
     lines += [
         "",
-        "What Brain's ranks tell each other that the loop's do not, timed alone: "
+        "What ranks would have to tell each other in each step, so that one with a batch less, a NaN or a signal of "
+        "its own does not leave the others waiting, timed alone: "
         + "; ".join(f"{what}: {taken:.0f} us" for what, taken in words.items())
-        + ". Without them a rank with a batch less, a NaN or a signal of its own would leave the others waiting.",
+        + ". Brain's ranks poll once for up to 16 windows, where the loaders know their length; under ddp the averaged "
+        "gradients tell of a NaN, and no verdict is asked for.",
         "",
     ]
     if not sent:
@@ -283,7 +285,7 @@ def report(results: dict[Case, dict[str, Measured]], words: dict[str, float], se
         "Counted in each process by the operators that torch calls, DDP's reducer among them; of each collective the "
         "larger side. A ring sends (N - 1) / N of it, an all-reduce twice that. Theory: `_scaling_model.py`.",
         "",
-        "| | theory | loop by hand | Brain | Brain's words between the ranks |",
+        "| | theory | loop by hand | Brain | Brain's words between the ranks, at most |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     lines += [f"| {it.name} | {it.theory:,} | {it.by_hand:,} | {it.brain:,} | {it.guards:,} |" for it in sent]

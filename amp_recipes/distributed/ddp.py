@@ -47,17 +47,30 @@ class _Reducer(DistributedDataParallel):
                 static_graph=options.static_graph,
             )
         self.averaged = list(parameters)
+        self.identities = frozenset(map(id, parameters))
         self.reached = False  # by the backward under way
+        self.told: Averaged | None = None  # what the backward under way tells with the gradients
         self.owes = False  # gradients of this window's earlier micro-batches, which were not averaged
         # Without a search for unused ones, a backward reaches all of them or none.
-        for parameter in self.averaged if self.find_unused_parameters else self.averaged[:1]:
+        self.marked = next((each for each in self.averaged if each.numel()), self.averaged[0])
+        for parameter in self.averaged if self.find_unused_parameters else [self.marked]:
             parameter.register_post_accumulate_grad_hook(self._note_reached)
         self.expects_gradients = False  # since a forward; what a backward does of itself is not seen from here
         if options.gradient_compression != "off":
             self.register_comm_hook(None, _COMPRESSION[options.gradient_compression])
 
     def _note_reached(self, parameter: nn.Parameter) -> None:
+        """Called before DistributedDataParallel takes the gradient."""
         self.reached = True
+        if self.told is not None and parameter is self.marked:
+            self.told.mark(parameter.grad)
+
+    @property
+    def marked_gradient(self) -> torch.Tensor | None:
+        """After a backward that averaged: the gradient that told the others; None where none can, on any rank."""
+        gradient = self.marked.grad
+        # Where unused parameters are looked for, this may be one of them, on one rank or on all.
+        return gradient if self.reached and not self.find_unused_parameters and _can_be_marked(gradient) else None
 
     def after_forward(self, output: Any) -> Any:
         """The output, to be returned; a backward averages gradients from now on, if it is to."""
@@ -87,6 +100,48 @@ class _Reducer(DistributedDataParallel):
         if self.expects_gradients:
             torch_private.expect_none(self)
             self.expects_gradients = False
+
+
+class Averaged:
+    """What a backward has averaged over the processes, and what it has told them with the gradients.
+
+    A loss may be nonfinite on one rank alone, with gradients that are finite. So one element of a gradient is made NaN
+    there before gradients are averaged, and after that it is NaN on all ranks: they need no message of their own.
+    """
+
+    def __init__(self) -> None:
+        self._factor: torch.Tensor | None = None
+        self._told: list[tuple[frozenset[int], torch.Tensor]] = []
+
+    def tell(self, losses: Sequence[torch.Tensor]) -> None:
+        """Before the backward: let its gradients tell whether any of the `losses` (0-d, detached) is nonfinite."""
+        device = losses[-1].device
+        # Each apart: the sum of finite losses may overflow. Multiplying by 1 leaves all bits, also the sign of a zero.
+        self._factor = sum((loss - loss).to(device) for loss in losses) + 1
+
+    def mark(self, gradient: torch.Tensor) -> None:
+        """Make the first element NaN if a loss is nonfinite; leave it as it is, to the bit, if none is."""
+        if self._factor is not None and _can_be_marked(gradient):
+            gradient.as_strided((), ()).mul_(self._factor.to(gradient.device))
+
+    def take(self, reducer: _Reducer) -> None:
+        """After the backward: the gradients of `reducer` are averaged."""
+        if self._factor is not None and reducer.marked_gradient is not None:
+            # Read at once: what a recipe does to gradients before the update (a mask, nan_to_num) may take it away.
+            self._told.append((reducer.identities, reducer.marked_gradient.as_strided((), ()) * 0))
+
+    def heard_with(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor | None:
+        """0-d, the same on all ranks: NaN if a loss was nonfinite on any of them, or their first gradient; else 0.
+
+        None where they have to be asked: this backward has not averaged the gradients of all these `parameters`. That
+        depends on the course of the step alone and not on numbers, so that either all ranks ask or none.
+        """
+        left, heard = set(map(id, parameters)), None
+        for identities, told in self._told:
+            if heard is None and not left.isdisjoint(identities):
+                heard = told
+            left -= identities
+        return None if left else heard
 
 
 class _Replica:
@@ -198,7 +253,7 @@ def no_sync(modules: nn.Module, use: bool = True) -> Iterator[None]:
 @contextmanager
 def averaging(
     modules: nn.Module, loss: torch.Tensor, parameters: Iterable[nn.Parameter] | None = None
-) -> Iterator[None]:
+) -> Iterator[Averaged]:
     """Around a backward from `loss`: see to it that it averages the gradients of all it reaches, or raise RecipeError.
 
     That is more than DistributedDataParallel does by itself: modules whose weights were used without a call of the
@@ -206,6 +261,7 @@ def averaging(
 
     parameters: those that the backward leaves gradients with; default: all.
     """
+    averaged = Averaged()
     chosen = None if parameters is None else {id(parameter) for parameter in parameters}
     by_hand: list[nn.Parameter] = []
     whole: list[_Reducer] = []
@@ -216,13 +272,19 @@ def averaging(
             wanted = [parameter for parameter in wanted if id(parameter) in chosen]
         if len(wanted) == len(reducer.averaged):
             whole.append(reducer)
+            reducer.told = averaged
             reducer.expect_gradients(loss)
         else:
             reducer.expect_none()  # it would wait for the others
             by_hand += wanted
-    yield
+    try:
+        yield averaged
+    finally:
+        for reducer in whole:
+            reducer.told = None
     for reducer in whole:
         _check_finished(reducer, modules)
+        averaged.take(reducer)
         by_hand += reducer.not_averaged()
     _average(by_hand)
 
@@ -419,6 +481,13 @@ def _send_fp16(group, bucket):
 
 
 _COMPRESSION: dict[str, Callable[..., Any]] = {"bf16": _send_bf16, "fp16": _send_fp16}
+
+
+def _can_be_marked(gradient: torch.Tensor | None) -> bool:
+    """Whether it has a first real element, in memory."""
+    return (
+        gradient is not None and gradient.layout is torch.strided and gradient.numel() > 0 and not gradient.is_complex()
+    )
 
 
 def _average(parameters: Sequence[nn.Parameter]) -> None:

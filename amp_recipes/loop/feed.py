@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from amp_recipes import distributed
 from amp_recipes.data import as_batches, batch_length, length, make_loader, reads_all, to_device
@@ -73,6 +73,20 @@ class Feed:
         settings = self._run.settings
         few = islice(batches, max(0, settings.debug_batches - done) if settings.debug else None)
         return self._run.task.watch.limited(few, self._run.current.stage)
+
+    def certain_batches(self) -> int:
+        """How many more batches this process will train on in the pass that begins, at least.
+
+        One less than the length says: the last one may fall to another process. The length of a stream is an estimate.
+        """
+        loader, done = self._run.fit.loaders["train"], self._run.current.step
+        batches = length(loader)
+        if batches is None or isinstance(getattr(loader, "dataset", None), IterableDataset):
+            return 0
+        settings = self._run.settings
+        if settings.debug:
+            batches = min(batches, settings.debug_batches)
+        return max(0, batches - done - 1)
 
     def to_device(self, batch: Any) -> Any:
         """The batch on the run's device."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from amp_recipes import distributed
 from amp_recipes.data import batch_length
-from amp_recipes.distributed.synced_window import SyncedWindow
+from amp_recipes.distributed.synced_window import SyncedWindows
 from amp_recipes.errors import listed
 from amp_recipes.loggers import show_notices
 from amp_recipes.loop.loader_pass import Pass
@@ -23,6 +23,7 @@ from amp_recipes.loop.window import Shares
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.modules.torch_private import tree_map
 from amp_recipes.precision.optimizers import parameters_of_optimizer
+from amp_recipes.precision.scaling import Averaged
 from amp_recipes.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,9 @@ class OneProcess:
     def warn_of_differing_weights(self) -> None:
         """There is nobody to differ from."""
 
-    def averaged(self, loss: torch.Tensor, optimizers: Sequence[Optimizer] | None) -> AbstractContextManager[None]:
+    def averaged(
+        self, loss: torch.Tensor, optimizers: Sequence[Optimizer] | None
+    ) -> AbstractContextManager[Averaged | None]:
         """Around a backward; gradients are averaged with nobody."""
         return nullcontext()
 
@@ -140,9 +143,11 @@ class ManyProcesses:
         run = self._run
         sharded, last, first = distributed.is_sharded(run.modules), None, None
         skipped = run.totals.skipped_steps
+        window_size = run.settings.grad_accumulation_factor
+        synced_windows = SyncedWindows(run.weighted, run.feed.certain_batches(), window_size)
         for batches in chain(self._compared_with_others(windows), repeat([])):
             weights, samples = run.feed.weigh(batches)
-            synced = SyncedWindow(weights, samples, run.weighted, *run.saving.requests())
+            synced = synced_windows.take(weights, samples, run.saving.requests)
             if last is None and synced.most_batches:
                 last = first = self._borrowed_batch(batches[-1:], synced.fewest_batches == 0)
             if not batches and run.skipped_steps > skipped:
@@ -219,7 +224,9 @@ class ManyProcesses:
                 listed(names),
             )
 
-    def averaged(self, loss: torch.Tensor, optimizers: Sequence[Optimizer] | None) -> AbstractContextManager[None]:
+    def averaged(
+        self, loss: torch.Tensor, optimizers: Sequence[Optimizer] | None
+    ) -> AbstractContextManager[Averaged | None]:
         """Around a backward that leaves gradients with the parameters of `optimizers` (default: all): averages them."""
         parameters = None
         if optimizers is not None:

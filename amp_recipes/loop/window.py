@@ -90,10 +90,10 @@ class Window:
         chosen = [*run.chosen_optimizers(names).values()] if names else None
         if run.reach is not None:
             run.reach.follow(loss, names or run.recipe.optimizers_dict)
-        with run.processes.averaged(loss, chosen):
+        with run.processes.averaged(loss, chosen) as averaged:
             # Asked for only now: what other processes have arrives during the forward.
             share, of = (1.0, 1.0) if self.shares is None else self.shares.share(self.index)
-            run.plan.updates.backward(loss, share, of, chosen)
+            run.plan.updates.backward(loss, share, of, chosen, averaged)
 
     def optimizers_step(self, names: Sequence[str]) -> None:
         """Step all optimizers, or the named ones, and clear their gradients; the result is queued."""

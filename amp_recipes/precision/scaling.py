@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -137,12 +137,26 @@ class _Part:
         )
 
 
+class Averaged(Protocol):
+    """What a backward that averages gradients over the processes tells them with the gradients."""
+
+    def tell(self, losses: Sequence[torch.Tensor]) -> None:
+        """Before the backward: let its gradients tell whether any of the `losses` (0-d, detached) is nonfinite."""
+
+    def heard_with(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor | None:
+        """0-d: NaN if a loss was nonfinite on any rank, else 0.
+
+        None, on all ranks, where the gradients of these parameters could not tell it.
+        """
+
+
 class UpdateOwner:
     """Differentiates losses and takes, or skips, the updates of all optimizers of a run.
 
     modules: whose buffers go back when an update is skipped.
     scaler: a `LossScaler`, disabled unless fp16.
-    agree: makes all ranks share a verdict: takes and returns a 0-d float tensor (the maximum over ranks).
+    agree: makes all ranks share a verdict, where gradients have not told it: takes and returns a 0-d float tensor (the
+    maximum over ranks).
     ranks: what is asked of the others where parameters are sharded.
     """
 
@@ -160,8 +174,7 @@ class UpdateOwner:
         self._agree = agree
         self._ranks = ranks
         self._host = HostCopy(device)
-        # The host sees the numbers as soon as the device does, and no other rank has a say.
-        self._decides_on_host = self._host.immediate and agree is None
+        self._averaged: Averaged | None = None  # of the latest backward
         self.losses: list[torch.Tensor] = []  # those that went backward, until the first one after a step
         self._losses_judged = False
         self._zero = torch.zeros((), device=device)
@@ -173,7 +186,7 @@ class UpdateOwner:
 
     def __getstate__(self) -> dict[str, Any]:
         # What is keyed by identity means nothing in a copy.
-        return {**self.__dict__, "_initialized": {}, "_stepped": set(), "losses": []}
+        return {**self.__dict__, "_initialized": {}, "_stepped": set(), "losses": [], "_averaged": None}
 
     def begin(self) -> None:
         """To be called before a training forward: makes sure that there are buffers to go back to."""
@@ -181,17 +194,26 @@ class UpdateOwner:
             self.buffers.watch()
 
     def backward(
-        self, loss: torch.Tensor, share: float = 1.0, of: float = 1.0, optimizers: Iterable[Optimizer] | None = None
+        self,
+        loss: torch.Tensor,
+        share: float = 1.0,
+        of: float = 1.0,
+        optimizers: Iterable[Optimizer] | None = None,
+        averaged: Averaged | None = None,
     ) -> None:
         """Scale and differentiate loss * share / of (0-d); gradients accumulate until `step`.
 
         share, of: what the loss counts for in its accumulation window, and the sum over the window; optimizers: leave
-        gradients with their parameters alone (default: with all).
+        gradients with their parameters alone (default: with all). averaged: who averages the gradients, if anybody.
         """
         if self._losses_judged:
             self.losses, self._losses_judged = [], False
         loss = as_scalar(loss, "backward")
         self.losses.append(loss.detach())
+        self._averaged = averaged
+        # With a loss scale, gradients must stay what they are: a nonfinite one would lower the scale.
+        if averaged is not None and not self.scaler.is_enabled():
+            averaged.tell(self.losses)
         if share != 1.0:
             loss = loss * share
         if of != 1.0:
@@ -255,17 +277,23 @@ class UpdateOwner:
                     self._stepped.add(id(part.optimizer))
             failed, marks = self._take_norms([*parts.values()], losses)
             norms = [part.norm for part in parts.values()]
+            heard = self._heard(optimizers.values())
+            if heard is not None:
+                norms[0] = norms[0] + heard.to(norms[0].device)
             numbers = self._gather([*losses, *norms, *scales, *marks])
-            skip = None if self._decides_on_host else self._verdict(numbers, failed)
+            asks = self._agree is not None and heard is None
+            # On a CPU the host sees the numbers as soon as the device does.
+            on_host = self._host.immediate
+            skip = None if on_host and not asks else self._verdict(numbers, failed, asks)
             pending = PendingUpdate(self._host.post(numbers), len(losses), [*parts], bool(marks))
-            if skip is not None and self._can_skip_on_device(parts.values(), skip):
+            if not on_host and self._can_skip_on_device(parts.values(), skip):
                 for part in parts.values():
                     part.step(max_grad_norm, None, skip)
             elif pending.read().taken:
                 for name, part in parts.items():
                     part.step(max_grad_norm, pending.read().grad_norms[name], None)
                     self._remember(part)
-            self.buffers.settle(skip, lambda: not pending.read().taken)
+            self.buffers.settle(None if on_host else skip, lambda: not pending.read().taken)
         return pending
 
     def update_scale(self, optimizers: Iterable[Optimizer] = ()) -> None:
@@ -276,7 +304,7 @@ class UpdateOwner:
 
     def drop_losses(self) -> None:
         """Forget the losses that gradients came from: the gradients are gone, or their window is over."""
-        self.losses = []
+        self.losses, self._averaged = [], None
 
     def forget_state(self) -> None:
         """Optimizer states or buffers were replaced from outside: look at them afresh."""
@@ -294,7 +322,7 @@ class UpdateOwner:
 
     def _remember(self, part: _Part) -> None:
         """The optimizer has stepped, so the state of all its parameters exists."""
-        if self._decides_on_host:
+        if self._host.immediate:
             return
         optimizer = part.optimizer
         _, _, known = self._initialized.get(id(optimizer), (None, -1, {}))
@@ -360,10 +388,14 @@ class UpdateOwner:
         """
         return torch.stack([self._zero, *(number.to(self._zero.device) for number in report)])
 
-    def _verdict(self, numbers: torch.Tensor, failed: torch.Tensor | None) -> torch.Tensor:
+    def _heard(self, optimizers: Iterable[Optimizer]) -> torch.Tensor | None:
+        """What the latest backward has told all ranks of the losses with the gradients that these optimizers take."""
+        return None if self._averaged is None else self._averaged.heard_with(_trainable(optimizers))
+
+    def _verdict(self, numbers: torch.Tensor, failed: torch.Tensor | None, asks: bool) -> torch.Tensor:
         """0-d float32 on the device, also in its place: 1 if any number is nonfinite on any rank, else 0.
 
-        failed: 1 or 0 where the ranks have been asked already.
+        failed: 1 or 0 where the ranks have been asked already; asks: whether they are to be, if not.
         """
         if numbers.dtype == torch.float32:
             skip = numbers[0]
@@ -373,7 +405,7 @@ class UpdateOwner:
             skip = numbers.isfinite().all().logical_not().float()
         if failed is not None:
             skip.copy_(torch.maximum(skip, failed))
-        elif self._agree is not None:
+        elif asks:
             skip.copy_(self._agree(skip))
         if numbers.dtype != torch.float32:
             numbers[0] = skip

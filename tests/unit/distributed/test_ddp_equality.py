@@ -36,7 +36,8 @@ class Case:
     clip: float = CLIP
     pins: list[str] = field(default_factory=list)
     weighted: bool = False  # a batch counts as its samples: in the window as well
-    nan_at: tuple[int, int] | None = None  # rank and batch
+    nan_at: tuple[int, int] | None = None  # rank and batch: NaN inputs, and so NaN gradients
+    added_at: tuple[int, int] | None = None  # rank and batch: a NaN is added to the loss, and gradients are finite
     find_unused_parameters: bool = False
     compression: str = "off"
 
@@ -54,15 +55,16 @@ class Case:
             "gradient_compression": self.compression,
         }
 
-    def batches(self, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(self, rank: int) -> list[tuple[torch.Tensor, ...]]:
         generator = torch.Generator().manual_seed(rank)
         made = []
         for index, length in enumerate(self.lengths[rank]):
             x = torch.randn(length, WIDTH, generator=generator)
-            made.append((x * torch.nan if self.nan_at == (rank, index) else x, x.square().sum(1, keepdim=True)))
+            added = torch.tensor(torch.nan if self.added_at == (rank, index) else 0.0)
+            made.append((x * torch.nan if self.nan_at == (rank, index) else x, x.square().sum(1, keepdim=True), added))
         return made
 
-    def weight(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+    def weight(self, batch: tuple[torch.Tensor, ...]) -> float:
         return float(len(batch[0])) if self.weighted else 1.0
 
 
@@ -88,7 +90,7 @@ class Regression(Brain):
         return modules.head(modules.decoder(modules.middle(h)).tanh())
 
     def compute_objectives(self, predictions, batch, stage):
-        return nn.functional.mse_loss(predictions.float(), batch[1])
+        return nn.functional.mse_loss(predictions.float(), batch[1]) + batch[2]
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         self.stage_losses[stage.name] = stage_loss
@@ -144,7 +146,7 @@ def train_by_hand(case: Case) -> dict:
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(parameters, case.clip) if case.clip else torch.zeros(())
             assert not case.clip or not norm <= case.clip, "the clipping has no effect here"
-            if norm.isfinite():
+            if norm.isfinite() and all(math.isfinite(loss) for loss, _ in loss_of_window):
                 scaler.step(optimizer)
                 taken += 1
                 seen += loss_of_window
@@ -167,14 +169,14 @@ def train_by_hand(case: Case) -> dict:
     }
 
 
-def loss_by_hand(modules: nn.ModuleDict, batch: tuple[torch.Tensor, torch.Tensor], case: Case) -> torch.Tensor:
+def loss_by_hand(modules: nn.ModuleDict, batch: tuple[torch.Tensor, ...], case: Case) -> torch.Tensor:
     dtype = DTYPES[case.precision]
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         h = modules["encoder"](modules["frozen"](batch[0])).tanh()
         with torch.autocast("cpu", enabled=not case.pins and dtype != torch.float32, dtype=dtype):
             h = modules["middle"](h.float() if case.pins else h)
         predictions = modules["head"](modules["decoder"](h).tanh())
-        return nn.functional.mse_loss(predictions.float(), batch[1])
+        return nn.functional.mse_loss(predictions.float(), batch[1]) + batch[2]
 
 
 def reduce_by_hand(gradients: list[torch.Tensor], case: Case) -> torch.Tensor:
@@ -234,6 +236,20 @@ def test_pins_hold(precision):
 )
 def test_a_nan_on_one_rank_is_skipped_on_both(precision, accumulate):
     check(Case(precision=precision, accumulate=accumulate, nan_at=(1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("precision", "accumulate", "optimizer", "clip"),
+    [
+        ("fp32", 1, "fused_adamw", CLIP),
+        ("bf16", 2, "sgd", 0.0),
+        ("fp16", 2, "adamw", CLIP),
+        *(extended("fp32", accumulate, optimizer, CLIP) for accumulate in (1, 2) for optimizer in ("sgd", "adamw")),
+    ],
+)
+def test_a_nan_loss_with_finite_gradients_on_one_rank_is_skipped_on_both(precision, accumulate, optimizer, clip):
+    """The third batch: the first of its window. In fp16 the scale stays, as that of `train_by_hand` does."""
+    check(Case(precision=precision, accumulate=accumulate, optimizer=optimizer, clip=clip, added_at=(1, 2)))
 
 
 @pytest.mark.parametrize(("precision", "accumulate", "weighted"), pairwise(["fp32", "bf16"], [1, 2], [False, True]))

@@ -1,5 +1,6 @@
 """Several processes in step: uneven ends, weights over all, an end that all agree on, and each one's own state."""
 
+import itertools
 import logging
 import math
 import os
@@ -7,6 +8,7 @@ import signal
 from contextlib import suppress
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +19,8 @@ from torch import nn
 from torch_release import skip_where_unknown
 
 from amp_recipes import Brain, EpochCounter, Stage, distributed
-from amp_recipes.distributed import AsyncGather
-from amp_recipes.errors import RecipeError
+from amp_recipes.distributed import AsyncGather, synced_window
+from amp_recipes.errors import DataError, RecipeError
 from amp_recipes.interrupts import RunInterrupted
 
 RATE = 0.1
@@ -152,6 +154,95 @@ def test_a_rank_without_any_batch_keeps_up_with_anothers(lengths, strategy):
         assert steps == updates and ends[1][1] == pytest.approx(loss, rel=1e-6)
 
 
+# ---------------------------------------------------------------------- windows that need no message
+
+
+class Counted(Iterated):
+    """Batches of a number that is known, or said to be."""
+
+    def __init__(self, batches, length=None):
+        super().__init__(batches)
+        self.length = len(batches) if length is None else length
+
+    def __len__(self):
+        return self.length
+
+
+def set_clock(seconds):
+    """Each look at the clock finds so many seconds more."""
+    ticks = itertools.count()
+    synced_window.time = SimpleNamespace(monotonic=lambda: seconds * next(ticks))
+
+
+def few_messages(rank, kind, lengths, seconds, told=None, accumulate=1, strategy="ddp", **options):
+    """seconds: between two looks of a rank at its clock; told: what the training sets say of their lengths."""
+    set_clock(seconds[rank])
+    messages = []
+    send = synced_window.AsyncGather
+    synced_window.AsyncGather = lambda numbers: messages.append(numbers) or send(numbers)
+    brain = make(kind, grad_accumulation_factor=accumulate, max_grad_norm=0.0, strategy=strategy, **options)
+    own = [[torch.stack(it) for it in zip(*batch, strict=True)] for batch in batches_of(rank, lengths, (2, 3, 1))]
+    brain.fit(range(1), Counted(own, told and told[rank]), progressbar=False)
+    return weights(brain), brain.optimizer_step, brain.summary.samples, len(messages)
+
+
+FAST, SLOW = (1e-3, 1e-3), (1e-3, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "seconds", "accumulate", "strategy", "messages"),
+    [
+        # Windows 0, 1 (where it is known how long one takes), 18, 19 (the last, which may not be full), and the end.
+        (Regression, (20, 20), FAST, 1, "ddp", 5),
+        (Regression, (9, 7), FAST, 2, "ddp", 5),  # 0, 1, then 3 and 4, which are not full everywhere, and the end
+        extended(Regression, (9, 7), FAST, 2, "fsdp", 5),
+        (Regression, (7, 6), SLOW, 1, "ddp", 8),
+        (Weighted, (7, 6), FAST, 1, "ddp", 8),
+    ],
+    ids=str,
+)
+def test_a_message_holds_for_windows_of_which_all_know(kind, lengths, seconds, accumulate, strategy, messages):
+    found = in_processes(few_messages, 2, kind, lengths, seconds, None, accumulate, strategy)
+    expected, updates, _, samples = by_hand(kind is Weighted, lengths, accumulate, (2, 3, 1))
+    for of_rank, *numbers in found:
+        torch.testing.assert_close(of_rank, expected, rtol=2e-6, atol=1e-7)
+        assert torch.equal(of_rank, found[0][0]) and numbers == [updates, samples, messages]
+
+
+def test_a_length_may_be_too_short():
+    found = in_processes(few_messages, 2, Regression, (9, 9), FAST, (9, 5))
+    expected, *_ = by_hand(False, (9, 9), 1, (2, 3, 1))
+    for of_rank, *_ in found:
+        torch.testing.assert_close(of_rank, expected, rtol=2e-6, atol=1e-7)
+
+
+def fewer_than_certain(rank):
+    """Six windows are certain; rank 1 comes to its end after four."""
+    set_clock(FAST[rank])
+    windows = synced_window.SyncedWindows(weighted=False, certain_batches=12, per_window=2)
+    lengths = [2, 2, 2, 2, 2] if rank == 0 else [2, 2, 2, 2, 1]
+    try:
+        return [windows.take([1.0] * length, length, lambda: (0, False)).share(0) for length in lengths]
+    except DataError as error:
+        return str(error)
+
+
+def test_a_length_that_is_too_long_is_an_error():
+    waiting, ended = in_processes(fewer_than_certain, 2)
+    assert waiting == [(1.0, 2.0)] * 5
+    assert ended.startswith("the training set yields fewer batches than its length says")
+
+
+def tried(rank):
+    _, *numbers = few_messages(rank, Regression, (9, 9), FAST, debug=True, debug_batches=4)
+    return numbers
+
+
+def test_a_trial_of_few_batches_counts_on_no_more():
+    samples = sum(len(batch) for rank in range(2) for batch in batches_of(rank, (9, 9), (2, 3, 1))[:4])
+    assert in_processes(tried, 2) == [[4, samples, 4]] * 2
+
+
 def nothing_at_all(rank):
     make().fit(range(1), iter(()), progressbar=False)
 
@@ -219,11 +310,15 @@ def numbered(rank, count, accumulate):
 
 
 @pytest.mark.parametrize(
-    ("processes", "count"),
-    [(2, 9), (2, 11), *(extended(*it) for it in product([2, 4], [8, 9, 11, 13]) if it not in [(2, 9), (2, 11)])],
+    ("processes", "count", "accumulate"),
+    [
+        *((2, count, 2) for count in (9, 11)),
+        (2, 21, 1),  # the last batch is rank 0's alone
+        *(extended(*it, 2) for it in product([2, 4], [8, 9, 11, 13]) if it not in [(2, 9), (2, 11)]),
+    ],
 )
-def test_every_sample_counts_once_in_each_stage(processes, count):
-    of_ranks = in_processes(numbered, processes, count, 2)
+def test_every_sample_counts_once_in_each_stage(processes, count, accumulate):
+    of_ranks = in_processes(numbered, processes, count, accumulate)
     together = sorted(item for own in of_ranks for item in own)
     stages = [("TEST", None), *(("TRAIN", epoch) for epoch in (1, 2)), *(("VALID", epoch) for epoch in (1, 2))]
     expected = sorted(((name, epoch, n) for name, epoch in stages for n in range(count)), key=str)
@@ -316,10 +411,10 @@ def saving_at_a_signal(rank, folder, signal_at):
     return saved, weights(brain), brain.optimizer_step
 
 
-@pytest.mark.parametrize("rank", [1, extended(0)])
-def test_a_signal_on_one_rank_that_means_save_and_go_on_saves_once_on_all(tmp_path, rank, whole_of_signals):
-    found = in_processes(saving_at_a_signal, 2, str(tmp_path / "run"), (rank, "TRAIN", 2))
-    assert found[0][0] == found[1][0] and len(found[0][0]) == 1 and 2 <= found[0][0][0] <= 4
+@pytest.mark.parametrize(("rank", "step"), [(1, 1), extended(1, 2), extended(0, 2)])
+def test_a_signal_on_one_rank_that_means_save_and_go_on_saves_once_on_all(tmp_path, rank, step, whole_of_signals):
+    found = in_processes(saving_at_a_signal, 2, str(tmp_path / "run"), (rank, "TRAIN", step))
+    assert found[0][0] == found[1][0] and len(found[0][0]) == 1 and 2 <= found[0][0][0] <= 6
     for (_, now, steps), (expected, all_steps) in zip(found, whole_of_signals, strict=True):
         assert steps == all_steps and torch.equal(now, expected)
 

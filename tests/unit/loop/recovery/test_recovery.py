@@ -161,7 +161,7 @@ def test_without_a_spike_the_run_is_the_one_without_the_option(tmp_path, options
         ends.append(fit(brain, Samples(None), batch_size=BATCH, shuffle=True).end)
     assert ends[0] == ends[1] and ends[0]["spikes"] == (0, 0)
     without, with_ = records(tmp_path / "off"), records(tmp_path / on_spike)
-    measured = {"seconds", "data_seconds", "samples_per_second", "wall_time", "peak_memory_bytes"}
+    measured = {"seconds", "data_seconds", "samples_per_second", "wall_time", "memory_bytes"}
     assert all(
         {**a, **{name: b[name] for name in measured & b.keys()}} == b for a, b in zip(without, with_, strict=True)
     )

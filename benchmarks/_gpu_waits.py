@@ -227,8 +227,8 @@ CASES: dict[str, dict[str, Any]] = {
     "steps by hand": {"kind": StepsByHand},
     "evaluation": {"kind": Evaluated},
 }
-# An unfused step asks for its own verdict, the second optimizer's for the first one's.
-MAY_WAIT = ("unfused", "two optimizers")
+# An unfused step asks for its own verdict.
+MAY_WAIT = ("unfused",)
 
 
 def measure(case: str, precision: str, device: torch.device, network: Network, batches: list[Batch]) -> None:

@@ -25,12 +25,21 @@ def without_forks() -> Iterator[None]:
         yield
 
 
-def _let_fork() -> None:
-    with suppress(RuntimeError):  # a signal's handler raised while we waited for it
+def _before_fork() -> None:
+    _forks.acquire()
+
+
+def _after_fork() -> None:
+    with suppress(RuntimeError):  # a signal's handler raised in `acquire`, and Python forks all the same
         _forks.release()
 
 
-os.register_at_fork(before=_forks.acquire, after_in_parent=_let_fork, after_in_child=_let_fork)
+def _forget_in_child() -> None:
+    global _forks
+    _forks = threading.RLock()  # the parent's may be held by a thread that is not here
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forget_in_child)
 
 
 class Background:

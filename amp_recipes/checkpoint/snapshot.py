@@ -36,15 +36,18 @@ class Snapshot:
         Any thread may do it, one at a time.
         """
         pinned = {slot: tensor for slot, tensor in _by_slot(states).items() if slot[-1]}
-        if not _lack_of_memory(sum(tensor.nbytes for tensor in pinned.values())):
-            self._add_buffers(pinned)
+        try:
+            if not _lack_of_memory(sum(tensor.nbytes for tensor in pinned.values())):
+                self._add_buffers(pinned)
+        except Exception as error:  # no save has failed: the first one will try again
+            logger.info("memory for copies of the state could not be taken ahead of the first save: %s", error)
 
     @torch.inference_mode(False)  # a buffer made inside it could not be written to outside
     @torch.no_grad()
     def take(self, states: Mapping[str, PackedState]) -> tuple[dict[str, PackedState], Callable[[], None]] | None:
         """The states with copies of their tensors, and what waits until the copies are there.
 
-        From a CUDA device the copies are queued behind the work that was queued so far, and the host does not wait.
+        From a device that queues its work the copies are queued behind the work so far, and the host does not wait.
         None, once with a warning in the log, if the host has not clearly enough free memory. A snapshot is good until
         the next is taken.
         """

@@ -51,9 +51,11 @@ class StepsByHand:
 
     def on_hand_step(self, window: Window) -> None:
         """All optimizers may have stepped: the recipe's next step is to find the rates and averages that follow."""
-        self._run.totals.optimizer_step += 1
-        self._run.schedulers.after_update(self._run.recipe.optimizers_dict)
-        self._run.ema.update()
+        run, optimizers = self._run, self._run.recipe.optimizers_dict
+        window.rates = {name: run.recovery.rate_in_force(optimizer) for name, optimizer in optimizers.items()}
+        run.totals.optimizer_step += 1
+        run.schedulers.after_update(optimizers)
+        run.ema.update()
 
 
 class Rates:

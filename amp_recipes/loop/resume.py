@@ -172,7 +172,7 @@ class Resume:
         run, position, counter = self._run, self._run.fit.position, self._run.fit.epoch_counter
         run.note_best()
         run.plan.updates.forget_state()
-        run.spare_waits()
+        run.restore_kernels()
         if position.inside_epoch and hasattr(counter, "state_dict") and hasattr(counter, "current"):
             counter.current -= 1  # SpeechBrain's, which has no state_dict, does so itself
         if position.epoch_loss_due is not None:

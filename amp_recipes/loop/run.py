@@ -47,7 +47,7 @@ from amp_recipes.loop.stopping import MetricWatch
 from amp_recipes.loop.window import PendingWindows, Window
 from amp_recipes.modules.devices import queues_work
 from amp_recipes.precision import PrecisionPlan, as_scalar, check_optimizers
-from amp_recipes.precision.fused import prefer_fused
+from amp_recipes.precision.fused import KernelChoices, prefer_fused
 from amp_recipes.precision.host_copy import HostCopy
 from amp_recipes.records import Logger, RunSummary
 from amp_recipes.stage import Stage
@@ -100,6 +100,7 @@ class Run:
         self.reach: GradientReach | None = GradientReach()  # until it has reported
         self.checks = [self._check_reach, self._check_pins, self._check_context]
         self.schedulers = Schedulers(None, {}, settings.lr_scheduler_interval)
+        self._kernel_choices = KernelChoices({})
         saved_name = functools.partial(clean_name, self.modules)
         self.transient_buffers = TransientBuffers(self.modules, saved_name)
         self._gradients = OutstandingGradients(self.modules, lambda: recipe.optimizers_dict, saved_name)
@@ -227,6 +228,7 @@ class Run:
         if self.schedulers.optimizers == optimizers:
             return
         check_optimizers(optimizers, self.modules, self.plan.scaler.is_enabled(), self.processes.many)
+        self._kernel_choices = KernelChoices(optimizers)
         self.spare_waits()
         make = getattr(self.recipe.hparams, "lr_scheduler", None)
         interval = self.settings.lr_scheduler_interval
@@ -234,18 +236,31 @@ class Run:
         for name, optimizer in optimizers.items():
             self.checkpoints.register(f"optimizer.{name}", optimizer, replace=True)
             if self.own_fit_batch:
-                optimizer.register_step_post_hook(self._note_step)
+                optimizer.register_step_pre_hook(self._before_step)
+                optimizer.register_step_post_hook(self._after_step)
         for name, scheduler in self.schedulers.by_optimizer.items():
             self.checkpoints.register(f"scheduler.{name}", scheduler, replace=True)
         self.recovery.adopt(optimizers)
 
-    def spare_waits(self) -> None:
-        """Let optimizers skip on the device where they can; also after a checkpoint has brought other choices."""
-        if queues_work(self.device):
-            prefer_fused(self.recipe.optimizers_dict, self.modules)
+    def restore_kernels(self) -> None:
+        """Compute the steps as the recipe wants it now, after a checkpoint has brought the choices of another run."""
+        self._kernel_choices.put_back()
+        self.spare_waits()
 
-    def _note_step(self, *_: Any) -> None:
-        self.window.by_hand = True
+    def spare_waits(self) -> None:
+        """Let optimizers skip on the device where they can."""
+        if queues_work(self.device):
+            prefer_fused(self.recipe.optimizers_dict, self.modules, self.device)
+
+    def _before_step(self, *_: Any) -> None:
+        if not self.window.updating:  # by hand: an update before it, of ours, may still have to move the rates
+            self.pending.settle_updates()
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.window.updating:
+            return
+        overflow = getattr(optimizer, "found_inf", None)  # a GradScaler's word to a fused optimizer, which then skips
+        self.window.by_hand |= overflow is None or not overflow.item()
 
     def chosen_optimizers(self, names: Sequence[str]) -> dict[str, Optimizer]:
         """The optimizers of these names; raises ConfigError for a name that none has."""

@@ -39,8 +39,9 @@ class Window:
     index: of the batch at hand; should_step: whether it is the last; counts: whether it counts, or only keeps up with
     other processes.
     sums: of the metrics that its batches add to the pass, if the update is taken. step: batches done in the epoch, at
-    the last update or the end; by_hand: the recipe stepped an optimizer itself; taken: any update was; last: the last
-    update; rates: learning rate of each optimizer in it; differentiated: how many losses each update was made from;
+    the last update or the end; by_hand: the recipe stepped an optimizer itself, and not within `optimizers_step`, which
+    is `updating`; taken: any update was; last: the last update; rates: learning rate of each optimizer in it;
+    differentiated: how many losses each update was made from;
     stepped_names: of the optimizers that `optimizers_step` has stepped in it.
     """
 
@@ -57,7 +58,7 @@ class Window:
         self.index = 0
         self.sums: StageMetrics | None = None
         self.samples = self.step = 0
-        self.stepped = self.taken = self.ended = self.by_hand = False
+        self.stepped = self.taken = self.ended = self.by_hand = self.updating = False
         self.last: Update | None = None
         self.differentiated: list[int] = []
         self.stepped_names: set[str] = set()
@@ -114,7 +115,11 @@ class Window:
         if self.sums is not None:
             self.sums.send(run.host)  # before the verdict, so that who has waited for that need not wait for these
         rates = {name: run.recovery.rate_in_force(optimizer) for name, optimizer in chosen.items()}
-        update = run.plan.updates.step(chosen, run.settings.max_grad_norm)
+        self.updating = True
+        try:
+            update = run.plan.updates.step(chosen, run.settings.max_grad_norm)
+        finally:
+            self.updating = False
         run.plan.updates.update_scale(available.values())
         if names:
             for optimizer in chosen.values():
@@ -203,6 +208,11 @@ class PendingWindows:
         if window.sums is not None:
             window.sums.send(self._host)
         if not window.pending and (window.posted is None or window.posted.known):
+            self.settle()
+
+    def settle_updates(self) -> None:
+        """As `settle`, where the result of an update is under way; that of a window which made none can wait."""
+        if any(window.pending for window in self._windows):
             self.settle()
 
     def settle(self, but_newest: int = 0) -> None:

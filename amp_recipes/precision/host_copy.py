@@ -14,9 +14,10 @@ from amp_recipes.modules.devices import queues_work
 class _Row:
     """A landing place for some values in host memory, with the event that says when they are there."""
 
-    __slots__ = ("event", "values", "view")
+    __slots__ = ("event", "key", "values", "view")
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.key = (count, dtype, device)
         asynchronous = queues_work(device)
         self.values = torch.empty(count, dtype=dtype, pin_memory=asynchronous)
         self.view = self.values.numpy()
@@ -68,7 +69,7 @@ class HostCopy:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[tuple[int, torch.dtype], list[_Row]] = {}
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[_Row]] = {}
 
     def __reduce__(self) -> tuple:
         return HostCopy, (self._device,)
@@ -86,16 +87,15 @@ class HostCopy:
         # Converted on the device: a copy that also converts goes through memory that is not pinned, and waits.
         if vector.dtype not in (torch.float32, torch.float64):
             vector = vector.float()
-        key = (vector.numel(), vector.dtype)
+        key = (vector.numel(), vector.dtype, vector.device)
         free = self._free.setdefault(key, [])
-        row = free.pop() if free else _Row(*key, self._device)
-        event = None if vector.device.type == "cpu" else row.event
-        row.values.copy_(vector, non_blocking=event is not None)
-        if event is not None:
+        row = free.pop() if free else _Row(*key)
+        row.values.copy_(vector, non_blocking=row.event is not None)
+        if row.event is not None:
             # By itself it would be recorded on the stream of whatever device is the current one.
-            event.record(torch.accelerator.current_stream(vector.device))
+            row.event.record(torch.accelerator.current_stream(vector.device))
         return HostFuture(self, row)
 
     def release(self, row: _Row) -> None:
         """Take back a landing place that has been read."""
-        self._free[row.values.numel(), row.values.dtype].append(row)
+        self._free[row.key].append(row)

@@ -129,11 +129,14 @@ class _Part:
     def skips_on_device(self, skip: torch.Tensor) -> bool:
         """Whether the step takes `found_inf` and skips without the host (torch's fused optimizers).
 
-        Not one on the CPU beside a GPU (offloaded parameters): it would read a copy of `skip` that is still under way.
+        Not with one on the CPU beside a GPU (offloaded parameters): it would read a copy of `skip` that is still under
+        way. Not where a gradient is sparse: torch's SGD then takes other kernels.
         """
-        return getattr(self.optimizer, STEP_TAKES_FOUND_INF, False) and all(
-            group.get("fused", True) and all(p.device.type == skip.device.type for p in group["params"][:1])
-            for group in self.optimizer.param_groups
+        return (
+            getattr(self.optimizer, STEP_TAKES_FOUND_INF, False)
+            and all(group.get("fused", True) for group in self.optimizer.param_groups)
+            and all(device.type == skip.device.type for device in {each.device for each in self.parameters})
+            and not any(each.grad.is_sparse for each in self.parameters)
         )
 
 

@@ -1,7 +1,8 @@
 """Reaches torch's private names for scaling, for kernels over lists, and for instruments that watch every op.
 
-All were seen in torch 2.13.0 and may change with any release: tests/unit/precision/test_torch_private_precision.py says
-which. What is called in every step or for every op is torch's own function, without a Python call around it.
+All were seen in torch 2.11.0 and 2.13.0 and may change with any release:
+tests/unit/precision/test_torch_private_precision.py says which. What is called in every step or for every op is
+torch's own function, without a Python call around it.
 
 Two methods of torch's have private names and are overridden where they are called, so they are not here:
 `GradScaler._unscale_grads_` (`LossScaler`) and `TorchDispatchMode._should_skip_dynamo` (`OpWatch`, `CensusWatch`).
@@ -115,6 +116,11 @@ def is_dispatch_key(name: str) -> bool:
 def has_kernel(name: str, dispatch_key: str) -> bool:
     """Whether the op has a kernel of its own for that key, such as "AutocastCPU"."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key)
+
+
+def runs_on(name: str, device_type: str) -> bool:
+    """Whether the op has a kernel for the device, also if that is one for all kinds of devices."""
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, torch._C._dispatch_key_for_device(device_type))
 
 
 # ---------------------------------------------------------------------- autograd, for instruments

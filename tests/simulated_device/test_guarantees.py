@@ -11,6 +11,7 @@ from torch import nn
 
 from amp_recipes import fwd_default_precision
 from amp_recipes.checkpoint import Checkpointer, snapshot
+from amp_recipes.precision.host_copy import HostCopy
 from amp_recipes.state.randomness import random_state, set_random_state, set_torch_random_state, torch_random_state
 
 
@@ -148,3 +149,34 @@ def test_the_peak_of_the_devices_memory_is_in_the_summary():
     before = torch.accelerator.memory_allocated()
     brain.fit(range(1), make_batches())
     assert brain.summary.peak_memory_of == "device" and brain.summary.peak_memory_bytes > before
+
+
+def test_numbers_of_several_devices_each_have_a_landing_place_of_their_own():
+    home = HostCopy(torch.device("simulated:0"))
+    devices = ["simulated:0", "simulated:1", "cpu", "simulated:1", "simulated:0"]
+    for number, device in enumerate(devices):
+        assert home.post(torch.full((2,), number, device=device, dtype=torch.float32)).read() == [number, number]
+
+
+class HalfOnTheHost(Classifier):
+    """Its last layer lies on the host."""
+
+    def compute_forward(self, batch, stage):
+        first, last = self.modules.model[0], self.last
+        return last(first(batch[0]).cpu()).to(self.device)
+
+
+def test_an_optimizer_of_weights_on_the_host_too_takes_the_same_steps_as_on_a_cpu():
+    losses = {}
+    for device in ("cpu", "simulated:0"):
+        brain = make_brain(device, HalfOnTheHost)
+        torch.manual_seed(2)
+        brain.last = nn.Linear(8, 4)
+        model = brain.modules.model
+        brain.opt_class = lambda _, first=model[0], last=brain.last: torch.optim.AdamW(
+            [*first.parameters(), *last.parameters()], lr=0.1
+        )
+        brain.fit([1], make_batches())
+        assert brain.skipped_steps == 0
+        losses[device] = brain.avg_train_loss
+    assert losses["simulated:0"] == pytest.approx(losses["cpu"], rel=1e-6)

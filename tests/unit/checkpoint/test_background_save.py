@@ -618,3 +618,37 @@ def test_no_fork_meets_torch_in_the_writing_thread(tmp_path):
         write_state(tmp_path / "packed", state["packed"])
     assert {torch.ops.aten.stack.default, torch.ops.aten.aminmax.default} <= set(mode.ops), mode.ops
     assert mode.unguarded == ()
+
+
+INTERRUPTED = """
+import os, signal, threading
+from amp_recipes.checkpoint.background import without_forks
+
+inside, over = threading.Event(), threading.Event()
+
+def work():
+    with without_forks():
+        inside.set()
+        over.wait()
+
+def raising(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, raising)
+thread = threading.Thread(target=work)
+thread.start()
+inside.wait()
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+if os.fork() == 0:
+    with without_forks():
+        os._exit(0)
+over.set()
+print(os.wait()[1], flush=True)
+thread.join()
+os._exit(0)
+"""
+
+
+def test_a_signal_that_raises_while_a_fork_waits_leaves_the_child_free():
+    done = run_python("-c", INTERRUPTED)
+    assert done.stdout.split() == ["0"], done.stderr

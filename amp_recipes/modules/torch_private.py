@@ -2,7 +2,8 @@
 
 All were seen in torch 2.11.0 and 2.13.0 and may change with any release:
 tests/unit/modules/test_torch_private_modules.py says which. The names of several processes are in
-distributed/torch_private.py, those of AMP and of the instruments in precision/torch_private.py; these stand lower, because `state` and `modules` need them too.
+distributed/torch_private.py, those of AMP and of the instruments in precision/torch_private.py; these
+stand lower, because `state` and `modules` need them too.
 """
 
 from __future__ import annotations

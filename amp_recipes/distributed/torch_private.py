@@ -1,8 +1,9 @@
 """Reaches torch's private names for several processes: DistributedDataParallel, FSDP2, groups, DTensors.
 
 All were seen in torch 2.13.0, and but for those of FSDP2 in 2.11.0, and may change with any release:
-tests/unit/distributed/test_torch_private_distributed.py says which, and `missing_for_ddp` and `missing_for_fsdp` tell a user before training. The names of modules, tensors and
-nested values are in modules/torch_private.py, those of AMP in precision/torch_private.py.
+tests/unit/distributed/test_torch_private_distributed.py says which, and `missing_for_ddp` and `missing_for_fsdp` tell a
+user before training. The names of modules, tensors and nested values are in modules/torch_private.py, those of AMP in
+precision/torch_private.py.
 """
 
 from __future__ import annotations

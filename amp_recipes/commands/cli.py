@@ -53,12 +53,15 @@ _RECIPE = (_path("script", "SCRIPT", "the recipe's script"), _path("hparams_file
 COMMANDS = (
     Command(
         "new",
-        "Make a recipe of your own in a new folder: script, YAML, model, data, tests and a README. It runs at once, on "
-        "random data. Nothing is overwritten.",
-        "amp-recipes new my_task --to experiments/my_task",
+        "Make a recipe of your own in a new folder: script, YAML, model, data and a README. From a template it runs "
+        "at once, on random data, and has tests; with --from it is a copy of a recipe that comes along. Nothing is "
+        "overwritten.",
+        "amp-recipes new digits --from image_classification",
         "new:run",
         (
-            Argument("name", "the recipe's name, such as my_task", metavar="NAME"),
+            Argument("name", "the recipe's name, such as my_task", metavar="NAME", nargs="?"),
+            Argument("--from", "copy this recipe (--list shows them)", metavar="RECIPE", dest="recipe"),
+            Argument("--list", "list the recipes and templates, and make nothing", action="store_true"),
             _path("--to", "FOLDER", "folder to make (default: NAME, in this folder)"),
             Argument(
                 "--template",
@@ -67,6 +70,15 @@ COMMANDS = (
                 default="basic",
             ),
         ),
+    ),
+    Command(
+        "run",
+        "Train a recipe that comes along, as it is; its results go into this folder. To change its code, make a copy: "
+        "amp-recipes new NAME --from RECIPE.",
+        "amp-recipes run image_classification --precision bf16",
+        "subcommands:train",
+        (Argument("recipe", "its name (amp-recipes new --list)", metavar="RECIPE"),),
+        passes_options=True,
     ),
     Command(
         "check",

@@ -1,4 +1,4 @@
-"""Makes a recipe of one's own from a folder of `templates/`: a script, a YAML, a test and a README that run at once.
+"""Makes a recipe of one's own that runs at once: from a folder of `templates/`, or from a recipe that comes along.
 
 A template is itself a recipe that runs, called `my_task`; a copy has another name in place of that.
 """
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 
+from amp_recipes.commands.collection import Recipe, recipe_called, recipes
 from amp_recipes.config.trust.module_files import spec_of
 from amp_recipes.errors import ConfigError
 
@@ -34,21 +35,42 @@ _MAY_BE_THERE = {".git"}  # in the folder that is to be filled
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the recipe and say what to do next."""
+    if arguments.list:
+        print(listed_recipes())
+        return 0
+    if arguments.name is None:
+        raise ConfigError("a recipe needs a name: amp-recipes new my_task. --list shows what it can be made from.")
     folder = arguments.to if arguments.to is not None else Path(arguments.name)
-    made = new_recipe(arguments.name, folder, arguments.template)
-    print(report(arguments.name, folder, made))
+    made = new_recipe(arguments.name, folder, arguments.template, arguments.recipe)
+    print(report(arguments.name, folder, made, arguments.recipe))
     return 0
 
 
-def new_recipe(name: str, folder: Path, template: str) -> list[str]:
+def listed_recipes() -> str:
+    """What a recipe can be made from."""
+    of_recipes = {name: recipe.summary for name, recipe in recipes().items()}
+    width = max(map(len, [*of_recipes, *TEMPLATES]))
+    blocks = {"amp-recipes new NAME --from": of_recipes, "amp-recipes new NAME --template": TEMPLATES}
+    return "\n\n".join(
+        "\n".join([f"{command} ...", *(f"  {name:{width}}  {summary}" for name, summary in found.items())])
+        for command, found in blocks.items()
+    )
+
+
+def new_recipe(name: str, folder: Path, template: str, recipe: str | None = None) -> list[str]:
     """Write a recipe called `name` into `folder`, which is made; the names of its files.
 
-    All files are there or none: they are written elsewhere and renamed. Raises ConfigError for a name that a recipe
-    cannot have, and for a folder that holds anything.
+    recipe: copy this one of those that come along, in place of the template. All files are there or none: they are
+    written elsewhere and renamed. Raises ConfigError for a name that a recipe cannot have, for a recipe that is none,
+    and for a folder that holds anything.
     """
-    contents = read_template(template)
-    check_name(name, contents)
-    renamed = {_in_place(path, name): _in_place(text, name) for path, text in contents.items()}
+    if recipe is None:
+        contents = read_template(template)
+        check_name(name, contents)
+        renamed = {_in_place(path, name): _in_place(text, name) for path, text in contents.items()}
+    else:
+        renamed = copy_of(recipe_called(recipe), name)
+        check_name(name, renamed, names_a_class=False)
     try:
         check_folder(folder, name)
         _write_all(renamed, folder)
@@ -67,6 +89,27 @@ def read_template(template: str) -> dict[str, str]:
     }
 
 
+def copy_of(recipe: Recipe, name: str) -> dict[str, str]:
+    """File name -> text of a copy that is called `name`: all in one folder, and the commands in it work there.
+
+    Other YAML files of the same scripts come along under their own names; pictures of results do not.
+    """
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(recipe.folder.glob("*.py"))}
+    texts["README.md"] = (recipe.folder / "README.md").read_text(encoding="utf-8")
+    for each in recipes().values():
+        if each.folder == recipe.folder:
+            texts[f"{each.name}.yaml"] = each.hparams_file.read_text(encoding="utf-8")
+    copied = {path.replace(f"{recipe.name}.yaml", f"{name}.yaml"): text for path, text in texts.items()}
+    copied = {path: _in_one_folder(text, recipe, name) for path, text in copied.items()}
+    return {**copied, ".gitignore": read_template("basic")[".gitignore"]}
+
+
+def _in_one_folder(text: str, recipe: Recipe, name: str) -> str:
+    text = re.sub(r"^!\[.*\n\n?", "", text, flags=re.MULTILINE)
+    text = text.replace(f"recipes/{recipe.folder.name}/", "").replace("../../configs/", "").replace("configs/", "")
+    return text.replace(f"{recipe.name}.yaml", f"{name}.yaml").replace(f"results/{recipe.name}/", f"results/{name}/")
+
+
 def _in_place(text: str, name: str) -> str:
     return text.replace(PLACEHOLDER, name).replace(class_name(PLACEHOLDER), class_name(name))
 
@@ -79,21 +122,19 @@ def class_name(name: str) -> str:
 # ---------------------------------------------------------------------- names
 
 
-def check_name(name: str, contents: Mapping[str, str]) -> None:
+def check_name(name: str, contents: Mapping[str, str], names_a_class: bool = True) -> None:
     """Raise ConfigError, with a name that would do where one can be made, for one that a recipe cannot have."""
-    wrong = _what_is_wrong(name, contents)
+    wrong = _what_is_wrong(name, contents, names_a_class)
     if wrong is None:
         return
     nearest = suggestion(name)
     candidates = (nearest, f"{nearest}_task", f"my_{nearest}")
-    good = next(
-        (candidate for candidate in candidates if candidate and _what_is_wrong(candidate, contents) is None),
-        PLACEHOLDER,
-    )
+    fits = (each for each in candidates if each and _what_is_wrong(each, contents, names_a_class) is None)
+    good = next(fits, PLACEHOLDER)
     raise ConfigError(f"a recipe cannot be called {name!r}: {wrong}. For example: amp-recipes new {good}")
 
 
-def _what_is_wrong(name: str, contents: Mapping[str, str]) -> str | None:
+def _what_is_wrong(name: str, contents: Mapping[str, str], names_a_class: bool) -> str | None:
     if wrong := _wrong_form(name):
         return wrong
     scripts = [text for path, text in contents.items() if path.endswith(".py")]
@@ -103,7 +144,7 @@ def _what_is_wrong(name: str, contents: Mapping[str, str]) -> str | None:
     spec = spec_of(name)
     if spec is not None and spec.origin is not None:  # a folder without code in it has none
         return f"Python has a module of this name ({spec.origin}), which a file of yours would hide"
-    return _wrong_class(class_name(name), scripts)
+    return _wrong_class(class_name(name), scripts) if names_a_class else None
 
 
 def _wrong_form(name: str) -> str | None:
@@ -195,15 +236,19 @@ def _fill(contents: Mapping[str, str], folder: Path) -> None:
         raise
 
 
-def report(name: str, folder: Path, made: list[str]) -> str:
+def report(name: str, folder: Path, made: list[str], recipe: str | None = None) -> str:
     """What was made, and the commands that work from here."""
     train = f"python train.py {name}.yaml"
-    steps = {
-        f"cd {shlex.quote(str(folder))}": "",
-        train: "# trains on random data, in seconds",
-        f"{train} --help": "# every setting",
-        "python -m pytest": "# its tests (pip install pytest)",
-    }
+    steps = {f"cd {shlex.quote(str(folder))}": ""}
+    if recipe is None:
+        steps[train] = "# trains on random data, in seconds"
+    else:
+        steps[recipe_called(recipe).needs] = "# what it imports beside the package"
+        steps[f"{train} --debug"] = "# tries everything on a few batches"
+        steps[train] = "# trains; the head of the YAML says how long that takes"
+    steps[f"{train} --help"] = "# every setting"
+    if recipe is None:
+        steps["python -m pytest"] = "# its tests (pip install pytest)"
     if folder.resolve() == Path.cwd():
         del steps[f"cd {shlex.quote(str(folder))}"]
     width = max(map(len, steps))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from amp_recipes.commands.child_runs import ChildRuns
+from amp_recipes.commands.collection import recipe_called
 from amp_recipes.commands.diff import compare_runs
 from amp_recipes.commands.export import export_run
 from amp_recipes.commands.requests import report
@@ -46,6 +47,11 @@ def check(arguments: argparse.Namespace) -> int:
     settings = check_yaml(file, overrides, recipe_folder=arguments.script.resolve().parent)
     print(report(settings, overrides))
     return 0
+
+
+def train(arguments: argparse.Namespace) -> int:
+    recipe = recipe_called(arguments.recipe)
+    return _start(recipe.script, [str(recipe.hparams_file), *arguments.recipe_options])
 
 
 def diagnose(arguments: argparse.Namespace) -> int:

@@ -38,6 +38,7 @@ LAYERS = {
     "__init__": 8,
     "commands": 9,
     "templates": 9,
+    "__main__": 10,
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -4,6 +4,7 @@ import ast
 import re
 import shutil
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from programs import run_python
 from repository import REPOSITORY
 
-from amp_recipes.commands import cli, new
+from amp_recipes.commands import cli, collection, new
 from amp_recipes.errors import ConfigError
 
 SHORT, LONG = "a", "a_name_as_long_as_a_recipe_s_name_may_be"
@@ -312,3 +313,70 @@ def test_every_folder_of_templates_is_offered():
     folders = {path.name for path in (REPOSITORY / "amp_recipes" / "templates").iterdir() if path.is_dir()}
     assert {name for name in folders if name[0] not in "._"} == set(new.TEMPLATES)
     assert cli.make_parser().parse_args(["new", "x"]).template == "basic"
+
+
+# --- copies of the recipes that come along
+
+
+def test_a_copy_of_a_recipe_stands_in_one_folder(tmp_path, subtests):
+    for name in collection.recipes():
+        with subtests.test(name):
+            folder = tmp_path / name
+            new.new_recipe("copied", folder, "basic", name)
+            texts = text_of(folder)
+            assert {"train.py", "copied.yaml", "README.md", ".gitignore"} <= set(texts) and f"{name}.yaml" not in texts
+            for path, text in texts.items():
+                assert "recipes/" not in text.replace("amp_recipes/", "") and "configs/" not in text, path
+            assert "# Launch:    python train.py copied.yaml" in texts["copied.yaml"]
+            assert collection.recipe_called(name).needs in new.report("copied", folder, list(texts), name)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", collection.recipes())
+def test_a_copy_of_a_recipe_passes_its_check(tmp_path, name):
+    new.new_recipe("copied", tmp_path / "copied", "basic", name)
+    needed = ["--data_path=tokens"] if name == "language_modeling_124m" else []
+    said_by_python(tmp_path / "copied", "-m", "amp_recipes", "check", "train.py", "copied.yaml", *needed)
+
+
+def test_a_copy_may_have_the_name_of_a_class_in_its_code(tmp_path):
+    assert "digits.yaml" in new.new_recipe("digits", tmp_path / "digits", "basic", "image_classification")
+    with pytest.raises(ConfigError, match=r"model.py is one of the recipe's files"):
+        new.new_recipe("model", tmp_path / "model", "basic", "image_classification")
+
+
+def test_the_list_names_every_recipe_and_template_with_what_it_does(capsys):
+    assert cli.main(["new", "--list"]) == 0
+    listed = capsys.readouterr().out
+    for name in (*collection.recipes(), *new.TEMPLATES):
+        assert re.search(rf"^  {name} +\S", listed, re.MULTILINE), name
+
+
+def test_without_a_name_or_with_an_unknown_recipe_the_message_says_what_there_is(capsys):
+    assert cli.main(["new"]) == 1 and "--list" in capsys.readouterr().err
+    for words in (["new", "mine", "--from", "image_clasification"], ["run", "image_clasification"]):
+        assert cli.main(words) == 1
+        assert "Did you mean 'image_classification'?" in capsys.readouterr().err
+
+
+@pytest.mark.extended
+def test_a_recipe_that_comes_along_runs_in_any_folder(tmp_path):
+    said_by_python(tmp_path, "-m", "amp_recipes", "run", "image_classification", "--debug")
+    assert (tmp_path / "results" / "image_classification").is_dir()
+
+
+@pytest.mark.extended
+def test_the_wheel_has_every_recipe(tmp_path):
+    wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path]
+    source = tmp_path / "source"
+    ignore = shutil.ignore_patterns(".git", ".venv*", "build", "*.egg-info", "results")
+    shutil.copytree(REPOSITORY, source, ignore=ignore)
+    subprocess.run([*wheel, source], check=True, capture_output=True, text=True)
+    installed = tmp_path / "installed"
+    shutil.unpack_archive(next(tmp_path.glob("*.whl")), installed, "zip")
+    done = run_python("-m", "amp_recipes", "new", "--list", cwd=tmp_path, env={"PYTHONPATH": str(installed)})
+    assert all(name in done.stdout for name in collection.recipes()), done.stdout + done.stderr
+    for recipe in collection.recipes().values():
+        for path in (recipe.hparams_file, *recipe.folder.glob("*.py"), recipe.folder / "README.md"):
+            copy = installed / "amp_recipes" / "collection" / path.relative_to(REPOSITORY)
+            assert copy.read_bytes() == path.read_bytes()

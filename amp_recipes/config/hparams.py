@@ -21,6 +21,7 @@ from amp_recipes.config.options.arguments import AnyOverrides, Overrides, explic
 from amp_recipes.config.options.run_options import OPTION_NAMES
 from amp_recipes.config.trust.checking import Call, Settings, as_mapping, check_settings, read_settings, resolve_all
 from amp_recipes.config.trust.instantiate import build
+from amp_recipes.config.trust.module_files import comes_along
 from amp_recipes.config.trust.trust import Trust, checked_entries
 from amp_recipes.config.yaml.limits import FILE_BYTES
 from amp_recipes.config.yaml.mistakes import did_you_mean
@@ -330,7 +331,8 @@ def _code_folder(caller: str | None) -> str | None:
 
 
 def _is_ours(file: str) -> bool:
-    return os.path.realpath(file).startswith(_PACKAGE + os.sep)
+    real = os.path.realpath(file)
+    return real.startswith(_PACKAGE + os.sep) and not comes_along(real)
 
 
 def _seed_if_set(options: Mapping[str, Any]) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
+_COLLECTION = os.path.realpath(Path(__file__).parents[2] / "collection" / "recipes")
+
 
 def module_exists(top: str) -> bool:
     """Whether Python has, or would find, a module of that name; nothing is imported."""
@@ -56,6 +58,11 @@ def bare_folder(file: str, above: str) -> str:
         if not init.is_file() or init.is_symlink():
             return str(folder.relative_to(above))
     return ""
+
+
+def comes_along(path: str) -> bool:
+    """Whether a file is of the recipes that are installed with the package, which are recipes like any other."""
+    return is_below(path, _COLLECTION)
 
 
 def is_below(path: str, folder: str) -> bool:

@@ -26,6 +26,7 @@ import numpy as np
 from amp_recipes.config.trust.entry_points import reads_command_line
 from amp_recipes.config.trust.module_files import (
     bare_folder,
+    comes_along,
     files_of,
     is_below,
     module_exists,
@@ -337,7 +338,8 @@ class Trust:
     def _is_recipe_file(self, file: str) -> bool:
         real = os.path.realpath(file)
         is_installed = not _INSTALLED.isdisjoint(Path(real).parts)
-        if is_installed or not os.path.isabs(file) or any(is_below(real, folder) for folder in _STANDARD_LIBRARY):
+        is_installed = is_installed or any(is_below(real, folder) for folder in _STANDARD_LIBRARY)
+        if not os.path.isabs(file) or (is_installed and not comes_along(real)):
             return False
         return "" in self._bare_folders(real)
 

@@ -1,6 +1,7 @@
 """`amp-recipes new`: the names it takes, the folders it fills, and the recipes that come out of it."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -372,10 +373,13 @@ def test_the_wheel_has_every_recipe(tmp_path):
     ignore = shutil.ignore_patterns(".git", ".venv*", "build", "*.egg-info", "results")
     shutil.copytree(REPOSITORY, source, ignore=ignore)
     subprocess.run([*wheel, source], check=True, capture_output=True, text=True)
-    installed = tmp_path / "installed"
+    installed = tmp_path / "site-packages"
     shutil.unpack_archive(next(tmp_path.glob("*.whl")), installed, "zip")
-    done = run_python("-m", "amp_recipes", "new", "--list", cwd=tmp_path, env={"PYTHONPATH": str(installed)})
-    assert all(name in done.stdout for name in collection.recipes()), done.stdout + done.stderr
+    run = [sys.executable, "-m", "amp_recipes", "run", "image_classification", "--debug"]
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and str(installed) not in done.stderr, done.stdout + done.stderr
+    assert (tmp_path / "results" / "image_classification").is_dir()
     for recipe in collection.recipes().values():
         for path in (recipe.hparams_file, *recipe.folder.glob("*.py"), recipe.folder / "README.md"):
             copy = installed / "amp_recipes" / "collection" / path.relative_to(REPOSITORY)

@@ -97,7 +97,7 @@ def copy_of(recipe: Recipe, name: str) -> dict[str, str]:
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(recipe.folder.glob("*.py"))}
     texts["README.md"] = (recipe.folder / "README.md").read_text(encoding="utf-8")
     for each in recipes().values():
-        if each.folder == recipe.folder:
+        if each.folder == recipe.folder and (each == recipe or each.name != name):
             texts[f"{each.name}.yaml"] = each.hparams_file.read_text(encoding="utf-8")
     copied = {path.replace(f"{recipe.name}.yaml", f"{name}.yaml"): text for path, text in texts.items()}
     copied = {path: _in_one_folder(text, recipe, name) for path, text in copied.items()}

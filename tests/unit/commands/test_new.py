@@ -346,6 +346,13 @@ def test_a_copy_may_have_the_name_of_a_class_in_its_code(tmp_path):
         new.new_recipe("model", tmp_path / "model", "basic", "image_classification")
 
 
+def test_a_copy_may_have_the_name_of_another_recipe_of_the_same_scripts(tmp_path):
+    new.new_recipe("speech_recognition", tmp_path / "copied", "basic", "keyword_classification")
+    texts = text_of(tmp_path / "copied")
+    assert [path for path in texts if path.endswith(".yaml")] == ["speech_recognition.yaml"]
+    assert texts["speech_recognition.yaml"].startswith("# Tell which keyword is said")
+
+
 def test_the_list_names_every_recipe_and_template_with_what_it_does(capsys):
     assert cli.main(["new", "--list"]) == 0
     listed = capsys.readouterr().out

@@ -60,7 +60,8 @@ test-simulated: setup
 	AMP_RECIPES_TEST_DEVICE=simulated $(PYTEST) @tests/simulated_device/existing_tests.txt $(ARGS)
 
 # OLDEST_PYTHON: an interpreter that has this torch already, and what the tests need. By default one is made, with
-# PyTorch's own build for CPUs: PyPI's takes gigabytes. Where that cannot be had, the tests are skipped.
+# PyTorch's own build for CPUs ("+cpu"), as the usual one takes gigabytes. Where pip finds none, the tests are skipped:
+# PIP_EXTRA_INDEX_URL tells pip where else to look.
 OLDEST := 2.11.0
 OLDEST_VENV := .venv-oldest
 OLDEST_PYTHON ?= $(OLDEST_VENV)/bin/python
@@ -74,8 +75,8 @@ test-oldest: setup
 
 $(OLDEST_VENV)/.installed: setup.cfg constraints.txt
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
-	sed 's/^torch==.*/torch==$(OLDEST)/' constraints.txt > $(OLDEST_VENV)/constraints.txt
-	$(OLDEST_PIP) -c $(OLDEST_VENV)/constraints.txt --index-url https://download.pytorch.org/whl/cpu torch
+	sed 's/^torch==.*/torch==$(OLDEST)+cpu/' constraints.txt > $(OLDEST_VENV)/constraints.txt
+	$(OLDEST_PIP) -c $(OLDEST_VENV)/constraints.txt torch
 	$(OLDEST_PIP) -c $(OLDEST_VENV)/constraints.txt -e '.[dev,recipes,report]'
 	$(OLDEST_PIP) -c $(OLDEST_VENV)/constraints.txt --no-deps speechbrain
 	touch $@

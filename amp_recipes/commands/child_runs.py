@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,14 +77,12 @@ class ChildRuns:
         output: Path | None = None,
         errors: Path | None = None,
         folder: str | os.PathLike[str] | None = None,
-        env: Mapping[str, str] | None = None,
     ) -> EndedChild:
         """Start the command, and wait until it has ended.
 
         output: what it says is appended to this file (a pipe would be held open by loader workers that outlive it),
         and it has nothing to read; None: it says it where this process does, and reads what this process would. errors:
-        a file for its standard error alone. folder: where it runs; env: variables that are added to those of this
-        process. Raises OSError if it cannot be started.
+        a file for its standard error alone. folder: where it runs. Raises OSError if it cannot be started.
         """
         began = time.monotonic()
         with ExitStack() as files:
@@ -98,7 +96,6 @@ class ChildRuns:
                     stdout=stdout,
                     stderr=stderr,
                     cwd=folder,
-                    env={**os.environ, **env} if env else None,
                     start_new_session=True,
                 )
             )

@@ -14,6 +14,8 @@ from amp_recipes.errors import DataError
 _SECONDS_UNHEARD = 0.5
 _MOST_UNHEARD = 16
 
+_BATCHES, _WEIGHT, _SAMPLES, _SIGNAL, _SAVE_DUE, _COVERS = range(6)  # the columns of a message
+
 
 class _Message:
     """What the processes tell each other of a window, and of those that follow.
@@ -78,18 +80,18 @@ class SyncedWindow:
         """
         is_own = index < len(self.weights)
         if self._weighted:
-            return (self.weights[index] if is_own else 0.0), self._message.mean(1)
-        return float(is_own), self._message.mean(0)
+            return (self.weights[index] if is_own else 0.0), self._message.mean(_WEIGHT)
+        return float(is_own), self._message.mean(_BATCHES)
 
     @property
     def most_batches(self) -> int:
         """How many batches the process has that has most; 0: the data of all is over."""
-        return int(self._message.most(0))
+        return int(self._message.most(_BATCHES))
 
     @property
     def fewest_batches(self) -> int:
         """How many batches the process has that has fewest."""
-        return int(self._message.least(0))
+        return int(self._message.least(_BATCHES))
 
     @property
     def samples(self) -> int:
@@ -97,13 +99,13 @@ class SyncedWindow:
 
         Where this window was not asked about, as many as in the one that was; the next message corrects the sum.
         """
-        return int(self._message.sum(2))
+        return int(self._message.sum(_SAMPLES))
 
     def requests(self) -> tuple[int, bool]:
         """The number of a signal that asks any of the processes to end (0: none), and whether any asks for a save."""
         if not self._asked:
             return 0, False
-        return int(self._message.most(3)), bool(self._message.most(4))
+        return int(self._message.most(_SIGNAL)), bool(self._message.most(_SAVE_DUE))
 
 
 class SyncedWindows:
@@ -132,7 +134,7 @@ class SyncedWindows:
         """
         self._alike = max(0, self._alike - 1)
         message = self._message
-        if message is not None and self._since < message.least(5):
+        if message is not None and self._since < message.least(_COVERS):
             if len(weights) < message.batches:
                 raise DataError(
                     "the training set yields fewer batches than its length says, and the other processes count on "

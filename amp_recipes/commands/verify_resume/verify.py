@@ -67,9 +67,7 @@ class ResumeCheck:
         for line in lines:
             self.say(line)
 
-    def run(
-        self, name: str, goes_on: str = "", kill_at: int = 0, more: Sequence[str] = (), env: Mapping[str, str] = {}
-    ) -> _Run:
+    def run(self, name: str, goes_on: str = "", kill_at: int = 0, more: Sequence[str] = ()) -> _Run:
         """Start the recipe and wait for its end; its trace and what it says lie in the folder under `name`.
 
         goes_on: the name of the run that it goes on with. Raises SystemExit if a signal asked this process to end
@@ -86,7 +84,7 @@ class ResumeCheck:
             *("--resume=auto", "--test_only=false", "--debug=false", "--noprogressbar=true"),
         ]
         output_file, errors_file = self.folder / f"{name}.stdout", self.folder / f"{name}.stderr"
-        ended = self.children.run(command, output_file, errors_file, env=env)
+        ended = self.children.run(command, output_file, errors_file)
         if self.children.requested is not None:
             raise SystemExit(128 + self.children.requested)
         return _Run(read_trace(trace), ended)
@@ -238,11 +236,11 @@ def _not_reproducible(check: ResumeCheck, difference: Difference, one: Trace, ot
 
 def _ask_determinism(check: ResumeCheck) -> list[str]:
     """What torch says about the operations, and whether two deterministic runs are equal."""
-    more, env = ["--deterministic=true"], {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    one = check.run("deterministic", more=more, env=env)
+    more = ["--deterministic=true"]
+    one = check.run("deterministic", more=more)
     if one.ended.status:
         return causes.what_determinism_says(one.ended.status, one.ended.said, None)
-    again = check.run("deterministic_again", more=more, env=env)
+    again = check.run("deterministic_again", more=more)
     equal = again.ended.status == 0 and first_difference(one.trace, again.trace) is None
     return causes.what_determinism_says(0, "", equal)
 

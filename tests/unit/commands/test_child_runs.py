@@ -13,13 +13,14 @@ from amp_recipes.errors import ConfigError
 SAYS = "import os, sys; print('out', os.environ['WORD'], os.getcwd()); print('50%\\r100%\\n\\nerr', file=sys.stderr)"
 
 
-def test_what_a_child_says_goes_to_files_and_its_end_is_kept(tmp_path):
+def test_what_a_child_says_goes_to_files_and_its_end_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORD", "here")
     both, out, err = (tmp_path / name for name in ("both", "out", "err"))
     both.write_text("of an earlier run\n")
     command = [sys.executable, "-c", SAYS]
     with ChildRuns() as children:
-        together = children.run(command, both, folder=tmp_path, env={"WORD": "here"})
-        apart = children.run(command, out, errors=err, folder=tmp_path, env={"WORD": "here"})
+        together = children.run(command, both, folder=tmp_path)
+        apart = children.run(command, out, errors=err, folder=tmp_path)
     assert together.status == 0 and together.seconds > 0 and both.read_text().startswith("of an earlier run\n")
     assert sorted(together.last_lines) == sorted(["100%", "err", f"out here {tmp_path}"])
     assert out.read_text() == f"out here {tmp_path}\n" and apart.last_lines == ["100%", "err"]

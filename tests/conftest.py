@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import copy
+import datetime
 import gc
 import logging
 import os
@@ -20,6 +21,7 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="amp_recipes_state")
 import hypothesis
 import pytest
 import ruamel.yaml
+import torch
 import yaml
 
 with suppress(ImportError):
@@ -68,6 +70,20 @@ def logging_as_before(monkeypatch):
         handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture
+def group_of_one():
+    """The store of a process group, gloo's, of this process alone, with a timeout that is nobody's default."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=0, world_size=1, timeout=datetime.timedelta(seconds=77)
+    )
+    yield store
+    # What holds the group goes first. Who drops the last hold waits for gloo's threads with the interpreter locked, and
+    # one of those may be waiting for the interpreter, to let go of a tensor: they would wait for ever.
+    gc.collect()
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

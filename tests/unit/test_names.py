@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
 
 from amp_recipes.checkpoint import Checkpointer, clean_names
@@ -24,11 +23,9 @@ class NamedLikeAWrapper(nn.Module):
 
 
 @pytest.fixture
-def ddp():
+def ddp(group_of_one):
     """Wraps in DistributedDataParallel, in a process group of one without a port."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield nn.parallel.DistributedDataParallel
-    dist.destroy_process_group()
+    return nn.parallel.DistributedDataParallel
 
 
 WRAPPED = {

@@ -18,15 +18,6 @@ from amp_recipes.modules.torch_private import SEEN_IN, version_of
 WHERE = f"private names of torch were seen in {' and '.join(SEEN_IN)}, and this is {torch.__version__}"
 
 
-@pytest.fixture
-def alone():
-    """A group of this process alone."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
-    yield store
-    dist.destroy_process_group()
-
-
 def test_nothing_is_missing():
     assert torch_private.missing_for_ddp() == [], WHERE
     lacks = ["FSDPState._fsdp_param_groups"] if RELEASE < (2, 13) else []
@@ -40,7 +31,7 @@ def test_what_is_missing_is_named(monkeypatch):
     assert torch_private.missing_for_fsdp() == ["FSDPState._of_another_torch"]
 
 
-def test_a_wrapper_that_is_never_called(alone):
+def test_a_wrapper_that_is_never_called(group_of_one):
     module = nn.Linear(2, 1)
     module.register_buffer("table", torch.zeros(3))
     with torch_private.leaving_out(module, ["bias", "table"]):
@@ -56,7 +47,7 @@ def test_a_wrapper_that_is_never_called(alone):
     torch_private.remove_hooks(wrapper)
 
 
-def test_a_backward_that_reaches_some_parameters_is_found(alone):
+def test_a_backward_that_reaches_some_parameters_is_found(group_of_one):
     module = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
     wrapper = DistributedDataParallel(module)
     torch_private.expect_gradients(wrapper, [])
@@ -69,7 +60,7 @@ def test_a_backward_that_reaches_some_parameters_is_found(alone):
     torch_private.remove_hooks(wrapper)
 
 
-def test_a_broadcast_leaves_version_counters_alone(alone):
+def test_a_broadcast_leaves_version_counters_alone(group_of_one):
     tensors = [torch.ones(2), torch.ones(3)]
     before = [version_of(tensor) for tensor in tensors]
     with torch.no_grad(), torch_private.versions_kept(tensors):
@@ -79,7 +70,7 @@ def test_a_broadcast_leaves_version_counters_alone(alone):
 
 
 @needs_fsdp
-def test_groups_of_a_sharded_unit(alone):
+def test_groups_of_a_sharded_unit(group_of_one):
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     unit, mesh = nn.Linear(2, 2), dist.init_device_mesh("cpu", (1,))
@@ -106,7 +97,7 @@ def test_groups_of_a_sharded_unit(alone):
     assert torch_private.gathered_form(weight) is gathered, WHERE
 
 
-def test_a_dtensor_of_a_part_that_stays_where_it_is(alone):
+def test_a_dtensor_of_a_part_that_stays_where_it_is(group_of_one):
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     whole = distribute_tensor(torch.ones(4, 2), dist.init_device_mesh("cpu", (1,)), [Shard(0)])
@@ -135,7 +126,7 @@ def test_activations_are_computed_again():
     assert len(calls) == 2 and type(module) is Counted, WHERE
 
 
-def test_timeouts_and_the_store_of_a_group(alone):
+def test_timeouts_and_the_store_of_a_group(group_of_one):
     assert torch_private.timeout_of(dist.group.WORLD) == timedelta(seconds=77), WHERE
     torch_private.set_timeout(dist.group.WORLD, timedelta(seconds=99))
     assert torch_private.timeout_of(dist.group.WORLD) == timedelta(seconds=99), WHERE

@@ -830,20 +830,16 @@ def test_export_keeps_the_precision(bf16, strict):
     assert torch.equal(result, module(x))
 
 
-def test_distributed_data_parallel_runs_decorated_modules():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        module = ThreePinned()
-        parallel = nn.parallel.DistributedDataParallel(module)
-        x = low()
-        with torch.autocast("cpu", BF16):
-            result = parallel(x)
-            assert torch.equal(result, module(x))
-        result.sum().backward()
-        assert result.dtype is torch.float32
-        assert all(parameter.grad is not None for parameter in module.parameters())
-    finally:
-        torch.distributed.destroy_process_group()
+def test_distributed_data_parallel_runs_decorated_modules(group_of_one):
+    module = ThreePinned()
+    parallel = nn.parallel.DistributedDataParallel(module)
+    x = low()
+    with torch.autocast("cpu", BF16):
+        result = parallel(x)
+        assert torch.equal(result, module(x))
+    result.sum().backward()
+    assert result.dtype is torch.float32
+    assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 # --- custom_fwd, custom_bwd --------------------------------------------------------------------------------

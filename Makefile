@@ -31,7 +31,7 @@ help:
 
 setup: $(INSTALLED)
 
-# The tests of docs/migrating.md take SpeechBrain, without what it depends on: PyPI's torchaudio is built for CUDA, and
+# The tests of docs/migrating/index.md take SpeechBrain, without what it depends on: PyPI's torchaudio is built for CUDA, and
 # where it cannot be loaded, transformers cannot either.
 # torch comes from wherever pip is set up to look: a CPU build ("2.13.0+cpu") also meets the constraint, and wins.
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt

@@ -1,6 +1,6 @@
 """How memory and communication grow with model, batch, ranks and strategy: the formulas, and the table made from them.
 
-    python benchmarks/_scaling_model.py          prints the table of docs/scaling.md
+    python benchmarks/_scaling_model.py          prints the table of docs/explanation/scaling.md
     python benchmarks/_scaling_model.py --write  puts it there
 
 The formulas are held against counts at small scale in tests/system/test_scaling_formulas.py. GB are 1e9 bytes.
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "scaling.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "explanation" / "scaling.md"
 BEGIN, END = "<!-- the table begins: benchmarks/_scaling_model.py --write -->", "<!-- the table ends -->"
 
 FP32, BF16 = 4, 2  # bytes of a number
@@ -397,7 +397,7 @@ def table_runs(batch: int = 2, length: int = 4096, counts: Sequence[int] = (1, 2
 
 
 def table(shape: Shape = LLAMA_7B, machine: Machine = Machine()) -> str:
-    """The table of docs/scaling.md."""
+    """The table of docs/explanation/scaling.md."""
     lines = [
         "| strategy | GPUs | state | peak | peak, checkpointed | fits 80 GB | sent | communication | compute | ratio |",
         "| --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: |",
@@ -435,7 +435,7 @@ def put(text: str, made: str) -> str:
 def main(argv: Sequence[str]) -> None:
     """Print the table, or write it into the document."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/scaling.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/explanation/scaling.md")
     if parser.parse_args(argv).write:
         DOCUMENT.write_text(put(DOCUMENT.read_text(), table()))
     else:

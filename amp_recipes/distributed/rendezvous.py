@@ -44,7 +44,7 @@ def check_environment() -> None:
                 raise ConfigError(
                     f"{launcher} started {os.environ[count]} processes ({count}), each of which would train alone, in "
                     "the same folder: WORLD_SIZE is not set. Start one torchrun on each machine, which starts the "
-                    f"processes (docs/launching.md), or set {names}, MASTER_ADDR and MASTER_PORT for each; "
+                    f"processes (docs/how_to/launch.md), or set {names}, MASTER_ADDR and MASTER_PORT for each; "
                     "WORLD_SIZE=1 where they are to train alone."
                 )
     missing = [name for name in _NEEDED if launched() and not os.environ.get(name)]

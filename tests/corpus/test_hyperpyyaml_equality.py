@@ -609,7 +609,7 @@ class Comparison:
         self.twins, self.alive = {}, []
 
     def check(self, ours, theirs, path="hparams"):
-        # A partial of a class that tells its place when the object cannot be built (docs/configuration.md).
+        # A partial of a class that tells its place when the object cannot be built (docs/reference/yaml.md).
         kind = functools.partial if isinstance(ours, LateClass) else type(ours)
         assert kind is type(theirs), f"{path}: {ours!r} is no {type(theirs).__name__} like {theirs!r}"
         if ours is None or isinstance(ours, str | bytes | int | float | datetime.date):

@@ -1,4 +1,4 @@
-"""What docs/migrating.md shows for our side runs, and does what it says."""
+"""What docs/migrating/index.md shows for our side runs, and does what it says."""
 
 import re
 import runpy
@@ -10,7 +10,7 @@ from repository import REPOSITORY
 
 from amp_recipes.config.options.run_options import OPTION_NAMES
 
-PAGE = (REPOSITORY / "docs" / "migrating.md").read_text()
+PAGE = (REPOSITORY / "docs" / "migrating" / "index.md").read_text()
 BLOCKS = {
     first: f"# {first}\n{body}" for first, body in re.findall(r"```(?:python|yaml)\n# (\w+\.\w+)\n(.*?)```", PAGE, re.S)
 }

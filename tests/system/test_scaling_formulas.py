@@ -1,4 +1,4 @@
-"""The formulas of docs/scaling.md against counts: bytes sent and bytes held, in 1, 2 and 4 processes."""
+"""The formulas of docs/explanation/scaling.md against counts: bytes sent and bytes held, in 1, 2 and 4 processes."""
 
 import re
 import sys

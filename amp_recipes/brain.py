@@ -142,7 +142,9 @@ class Brain(OptionFields):
         def __getattr__(self, name: str) -> Any:
             kind = type(self).__name__
             if name == "_Brain__run":
-                raise AttributeError(f"{kind}.__init__ must call super().__init__(...) before it uses what Brain has.")
+                raise AttributeError(
+                    f"{kind}.__init__ must call super().__init__(...) before it uses an attribute of Brain."
+                )
             raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     # ------------------------------------------------------------------ fit
@@ -325,7 +327,7 @@ class Brain(OptionFields):
         Outside a stage it does nothing. Raises RecipeError for the name `loss`, which the stage's average has.
         """
         if name == "loss":
-            raise RecipeError("add_metric('loss') would take the place of the stage's average loss: give another name.")
+            raise RecipeError("add_metric('loss') would replace the average loss of the stage: use another name.")
         self.__run.window.metric_sums().add(name, total, count)
 
     def gather(self, value: Any) -> list[Any]:

@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 # A closed terminal, Ctrl-\, what schedulers warn with, a limit of processor time: by default each kills the process.
 SAVE_SIGNALS = ("SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-"""What the option `save_signals` takes."""
+"""The signals that the option `save_signals` accepts."""
 SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGINT", *SAVE_SIGNALS))
-"""What asks a run to save."""
+"""The signals that ask a run to save."""
 # Terminals and launchers may deliver one Ctrl-C twice (to the group, and passed on): that is no second wish.
 _SECOND_AFTER_SECONDS = 1.0
 _LOG_WITHIN_SECONDS = 1.0
@@ -76,7 +76,7 @@ class Interrupts:
             return
         self._restore()
         if self.save_requested is not None:
-            logger.warning("%s: nothing was left to save", signal.Signals(self.save_requested).name)
+            logger.warning("%s: there was nothing left to save", signal.Signals(self.save_requested).name)
         if self.requested is not None and kind is None:
             self.leave("ends here")
 
@@ -141,7 +141,7 @@ class Interrupts:
             now = time.monotonic()
             if self._first_sigint is None:
                 self._first_sigint = now
-                _log(f"{told}; once more to exit at once")
+                _log(f"{told}; press Ctrl-C again to exit at once")
             elif now - self._first_sigint >= _SECOND_AFTER_SECONDS and not self._saves:
                 raise KeyboardInterrupt("a second SIGINT")
         elif first:

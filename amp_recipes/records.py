@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 SCHEMA_VERSION = 1
-"""Version of the record layout in `metrics.jsonl`; raised when a field changes its meaning."""
+"""Version of the record layout in `metrics.jsonl`; it goes up when a field changes its meaning."""
 
 
 @dataclass(frozen=True, slots=True)

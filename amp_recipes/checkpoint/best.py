@@ -26,13 +26,13 @@ def best_checkpoint(run: str | Path) -> Checkpoint:
     if run.name.startswith("CKPT+"):
         found = [checkpoint for checkpoint in _checkpoints_in(run.parent) if checkpoint.path == run]
         if not found:
-            raise CheckpointError(f"{str(run)!r} is no checkpoint that can be read.")
+            raise CheckpointError(f"{str(run)!r} is not a readable checkpoint.")
         return found[0]
     folder = run / "save" if (run / "save").is_dir() else run
     checkpoints = _checkpoints_in(folder)
     if not checkpoints:
         raise CheckpointError(
-            f"There is no checkpoint in {str(run)!r}. Expected the output folder of a run, or one of its CKPT+ folders."
+            f"No checkpoint in {str(run)!r}. Expected the output folder of a run, or one of its CKPT+ folders."
         )
     by = next(filter(None, map(best_by, checkpoints)), None)
     if by is None:
@@ -54,7 +54,9 @@ def model_weights(checkpoint: Checkpoint, like: nn.Module | None = None) -> dict
     """
     names = [name for name in ("modules", "ema") if (checkpoint.path / f"{name}{STATE_SUFFIX}").is_file()]
     if "modules" not in names:
-        raise CheckpointError(f"{checkpoint.path} holds no state of 'modules': a recipe's own checkpointer made it.")
+        raise CheckpointError(
+            f"{checkpoint.path} has no state of 'modules': it was saved by a recipe's own checkpointer."
+        )
     layout = None if like is None else clean_state(like, like.state_dict())
     states = Checkpointer(checkpoint.path.parent).read(checkpoint, names, dict.fromkeys(names, layout))
     weights, averaged = states["modules"], states.get("ema", {})
@@ -71,5 +73,5 @@ def load_weights(modules: nn.Module, weights: dict[str, Any], source: str) -> No
     problems = mismatches("modules", modules, weights)
     if problems:
         listed = "\n  ".join(problems)
-        raise CheckpointError(f"{source} is of another model; nothing was loaded.\n  {listed}")
+        raise CheckpointError(f"{source} is from a different model; nothing was loaded.\n  {listed}")
     load_all({"modules": modules}, {"modules": shared_as(modules, weights)}, source)

@@ -64,10 +64,10 @@ from amp_recipes.errors import CheckpointError, ConfigError
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
-"""Version of folder and states (1: before the first release); raised when an earlier reader would misread them."""
+"""Version of the folder and the states (1: before the first release); goes up when an older one would misread them."""
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""Version n -> what makes states of version n+1 (recoverable -> state) of those of version n."""
+"""Version n -> the function that converts states of version n (recoverable -> state) to version n+1."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Checkpointer:
             return False
         if not isinstance(error, Exception):
             raise error
-        logger.warning("the save before this one failed; the present state is written now (it was: %s)", error)
+        logger.warning("the previous save failed (%s); saving the current state instead", error)
         return True
 
     def _group(self) -> CheckpointGroup:
@@ -277,12 +277,16 @@ class Checkpointer:
     def _not_written(self, meta: Mapping[str, Any], why: str) -> CheckpointError:
         try:
             found, _ = self._scan()
-            left = f"{describe(found[0].number, found[0].meta)} is intact." if found else "There is no other one."
+            left = "There is no other checkpoint."
+            if found:
+                left = f"{describe(found[0].number, found[0].meta)} is intact."
             name = describe(self._next_number(), meta)
         except (OSError, CheckpointError) as error:
-            left = f"What else is there cannot be read now ({error})."
+            left = f"The other checkpoints cannot be read now ({error})."
             name = describe(self._last_number + 1, meta)
-        return CheckpointError(f"Checkpoint {name} not written: {why} {left} Folder: {str(self.checkpoints_dir)!r}.")
+        return CheckpointError(
+            f"Checkpoint {name} was not written: {why} {left} Folder: {str(self.checkpoints_dir)!r}."
+        )
 
     # ------------------------------------------------------------------ which ones stay
 
@@ -330,7 +334,7 @@ class Checkpointer:
         try:
             delete_folder(checkpoint.path)
         except OSError as error:
-            warnings.warn(f"The old checkpoint {checkpoint.path} could not be deleted: {error}", stacklevel=3)
+            warnings.warn(f"Could not delete the old checkpoint {checkpoint.path}: {error}", stacklevel=3)
 
     # ------------------------------------------------------------------ finding
 
@@ -419,8 +423,8 @@ class Checkpointer:
             if problems:
                 listed = "\n  ".join(problems)
                 raise CheckpointError(
-                    f"{chosen.path} is of another model; nothing was loaded. Give another output folder to start "
-                    f"afresh.\n  {listed}"
+                    f"{chosen.path} is from a different model; nothing was loaded. To start a new run, give another "
+                    f"output_folder.\n  {listed}"
                 )
             return {name: layout_of(self.recoverables[name], state) for name, state in states.items()}
 
@@ -441,12 +445,12 @@ class Checkpointer:
         """A run that has checkpoints must not begin anew, or be evaluated untrained, without a word."""
         if not lacking and not damaged:
             return
-        text = f"No checkpoint in {str(self.checkpoints_dir)!r} can be used."
+        text = f"No usable checkpoint in {str(self.checkpoints_dir)!r}."
         if lacking:
-            text += f" None has a number (NaN is none) as {key!r}; {known_keys(lacking, key)}"
+            text += f" None of them has a number for {key!r} (NaN does not count); {known_keys(lacking, key)}"
         if damaged:
             listed = "".join(f"\n  {path.name}: {what}" for path, what in damaged.items())
-            text += f" Damaged; `--resume never` sets them aside and starts afresh:{listed}"
+            text += f" These are damaged; `--resume never` renames their folder and starts a new run:{listed}"
         raise CheckpointError(text)
 
     def read(
@@ -475,7 +479,9 @@ class Checkpointer:
 
         def look() -> tuple[int, list[str]]:
             if group.count > 1 and not checkpoint.path.is_dir():
-                raise Damaged("not seen: output_folder must lie on a file system that all machines share")
+                raise Damaged(
+                    "not visible to this process: output_folder must be on a file system that all machines share"
+                )
             contents = read_contents(checkpoint.path)
             migrate = contents.version < FORMAT_VERSION
             if not migrate:
@@ -505,10 +511,11 @@ def _refuse_other_formats(path: Path, contents: Contents) -> None:
     version = contents.version
     if version > FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {version}; this amp_recipes reads {FORMAT_VERSION}. Install a newer."
+            f"{path} has format version {version}, but this amp_recipes reads version {FORMAT_VERSION}. Install a "
+            "newer amp_recipes."
         )
     if not all(step in MIGRATIONS for step in range(version, FORMAT_VERSION)):
         raise CheckpointError(
-            f"{path} has format version {version}, which was only used before the first release; this amp_recipes "
-            f"reads {FORMAT_VERSION}. Give another output folder to start afresh."
+            f"{path} has format version {version}, from before the first release; this amp_recipes reads version "
+            f"{FORMAT_VERSION}. To start a new run, give another output_folder."
         )

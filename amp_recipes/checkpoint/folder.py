@@ -105,8 +105,8 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise CheckpointError(
-            f"Checkpoint folder {str(path)!r} is not writable ({reason(error, path)}). "
-            "Give the run an output folder that this user may write to."
+            f"Checkpoint folder {str(path)!r} is not writable ({reason(error, path)}). Give an output_folder that "
+            "your user can write to."
         ) from error
 
 
@@ -146,7 +146,9 @@ def read_contents(path: Path) -> Contents:
         )
         kinds = tuple(map(type, (contents.version, contents.names, contents.meta, contents.shards)))
         if kinds != (int, list, dict, int) or not all(type(name) is str for name in contents.names):
-            raise TypeError("format_version, recoverables and meta are a number, a list of names and an object")
+            raise TypeError(
+                "expected a number for format_version, a list of names for recoverables and an object for meta"
+            )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{META_FILE} cannot be read ({type(error).__name__}: {error})") from error
     # Also before a version is believed, since a bit of it may have flipped. (The first format had no manifest.)
@@ -161,7 +163,7 @@ def fit_of(checkpoint: Checkpoint) -> int:
     if type(value) is float:  # a metric of that name, in a checkpoint that a recipe made itself
         return 1
     if type(value) is not int:
-        raise CheckpointError(f"{checkpoint.path}: {META_FILE} is not of this framework: fit is {value!r}.")
+        raise CheckpointError(f"{checkpoint.path}: {META_FILE} was not written by amp_recipes: fit is {value!r}.")
     return value
 
 
@@ -176,7 +178,8 @@ def best_by(checkpoint: Checkpoint) -> tuple[str, str] | None:
     if type(found) is dict and type(found.get("metric")) is str and found.get("mode") in ("min", "max"):
         return found["metric"], found["mode"]
     raise CheckpointError(
-        f"{checkpoint.path}: {META_FILE} is not of this framework: {BEST_BY} is {found!r}; expected metric and mode."
+        f"{checkpoint.path}: {META_FILE} was not written by amp_recipes: {BEST_BY} is {found!r}; expected metric and "
+        "mode."
     )
 
 
@@ -210,7 +213,7 @@ def _text_of(file: Path) -> str:
 
 def warn_of_damage(path: Path, what: str) -> None:
     """Say that a checkpoint is passed over."""
-    warnings.warn(f"Checkpoint {path} is damaged and left out: {what}.", stacklevel=3)
+    warnings.warn(f"Skipping checkpoint {path}, which is damaged: {what}.", stacklevel=3)
 
 
 def read_manifest(path: Path) -> dict[str, str]:
@@ -236,7 +239,7 @@ def verify(path: Path, files: Iterable[str]) -> None:
     sums = read_manifest(path)
     for file in files:
         if file not in sums:
-            raise Damaged(f"{MANIFEST_FILE} does not name {file}")
+            raise Damaged(f"{MANIFEST_FILE} does not list {file}")
         try:
             found = file_sha256(path / file)
         except OSError as error:
@@ -245,4 +248,4 @@ def verify(path: Path, files: Iterable[str]) -> None:
             raise Damaged(str(error)) from error
         if found != sums[file]:
             size = (path / file).stat().st_size
-            raise Damaged(f"{file} ({size} bytes) has sha256 {found[:12]}…, {MANIFEST_FILE} says {sums[file][:12]}…")
+            raise Damaged(f"{file} ({size} bytes) has sha256 {found[:12]}…, but {MANIFEST_FILE} has {sums[file][:12]}…")

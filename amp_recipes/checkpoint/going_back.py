@@ -28,9 +28,11 @@ def find_newest(
                 verify_all(checkpoint.path)
                 return checkpoint, states
         except Damaged as error:
-            logger.warning("not a checkpoint to go back to: %s is damaged: %s", checkpoint.path, error)
+            logger.warning(
+                "skipping a checkpoint in the search for one to go back to: %s is damaged: %s", checkpoint.path, error
+            )
         except CheckpointError as error:
-            logger.warning("not a checkpoint to go back to: %s", error)
+            logger.warning("skipping a checkpoint in the search for one to go back to: %s", error)
     return None
 
 
@@ -49,7 +51,7 @@ def make_newest(checkpointer: Checkpointer, checkpoint: Checkpoint, states: Mapp
     copy = writer.save_checkpoint(checkpoint.meta)
     for left in later:
         checkpointer.delete_checkpoint(left)
-        logger.warning("deleted %s: the run goes back to before it", left.path)
+        logger.warning("deleted %s: it was saved after the checkpoint that the run goes back to", left.path)
     return copy
 
 

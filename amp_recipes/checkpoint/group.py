@@ -70,8 +70,8 @@ class CheckpointGroup:
         """Go on when all processes have come to do the same. Raises CheckpointError on all if they do not."""
         came = self.of_all(what)
         if len(set(came)) > 1:
-            listed = ", ".join(f"rank {rank} came to {what}" for rank, what in enumerate(came))
-            raise CheckpointError(f"Ranks disagree: {listed}. All of them save and load a checkpoint together.")
+            listed = ", ".join(f"rank {rank} wants to {what}" for rank, what in enumerate(came))
+            raise CheckpointError(f"Ranks disagree: {listed}. All ranks must save, or load, a checkpoint together.")
 
     def all_do(self, job: Callable[[], Any]) -> Any:
         """What `job` returned here. The error of any process is raised on all: before others a CheckpointError."""
@@ -143,8 +143,8 @@ def _heard(told: tuple[int, str], before: str = "") -> Exception:
 
 def _unheard(error: RuntimeError) -> Unheard:
     return Unheard(
-        f"The other processes were not heard ({str(error).partition(chr(10))[0]}). Either one has ended, or not all "
-        "came: in several processes every rank must call what saves or loads a checkpoint (not under `if "
-        "is_main_process()`); rank 0 alone writes what is not sharded. They wait for each other for "
-        "distributed_timeout_minutes."
+        f"The other processes did not answer ({str(error).partition(chr(10))[0]}). Either one of them has ended, or "
+        "not all of them came here. With several processes, every rank must call the functions that save or load a "
+        "checkpoint, so do not call them under `if is_main_process()`. Only rank 0 writes what is not sharded. The "
+        "processes wait for each other for distributed_timeout_minutes."
     )

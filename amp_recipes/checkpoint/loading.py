@@ -30,7 +30,9 @@ _MAX_NAME_BYTES = 255 - len(STATE_SUFFIX)
 def check_recoverable(name: str, obj: Any, taken: Mapping[str, Any]) -> None:
     """Raise ConfigError if a recoverable's name is no plain file name or taken, or if it has no state to save."""
     if not isinstance(name, str) or not _RECOVERABLE_PATTERN.fullmatch(name):
-        raise ConfigError(f"Recoverable {name!r}: expected a file name of letters, digits, '_', '-', '+' and '.'.")
+        raise ConfigError(
+            f"Recoverable {name!r}: a recoverable's name is a file name of letters, digits, '_', '-', '+' and '.'."
+        )
     if len(name.encode()) > _MAX_NAME_BYTES:
         raise ConfigError(f"Recoverable {name[:20]}…: its name is longer than {_MAX_NAME_BYTES} bytes.")
     if name in taken:
@@ -97,8 +99,8 @@ def refuse_nonfinite(bad: Iterable[str]) -> None:
     bad = list(dict.fromkeys(bad))
     if bad:
         raise CheckpointError(
-            f"nonfinite parameters (NaN or infinite): {listed(bad)}. Training has diverged: go on from an "
-            "earlier checkpoint with a lower learning rate, or freeze parameters that are to hold infinities."
+            f"parameters are not finite (NaN or infinite): {listed(bad)}. Training has diverged: resume from an "
+            "earlier checkpoint with a lower learning rate. If a parameter is meant to hold infinities, freeze it."
         )
 
 
@@ -158,7 +160,7 @@ def mismatches(name: str, obj: Any, state: Any) -> list[str]:
     if not isinstance(obj, nn.Module | Optimizer):
         return []
     if not isinstance(state, Mapping):
-        return [f"{name}: a {type(state).__name__} in the checkpoint, expected a state dict"]
+        return [f"{name}: a {type(state).__name__} in the checkpoint; expected a state dict"]
     live = obj.state_dict()
     if isinstance(obj, nn.Module):
         return _module_mismatches(name, clean_state(obj, live), state)
@@ -208,7 +210,9 @@ def load_all(recoverables: Mapping[str, Any], states: Mapping[str, Any], source:
 
     def take_back() -> str:
         lost = [changed for changed, old in before.items() if not _put_back(recoverables[changed], old)]
-        return f"{', '.join(lost)} could not be put back: do not train on." if lost else "All is as it was before."
+        if lost:
+            return f"Could not restore {', '.join(lost)}: do not train with this model."
+        return "All objects were restored to their earlier state."
 
     for name, state in states.items():
         obj = recoverables[name]
@@ -221,7 +225,7 @@ def load_all(recoverables: Mapping[str, Any], states: Mapping[str, Any], source:
                 _undo_casts(obj, state)
         except Exception as error:
             raise CheckpointError(
-                f"{source}: {name!r} ({type(obj).__name__}) does not take its state: {error}. {take_back()}"
+                f"{source}: loading the state of {name!r} ({type(obj).__name__}) failed: {error}. {take_back()}"
             ) from error
     return take_back
 

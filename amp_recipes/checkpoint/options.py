@@ -18,25 +18,25 @@ class CheckpointOptions:
     ckpt_interval_steps: int = option(0, "Updates between checkpoints inside an epoch. 0: off.", AT_LEAST_ZERO)
     ckpt_background: bool = option(
         True,
-        "Copy the state to host memory and write it while training goes on. `false`: training waits for the disk.",
+        "Copy the state to host memory and write it while training continues. `false`: training waits for the disk.",
         rare=True,
     )
     save_signals: list[str] = option(
         [],
-        f"Signals at which the run saves and goes on, and does not end: {_SIGNAL_NAMES.text}.",
+        f"Signals at which the run saves a checkpoint and continues: {_SIGNAL_NAMES.text}.",
         _SIGNAL_NAMES,
         rare=True,
     )
     resume: Literal["auto", "never", "must"] = option(
         "auto",
-        "`auto`: go on from the newest checkpoint of the output folder, if there is one; `must`: end with an error if "
-        "there is none; `never`: set the old checkpoints aside and start afresh.",
+        "`auto`: resume from the newest checkpoint of the output folder, if there is one; `must`: end with an error "
+        "if there is none; `never`: rename the folder of the old checkpoints and start a new run.",
     )
     init_from: str | None = option(
         None,
-        "Begin with the weights of another run: its output folder (its best checkpoint) or one of its `CKPT+` folders. "
-        "A run that resumes does not look at it.",
+        "Start from the weights of another run: its output folder (the best checkpoint is used) or one of its "
+        "`CKPT+` folders. Ignored when the run resumes.",
     )
     accept_changes: bool = option(
-        False, "Resume although settings differ from those that the run began with.", rare=True
+        False, "Resume even if settings differ from those that the run began with.", rare=True
     )

@@ -79,7 +79,7 @@ class Packer:
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if len(path) > MAX_DEPTH:
-            raise Refused(path[:3], f"nested more than {MAX_DEPTH} levels deep, or holds itself")
+            raise Refused(path[:3], f"nested more than {MAX_DEPTH} levels deep, or contains itself")
         if isinstance(value, dict):
             return self._mapping(value, path)
         if kind is list or kind is deque or kind in SEQUENCE_TAGS:
@@ -173,7 +173,7 @@ class Packer:
 
     def _distributed(self, value: Any, path: tuple) -> Any:
         if any(placement.is_partial() for placement in value.placements):
-            raise Refused(path, f"a DTensor with a sum that has not been taken ({value.placements})")
+            raise Refused(path, f"a DTensor whose sum over processes is still pending ({value.placements})")
         part = local(value.detach())
         if all(placement.is_replicate() for placement in value.placements):
             return self._tensor(part, path)
@@ -187,7 +187,7 @@ class Packer:
             if part.numel() and is_first_holder(value):
                 offsets, sizes = here(value)
                 if sizes != list(part.shape):
-                    raise Refused(path, f"a sharded tensor whose part is {list(part.shape)}, expected {sizes}")
+                    raise Refused(path, f"a sharded tensor whose local part is {list(part.shape)}, expected {sizes}")
                 self.parts[name] = (part, offsets)
         return {"$sharded": name}
 
@@ -213,7 +213,7 @@ def _plain_tensor(value: Tensor, path: tuple) -> Tensor:
     elif tensor.is_meta:
         what = "meta"
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
-        raise Refused(path, f"a tensor that is not plain and dense ({what})")
+        raise Refused(path, f"a tensor that is not a plain dense tensor ({what})")
     return tensor.resolve_conj().resolve_neg()
 
 

@@ -157,7 +157,7 @@ class CheckpointPolicy:
         except CheckpointError as error:
             if self._save_again is None:
                 raise
-            logger.warning("the last save failed and is tried once more (it was: %s)", error)
+            logger.warning("the last save failed (%s); trying once more", error)
             self._save_again()
 
     def _note_save(self) -> None:
@@ -171,7 +171,7 @@ class CheckpointPolicy:
         """
         if self.checkpointer is None or self._resumed:
             if self.checkpointer is None and mode == "must":
-                raise CheckpointError("resume is 'must', but the run has no output_folder to go on from.")
+                raise CheckpointError("resume is 'must', but this run has no output_folder to resume from.")
             return None
         self._resumed = True
         if self._may_resume_again:
@@ -182,11 +182,13 @@ class CheckpointPolicy:
         found = self.checkpointer.recover_if_possible()
         if found is not None:
             # A warning, so that it is seen: whoever changed a setting may not expect the old run to go on.
-            logger.warning("going on from %s (%s); another output_folder starts afresh", found.path, _where(found.meta))
+            logger.warning(
+                "resuming from %s (%s); to start a new run, give another output_folder", found.path, _where(found.meta)
+            )
         elif mode == "must":
             raise CheckpointError(
-                f"resume is 'must', but there is no checkpoint in {str(self.checkpointer.checkpoints_dir)!r}. Give the "
-                "output_folder of the run to go on with, or leave resume at 'auto'."
+                f"resume is 'must', but there is no checkpoint in {str(self.checkpointer.checkpoints_dir)!r}. Give "
+                "the output_folder of the run to resume, or leave resume at 'auto'."
             )
         return found
 
@@ -218,7 +220,7 @@ class CheckpointPolicy:
         aside = folder.with_name(f"{folder.name}.{number}")
         self.checkpointer.move_to(aside)
         self.checkpointer.check_writable()
-        logger.warning("resume is 'never': the checkpoints that were in %s are in %s now", folder, aside)
+        logger.warning("resume is 'never': moved the old checkpoints from %s to %s", folder, aside)
         return number
 
     def load_for_evaluation(
@@ -260,8 +262,8 @@ class CheckpointPolicy:
     def _warn_of_another_best(self, key: str) -> None:
         if self._best_key not in (None, key):
             logger.warning(
-                "the best of '%s' is asked for, but training kept the best of '%s' and the newest: set "
-                "early_stop_metric (with early_stop_patience: null, if it is not to stop)",
+                "the best checkpoint by '%s' may be gone: training kept only the best by '%s' and the newest. Set "
+                "early_stop_metric before training (with early_stop_patience: null it does not stop training)",
                 key,
                 self._best_key,
             )
@@ -278,5 +280,5 @@ def _where(meta: Mapping[str, Any]) -> str:
     """The moment at which a checkpoint was saved."""
     epoch = f"epoch {meta.get('epoch')}"
     if meta.get("stage") == "valid":
-        return f"in the validation of {epoch}"
+        return f"during the validation of {epoch}"
     return f"{epoch}, batch {meta['step']}" if meta.get("step") else epoch

@@ -18,7 +18,7 @@ def ranked(checkpoints: list[Checkpoint], min_key: str | None, max_key: str | No
     Raises ConfigError if both keys are given.
     """
     if min_key is not None and max_key is not None:
-        raise ConfigError(f"min_key={min_key!r} and max_key={max_key!r}: give one of them, not both.")
+        raise ConfigError(f"min_key={min_key!r} and max_key={max_key!r} are both given; expected at most one of them.")
     if min_key is not None:
         return _best_first(checkpoints, min_key, -1)
     return checkpoints if max_key is None else _best_first(checkpoints, max_key, +1)
@@ -62,7 +62,7 @@ def known_keys(checkpoints: list[Checkpoint], key: str | None) -> str:
     known = sorted({known for checkpoint in checkpoints for known in checkpoint.meta})
     nearest = get_close_matches(str(key), [name for name in known if name != key], n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    return f"their meta has: {', '.join(known) or 'nothing'}.{hint}"
+    return f"the keys in their meta: {', '.join(known) or 'nothing'}.{hint}"
 
 
 def _best_first(checkpoints: list[Checkpoint], key: str, sign: int) -> list[Checkpoint]:
@@ -91,7 +91,9 @@ def _best_and_spare(
                 verify_all(checkpoint.path)
             intact += 1
         except Damaged as error:
-            warnings.warn(f"Checkpoint {checkpoint.path} is damaged, the next best stays too: {error}.", stacklevel=5)
+            warnings.warn(
+                f"Checkpoint {checkpoint.path} is damaged, so the next best is kept too: {error}.", stacklevel=5
+            )
     return chosen
 
 

@@ -92,9 +92,9 @@ def refuse_missing(checkpoint: Checkpoint, wanted: Iterable[str], held: Iterable
     missing = [name for name in wanted if name not in held]
     if missing:
         raise CheckpointError(
-            f"{checkpoint.path} has no state of {', '.join(missing)}; nothing was loaded: was it made with "
-            "other settings (precision, ema_decay)? To begin with its weights alone: another --output_folder, and "
-            f"--init_from with the folder of that run. It holds: {', '.join(sorted(held)) or 'nothing'}."
+            f"{checkpoint.path} has no state of {', '.join(missing)}; nothing was loaded. It has states of: "
+            f"{', '.join(sorted(held)) or 'nothing'}. Was it saved with other settings (precision, ema_decay)? To "
+            "start from its weights only, give another --output_folder and --init_from with the folder of that run."
         )
 
 

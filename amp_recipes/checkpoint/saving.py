@@ -99,14 +99,16 @@ def note_pieces(files: Mapping[str, PackedState], of_ranks: list[Held]) -> dict[
     for name, state in files.items():
         lacking = state.incomplete()
         if lacking:
-            raise CheckpointError(f"the parts of {name}[{lacking[0]!r}] on all processes do not make up the tensor.")
+            raise CheckpointError(
+                f"the parts of {name}[{lacking[0]!r}] from all processes do not cover the whole tensor."
+            )
     return unwanted
 
 
 def _refuse_unknown(rank: int, name: str, pieces: Mapping[str, Any], file: PackedState | None) -> None:
     unknown = pieces.keys() - (file.sharded.keys() if file is not None else set())
     if unknown:
-        raise CheckpointError(f"rank {rank} shares {name}[{min(unknown)!r}], which rank 0 does not have.")
+        raise CheckpointError(f"rank {rank} has a part of {name}[{min(unknown)!r}], which rank 0 does not have.")
 
 
 def without(files: Mapping[str, PackedState], unwanted: Mapping[str, list[str]]) -> dict[str, PackedState]:
@@ -201,7 +203,7 @@ def _written(files: Mapping[str, PackedState], folder: Path) -> tuple[dict[str, 
     except OSError as error:
         hint = ""
         if error.errno == errno.ENOENT and not folder.is_dir():
-            hint = f" {folder}: output_folder must lie on a file system that all machines share"
+            hint = f" {folder}: output_folder must be on a file system that all machines share"
         return {}, (error.errno or errno.EIO, f"{error.strerror or error}{hint}")
     except Exception as error:
         return {}, (None, f"{type(error).__name__}: {error}")
@@ -285,7 +287,7 @@ def _put_copy(file: Path, copy: Path) -> None:
 
 
 def _disk_full(needed: int, free: int) -> OSError:
-    return OSError(errno.ENOSPC, f"disk full (needs {size_text(needed)}, free {size_text(free)})")
+    return OSError(errno.ENOSPC, f"the disk is full (needs {size_text(needed)}, free {size_text(free)})")
 
 
 def _withdraw(temporary: Path, target: Path | None) -> None:

@@ -40,7 +40,7 @@ class Snapshot:
             if not _lack_of_memory(sum(tensor.nbytes for tensor in pinned.values())):
                 self._add_buffers(pinned)
         except Exception as error:  # no save has failed: the first one will try again
-            logger.info("memory for copies of the state could not be taken ahead of the first save: %s", error)
+            logger.info("could not allocate the memory for a copy of the state before the first save: %s", error)
 
     @torch.inference_mode(False)  # a buffer made inside it could not be written to outside
     @torch.no_grad()
@@ -95,8 +95,8 @@ class Snapshot:
     def _tell(self, needed: int, why: str) -> bool:
         if not self._told:
             logger.warning(
-                "checkpoints are written while training waits: a copy in host memory needs %.0f MB, and twice as much "
-                "should be free (%s)",
+                "training waits while a checkpoint is written: a copy of the state in host memory needs %.0f MB, and "
+                "twice as much must be free (%s)",
                 needed / 1e6,
                 why,
             )

@@ -180,8 +180,8 @@ def _save(obj: Any, path: Path) -> None:
 def _load(obj: Any, path: Path, end_of_epoch: bool) -> None:
     if Path(path).read_bytes()[:15] == b"avg_train_loss:":  # YAML; our files begin with the length of their header
         logger.warning(
-            "%s was saved by the original Brain: weights, optimizers and epoch go on from it; updates are counted from "
-            "0, and an epoch that it was saved in begins anew",
+            "%s was saved by SpeechBrain's Brain: weights, optimizers and epoch are restored; updates are counted "
+            "from 0, and an unfinished epoch starts again",
             Path(path).parent,
         )
     else:

@@ -88,8 +88,8 @@ class PackedState:
         text += b" " * (-len(text) % 8)
         if len(text) > _MAX_HEADER_BYTES:
             raise CheckpointError(
-                f"A state has {len(text) / 1e6:.0f} MB that are not tensors; a file holds up to "
-                f"{_MAX_HEADER_BYTES / 1e6:.0f} MB. Keep long lists of numbers as tensors."
+                f"A state has {len(text) / 1e6:.0f} MB of values that are not tensors; a file holds at most "
+                f"{_MAX_HEADER_BYTES / 1e6:.0f} MB. Store long lists of numbers as tensors."
             )
         return len(text).to_bytes(8, "little") + text
 
@@ -118,8 +118,8 @@ def pack_state(state: Any, name: str) -> PackedState:
         document = packer.node(state, ())
     except Refused as error:
         raise CheckpointError(
-            f"State of recoverable {name}: state_dict(){error.where} is {error.what}; a checkpoint holds dense "
-            "tensors, NumPy arrays, numbers, text, bytes and dicts, lists, tuples and sets of them."
+            f"State of recoverable {name}: state_dict(){error.where} is {error.what}; a checkpoint can hold dense "
+            "tensors, NumPy arrays, numbers, text, bytes, and dicts, lists, tuples and sets of these."
         ) from None
     return PackedState(document, packer.tensors, packer.sharded, packer.parts)
 
@@ -178,7 +178,8 @@ def read_state(path: Path, later: bool = False) -> Any:
             return _Reader(path.name, file, sharded, later).value(document)
     except Exception as error:
         raise CheckpointError(
-            f"{path}: the state cannot be read ({type(error).__name__}: {error}). The file is damaged, or no state."
+            f"{path}: the state cannot be read ({type(error).__name__}: {error}). The file is damaged, or is not a "
+            "state file."
         ) from error
 
 
@@ -217,7 +218,7 @@ class _Reader:
         """A tensor in files of its own; tied ones are one object."""
         name = node["$sharded"]
         if not self._later:
-            raise ValueError(f"{name} lies in other files")
+            raise ValueError(f"{name} is stored in other files")
         key = json.dumps(node)
         if key not in self._made:
             entry = self._sharded[name]
@@ -266,14 +267,14 @@ def _pieces(name: str, entry: Mapping[str, Any]) -> list[Piece]:
     pieces = [Piece(file, name, offsets, sizes) for file, offsets, sizes in entry["pieces"]]
     for piece in pieces:  # whoever made the file, nothing is read outside of the folder
         if not _FILE_PATTERN.fullmatch(piece.file):
-            raise ValueError(f"{piece.file!r} is no file of a checkpoint")
+            raise ValueError(f"{piece.file!r} is not a file of a checkpoint")
     return pieces
 
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is no dtype")
+        raise TypeError(f"{name!r} is not a dtype")
     return dtype
 
 
@@ -283,7 +284,7 @@ def _defaultdict(reader: _Reader, node: dict) -> defaultdict:
 
 def _scalar(reader: _Reader, node: dict) -> np.generic:
     if node["dtype"] not in NUMPY_NAMES:
-        raise TypeError(f"{node['dtype']!r} is no NumPy scalar")
+        raise TypeError(f"{node['dtype']!r} is not a NumPy scalar")
     return np.dtype(node["dtype"]).type(reader.value(node["$scalar"]))
 
 

@@ -41,8 +41,8 @@ def check(
     ]
     if options.tensor_parallel > 1 and not tensor_parallel_plan:
         problems.append(
-            f"tensor_parallel is {options.tensor_parallel}, but the YAML has no {OPTION}: it says which layers the "
-            f"processes share, as in {OPTION}: {{'*.up': colwise, '*.down': rowwise}}."
+            f"tensor_parallel is {options.tensor_parallel}, but the YAML has no {OPTION}. It names the layers that "
+            f"the processes share, as in {OPTION}: {{'*.up': colwise, '*.down': rowwise}}."
         )
     if initialized():
         problems += _problems_of_strategy(options, device, modules, tensor_parallel_plan)
@@ -55,13 +55,18 @@ def _problems_of_strategy(
 ) -> list[str]:
     problems = _problem(ddp.check, options, device)
     if plan and options.tensor_parallel == 1:
-        logger.warning("%s does nothing without --tensor_parallel (how many processes share each layer)", OPTION)
+        logger.warning(
+            "%s has no effect without --tensor_parallel (the number of processes that share each layer)", OPTION
+        )
     if options.strategy != "fsdp":
         return problems + _options_of_the_other(options, "fsdp", _OF_FSDP, _ONLY_SPEED_OF_FSDP)
     problems += _problem(layout, options, world_size())
     problems += _problem(ddp.check_ready, modules) or _problem(fsdp.check, modules)
     if options.shard_replicas == world_size() and options.tensor_parallel == 1:
-        logger.warning("shard_replicas is the number of processes: each holds all of the model, as with ddp")
+        logger.warning(
+            "shard_replicas equals the number of processes, so nothing is sharded: each process holds the whole "
+            "model, as with ddp"
+        )
     return problems + _options_of_the_other(options, "ddp", _OF_DDP, _ONLY_SPEED_OF_DDP)
 
 
@@ -74,10 +79,10 @@ def _options_of_the_other(
     """
     for name, nothing in ignored.items():
         if getattr(options, name) != nothing:
-            logger.warning("%s is for --strategy %s; with %s it does nothing", name, other, options.strategy)
+            logger.warning("%s is an option of --strategy %s; with %s it has no effect", name, other, options.strategy)
     return [
-        f"{name} {getattr(options, name)} is for --strategy {other}, and this run's is {options.strategy}: "
-        f"take the other strategy, or leave {name} out."
+        f"{name} {getattr(options, name)} is an option of --strategy {other}, but this run uses {options.strategy}. "
+        f"Change the strategy, or leave {name} out."
         for name, nothing in refused.items()
         if getattr(options, name) != nothing
     ]

@@ -33,7 +33,7 @@ class AsyncGather:
         self._work = None
         if initialized():
             rows = list(self._all.unbind())
-            with collective("keeping step with them"):
+            with collective("exchanging the sizes of the next updates"):
                 self._work = dist.all_gather(rows, self._mine, group=host_group(), async_op=True)
         else:
             self._all.copy_(self._mine)
@@ -41,7 +41,7 @@ class AsyncGather:
     def read(self) -> list[list[float]]:
         """The numbers of every process, by rank; waits until all have given theirs."""
         if self._work is not None:
-            with collective("keeping step with them"):
+            with collective("exchanging the sizes of the next updates"):
                 self._work.wait()
             self._work = None
         return self._all.tolist()
@@ -70,7 +70,7 @@ def gather(value: Any) -> list[Any]:
     """`value` of every rank, in their order, on every rank; it is pickled."""
     of_ranks = [value] * world_size()
     if initialized():
-        with collective("gathering what each has"):
+        with collective("gathering values from all ranks"):
             dist.all_gather_object(of_ranks, value, group=host_group())
     return of_ranks
 
@@ -80,7 +80,7 @@ def from_main_process(value: Any) -> Any:
     if not initialized():
         return value
     box = [value]
-    with collective("hearing from the main process"):
+    with collective("receiving from the main process"):
         dist.broadcast_object_list(box, group=host_group())
     return box[0]
 
@@ -88,5 +88,5 @@ def from_main_process(value: Any) -> Any:
 def wait_for_all() -> None:
     """Go on when every rank has come here."""
     if initialized():
-        with collective("waiting for all"):
+        with collective("waiting for all ranks"):
             dist.barrier(group=host_group())

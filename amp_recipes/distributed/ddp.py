@@ -186,19 +186,20 @@ def check(options: Any, device: torch.device) -> None:
     missing = torch_private.missing_for_ddp()
     if missing:
         raise ConfigError(
-            f"several processes average gradients with insides of torch 2.13 ({', '.join(missing)}) that torch "
-            f"{torch.__version__} does not have: install torch 2.13, or train in one process."
+            f"training with several processes uses internals of torch 2.13 ({', '.join(missing)}) that torch "
+            f"{torch.__version__} does not have. Install torch 2.13, or train in one process."
         )
     if options.sync_batchnorm and device.type not in _SYNC_BATCHNORM_DEVICES:
         raise ConfigError(
-            f"sync_batchnorm: torch's SyncBatchNorm runs on GPUs only, and the device is {device}. Leave it out (each "
-            "process then normalises over its own batch), or use layers that need no batch (GroupNorm, LayerNorm)."
+            f"sync_batchnorm needs a GPU, but the device is {device}: torch's SyncBatchNorm runs on GPUs only. Leave "
+            "it out (each process then normalises over its own batch), or use layers that do not depend on the batch "
+            "(GroupNorm, LayerNorm)."
         )
     # https://github.com/pytorch/pytorch/pull/187732: it fails, and once it does not, gradients are not averaged.
     if options.static_graph and options.grad_accumulation_factor > 1:
         raise ConfigError(
-            f"static_graph with grad_accumulation_factor {options.grad_accumulation_factor}: torch "
-            f"{torch.__version__} does not average gradients that accumulate under a static graph. Leave static_graph "
+            f"static_graph does not work with grad_accumulation_factor {options.grad_accumulation_factor}: torch "
+            f"{torch.__version__} does not average accumulated gradients under a static graph. Leave static_graph "
             "out."
         )
 
@@ -399,12 +400,14 @@ def check_ready(modules: nn.ModuleDict) -> None:
     """Raise ConfigError for parameters without values: those of lazy modules, or on the device "meta"."""
     for name, parameter in modules.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            problem = "has no shape yet (a lazy module). Call the module once before the Brain is made"
+            problem = "has no shape yet (a lazy module). Call the module once before you create the Brain"
         elif parameter.is_meta:
-            problem = 'is on the device "meta", without values. Give it values before the Brain is made (`to_empty`)'
+            problem = (
+                'is on the device "meta", so it has no values. Give it values (`to_empty`) before you create the Brain'
+            )
         else:
             continue
-        raise ConfigError(f"parameter {name} {problem}: processes start from the same weights.")
+        raise ConfigError(f"parameter {name} {problem}: all processes must start from the same weights.")
 
 
 def start_alike(modules: nn.ModuleDict) -> None:
@@ -432,9 +435,9 @@ def _refuse_other_models(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         for ours, theirs in zip_longest(shapes[0], of_rank):
             if ours != theirs:
                 raise ConfigError(
-                    f"the modules differ between processes: rank 0 has {_told(ours)}, rank {rank} {_told(theirs)}. "
-                    "Every process must build the same model: look for what in it depends on the rank, on random "
-                    "numbers or on the part of the data that a rank reads."
+                    f"the modules differ between processes: rank 0 has {_told(ours)}, rank {rank} has {_told(theirs)}"
+                    ". Every process must build the same model. Check whether the model depends on the rank, on "
+                    "random numbers, or on the data that a rank reads."
                 )
 
 
@@ -515,9 +518,10 @@ def _check_finished(reducer: _Reducer, modules: nn.Module) -> None:
     missing = {id(parameter) for parameter in reducer.averaged if parameter.grad is None}
     names = [name for name, parameter in modules.named_parameters() if id(parameter) in missing]
     raise RecipeError(
-        f"the loss does not depend on {listed(names) or 'some parameters'}, while it does on others of the same "
-        "module, so ddp cannot average the module's gradients over the processes. Give --find_unused_parameters=true "
-        "if that changes from step to step; freeze (requires_grad_(False)) or remove what is never used."
+        f"the loss does not depend on {listed(names) or 'some parameters'}, but it depends on other parameters of "
+        "the same module, so ddp cannot average the module's gradients over the processes. If this changes from step "
+        "to step, give --find_unused_parameters=true. If these parameters are never used, freeze them "
+        "(requires_grad_(False)) or remove them."
     )
 
 
@@ -535,8 +539,9 @@ def synchronise_batchnorms(modules: nn.ModuleDict) -> None:
     for name, batchnorm in found.items():
         if type(batchnorm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             raise ConfigError(
-                f"sync_batchnorm: {name} is a {type(batchnorm).__name__}, derived from BatchNorm, and torch's "
-                "SyncBatchNorm does not know its own forward. Leave sync_batchnorm out, or use a plain BatchNorm there."
+                f"sync_batchnorm: {name} is a {type(batchnorm).__name__}, a subclass of BatchNorm with its own "
+                "forward, which torch's SyncBatchNorm would replace. Leave sync_batchnorm out, or use a plain "
+                "BatchNorm there."
             )
     for batchnorm in found.values():
         batchnorm.__class__ = nn.SyncBatchNorm

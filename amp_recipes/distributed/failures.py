@@ -42,8 +42,8 @@ _SAVE_WITHIN_SECONDS = 30.0
 _FAILED = "failed"
 _LAUNCHER = -1
 _WITHOUT_A_WORD = (
-    "its process ended without an error of Python's: killed (SIGKILL, out of memory, preemption; see dmesg and the "
-    "launcher's lines) or aborted in C++"
+    "its process ended without a Python error: it was killed (SIGKILL, out of memory, preemption; see dmesg and the "
+    "launcher's output) or aborted in C++"
 )
 
 # In the texts of torch's errors; gloo's and some of NCCL's are plain RuntimeErrors.
@@ -183,10 +183,15 @@ class Watch:
         """What the end of the store means: the end of rank 0 where it was there, else only that we hear less."""
         self._store_is_gone = True
         if hosted_by_rank_0() and not self._host_is_done and self.rank != 0:
-            self._report = Report(0, "", "its process, which hosts the store of the run, is gone without a word")
+            self._report = Report(
+                0, "", "its process, which hosts the store of the run, ended without an error message"
+            )
             self._heard.set()
         elif not hosted_by_rank_0():
-            logger.warning("torchrun's store is gone: failures of other ranks show only when a wait times out")
+            logger.warning(
+                "lost the connection to torchrun's store: failures of other ranks are noticed only when a wait times "
+                "out"
+            )
 
     def _tell(self, report: Report) -> None:
         with contextlib.suppress(RuntimeError):
@@ -203,10 +208,10 @@ class Watch:
         """
         self._store_is_gone = os.environ.get("GROUP_RANK", "0") == "0"  # it was with the torchrun of the first machine
         if self.rank == 0:
-            logger.error("torchrun, which started this process, has ended without a word: saving, then ending")
+            logger.error("torchrun, which started this process, has ended: saving, then exiting")
         os.kill(os.getpid(), signal.SIGTERM)
         if not select.select([self._ends], [], [], _SAVE_WITHIN_SECONDS)[0]:
-            _print(self.rank, f"ended because torchrun has, without having saved in {_SAVE_WITHIN_SECONDS:g} s")
+            _print(self.rank, f"ended because torchrun ended; could not save within {_SAVE_WITHIN_SECONDS:g} s")
             os._exit(128 + signal.SIGTERM)
 
     def _end_with_the_others(self) -> None:
@@ -216,7 +221,7 @@ class Watch:
         frame = sys._current_frames().get(self._main)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         text = f"ended because {self._report}" if self._report.rank != self.rank else f"ended: {self._report}"
-        _print(self.rank, f"{text}\nIts main thread stood here and did not end within {_GRACE_SECONDS:g} s:\n{stack}")
+        _print(self.rank, f"{text}\nThe main thread was here and did not end within {_GRACE_SECONDS:g} s:\n{stack}")
         _write_error_file(text, stack, consequence=self._report.rank != self.rank)
         os._exit(self.exit_code or 1)
 
@@ -292,15 +297,15 @@ def _explain(error: BaseException, what: str = "") -> str:
         return f"rank {rank} lost the others{during}, because {report}"
     if any(sign in said.lower() for sign in _TIMED_OUT):
         return (
-            f"rank {rank} waited {timeout_text()} for the others{during}, in vain: {said}. A rank hangs, or did "
-            "something else at this point (another number of batches, a branch on the rank, a hook of its own). Look "
-            "where the others stand (py-spy dump --pid ...), or give --distributed_timeout_minutes if one of them is "
-            "only slow."
+            f"rank {rank} waited {timeout_text()} for the others{during}, and the wait timed out: {said}. A rank "
+            "hangs, or does something else at this point (another number of batches, a branch on the rank, an own "
+            "hook). See where each process is (py-spy dump --pid ...). If a rank is only slow, give a larger "
+            "--distributed_timeout_minutes."
         )
     return (
-        f"rank {rank} lost the others{during}: {said}. No rank has told why: one was killed (out of memory? see dmesg "
-        "and the launcher's lines), lost its network, or took part with another shape or in another collective. Each "
-        f"wait ends after {timeout_text()}."
+        f"rank {rank} lost the others{during}: {said}. No rank has reported an error: one was killed (out of memory? "
+        "see dmesg and the launcher's output), lost its network, or called another collective or the same one with "
+        f"another shape. Each wait ends after {timeout_text()}."
     )
 
 

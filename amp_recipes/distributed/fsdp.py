@@ -108,8 +108,8 @@ def check(modules: nn.ModuleDict) -> None:
     missing = torch_private.missing_for_fsdp()
     if missing:
         raise ConfigError(
-            f"strategy fsdp makes its groups with insides of torch 2.13 ({', '.join(missing)}) that torch "
-            f"{torch.__version__} does not have: install torch 2.13, or take --strategy ddp."
+            f"strategy fsdp uses internals of torch 2.13 ({', '.join(missing)}) that torch {torch.__version__} does "
+            "not have. Install torch 2.13, or use --strategy ddp."
         )
     _owners(modules, _roots(modules), set(_roots(modules)))
 
@@ -212,9 +212,12 @@ def _owners(modules: nn.ModuleDict, roots: list[nn.Module], units: set[nn.Module
     problems = [f"{name} {problem}" for name, each in whole.items() if (problem := _why_unowned(each, ways))]
     if problems:
         raise ConfigError(
-            "strategy fsdp cannot shard " + "; ".join(problems) + ". A parameter is gathered when the module that "
-            "holds it is called, and by one module alone: put what shares it into one module with a forward, or use "
-            "--strategy ddp."
+            "strategy fsdp cannot shard "
+            + "; ".join(problems)
+            + (
+                ". A parameter is gathered when the module that holds it is called, and only one module may hold it. "
+                "Put the modules that share it into one module with a forward, or use --strategy ddp."
+            )
         )
     return {parameter: way[-1] for parameter, way in ways.items()}
 
@@ -231,11 +234,11 @@ def _shared_beginning(first: tuple[nn.Module, ...], second: tuple[nn.Module, ...
 
 def _why_unowned(parameter: nn.Parameter, ways: Mapping[nn.Parameter, tuple[nn.Module, ...]]) -> str | None:
     if parameter not in ways:
-        return "stands in a module without a forward"
+        return "is in a module without a forward"
     if not ways[parameter]:
-        return "stands in more than one entry of the modules"
+        return "is in more than one entry of the modules"
     if parameter.ndim == 0:
-        return "is a single number without a dimension: make it a tensor of shape (1,)"
+        return "is a 0-dimensional tensor: make it a tensor of shape (1,)"
     return None
 
 
@@ -341,7 +344,7 @@ def _has_replicas(root: nn.Module) -> bool:
 
 def _offloads(options: Any, device: torch.device) -> bool:
     if options.cpu_offload and device.type == "cpu":
-        logger.info("cpu_offload: the device is the CPU, so the parameters are in host memory anyway")
+        logger.info("cpu_offload has no effect: the device is the CPU, so the parameters are in host memory already")
     return options.cpu_offload and device.type != "cpu"
 
 
@@ -350,11 +353,11 @@ def _announce(
 ) -> None:
     sizes = ", ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
     names = [name for name, module in modules.named_modules() if module in units]
-    logger.info("fsdp: %d units are gathered one at a time (%s): %s", len(names), sizes, _shortened(names))
+    logger.info("fsdp gathers %d units one at a time (%s): %s", len(names), sizes, _shortened(names))
     if not options.shard_modules and len(names) == len(modules):
         logger.info(
-            "fsdp: the model has no repeated blocks in a ModuleList or Sequential, so each entry is gathered whole; "
-            "name what to gather one at a time with shard_modules."
+            "fsdp gathers each entry of the modules whole, because the model has no repeated blocks in a ModuleList "
+            "or Sequential; set shard_modules to the modules that it should gather one at a time."
         )
 
 

@@ -43,8 +43,8 @@ class GatheredDtype:
         if self._graph and torch.is_grad_enabled():
             raise RecipeError(
                 f"{type(unit).__name__} was called under autocast to {self._dtype or 'no dtype'} and then to "
-                f"{wanted or 'no dtype'} before the backward; sharded (strategy fsdp), its weights are gathered in one "
-                "dtype for both. Call it in the same context, or pin it with fp32_modules."
+                f"{wanted or 'no dtype'} before the backward. Under strategy fsdp its weights are gathered in one "
+                "dtype for both calls. Call it in the same context, or pin it with fp32_modules."
             )
         self._switch(wanted)
 

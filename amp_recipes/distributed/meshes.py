@@ -27,8 +27,8 @@ def layout(options: Any, processes: int) -> dict[str, int]:
             f"{name} ({size})" for name, size in (("shard_replicas", replicas), ("tensor_parallel", tensor)) if size > 1
         )
         raise ConfigError(
-            f"{factors} does not divide the {processes} processes of this run. Start a number of processes that it "
-            "divides, or choose a factor of theirs."
+            f"{factors} does not divide the {processes} processes of this run. Start a number of processes that is "
+            "divisible by it, or choose a divisor of the present number."
         )
     sizes = {REPLICATE: replicas, SHARD: processes // (replicas * tensor), TENSOR: tensor}
     return {name: size for name, size in sizes.items() if size > 1 or name == SHARD}

@@ -54,7 +54,7 @@ def pick_device(name: str | None) -> torch.device:
         found = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "no accelerator"
         raise ConfigError(
             f"device '{name}' cannot be used here ({str(error).splitlines()[0]}). This machine has {found}; give "
-            "--device cpu, or leave it out to take the best there is."
+            "--device cpu, or leave it out to use the fastest device."
         ) from None
     return device
 
@@ -72,18 +72,19 @@ def _of_local_rank(device: torch.device) -> torch.device:
     if device.index is not None:
         if processes > 1:
             raise ConfigError(
-                f"device '{device}' is one device, and {processes} processes run on this machine: give --device "
-                f"{device.type}, or leave it out, and each takes the one of its local rank."
+                f"device '{device}' is a single device, but {processes} processes run on this machine. Give --device "
+                f"{device.type}, or leave it out: each process then uses the device of its local rank."
             )
         return device
     if count == 0:
         return device  # what it is refused with says more
     if local_rank() >= count:
         raise ConfigError(
-            f"rank {rank()} is process {local_rank()} of this machine (LOCAL_RANK, from 0), which shows {count} "
-            f"{device.type} device{'' if count == 1 else 's'}: each process needs its own. Start at most {count} on a "
-            "machine (torchrun --nproc_per_node), or let each see all of them (CUDA_VISIBLE_DEVICES, Slurm's "
-            "--gpus-per-task hides the others; LOCAL_RANK=0 for every process is right where each sees only its own)."
+            f"rank {rank()} is process {local_rank()} of this machine (LOCAL_RANK, counted from 0), but this process "
+            f"sees only {count} {device.type} device{'' if count == 1 else 's'}, and each process needs its own. "
+            f"Start at most {count} on a machine (torchrun --nproc_per_node), or let each process see all devices "
+            "(CUDA_VISIBLE_DEVICES hides some, and so does Slurm's --gpus-per-task). Where each process sees only "
+            "its own device, set LOCAL_RANK=0 for every process."
         )
     return torch.device(device.type, local_rank())
 
@@ -163,8 +164,8 @@ def start(
         logger.info("%s", _description(device))
     if world_size() % tensor_parallel:
         raise ConfigError(
-            f"tensor_parallel={tensor_parallel} needs a multiple of {tensor_parallel} processes; there are "
-            f"{world_size()}. Start as many with torchrun, or give another --tensor_parallel."
+            f"tensor_parallel={tensor_parallel} needs a multiple of {tensor_parallel} processes, but there are "
+            f"{world_size()}. Start such a number with torchrun, or change --tensor_parallel."
         )
     _tensor_parallel = tensor_parallel
 
@@ -296,7 +297,7 @@ def _wait_for_first(store: dist.Store) -> str:
             if count != seen:
                 seen, since = count, time.monotonic()
             elif time.monotonic() - since > _timeout_minutes * 60:
-                return f"the first one gave no sign of life for {minutes_text(_timeout_minutes)}"
+                return f"the first process gave no sign of life for {minutes_text(_timeout_minutes)}"
             time.sleep(pause)
             pause = min(1.0, pause * 1.5)
         return store.get("over").decode()

@@ -40,7 +40,7 @@ def chosen(modules: nn.ModuleDict, patterns: Sequence[str]) -> list[nn.Module]:
         if not blocks:
             raise ConfigError(
                 f"{option}: the model has no repeated {BLOCKS} (several children of one class in a ModuleList or "
-                "Sequential); name what to compute again, as in ['*.layer1', 'type:Bottleneck']."
+                "Sequential). Name the modules to recompute, as in ['*.layer1', 'type:Bottleneck']."
             )
         found += [block for block in blocks if block not in found]
     return found

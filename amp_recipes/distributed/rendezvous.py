@@ -42,17 +42,17 @@ def check_environment() -> None:
         for launcher, count, names in _OTHER_LAUNCHERS:
             if int(os.environ.get(count, "1")) > 1:
                 raise ConfigError(
-                    f"{launcher} started {os.environ[count]} processes ({count}), each of which would train alone, in "
-                    "the same folder: WORLD_SIZE is not set. Start one torchrun on each machine, which starts the "
-                    f"processes (docs/how_to/launch.md), or set {names}, MASTER_ADDR and MASTER_PORT for each; "
-                    "WORLD_SIZE=1 where they are to train alone."
+                    f"WORLD_SIZE is not set, but {launcher} started {os.environ[count]} processes ({count}): each of "
+                    "them would train alone, in the same folder. Start one torchrun on each machine, which starts "
+                    f"the processes (docs/how_to/launch.md), or set {names}, MASTER_ADDR and MASTER_PORT for each. "
+                    "If each process should train alone, set WORLD_SIZE=1."
                 )
     missing = [name for name in _NEEDED if launched() and not os.environ.get(name)]
     if missing:
         raise ConfigError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set: a launcher such as "
-            "torchrun gives each process RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. "
-            "Start the script with torchrun, or unset WORLD_SIZE to train in one process."
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set. A launcher such as "
+            "torchrun gives each process RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT. Start the script with torchrun, or unset WORLD_SIZE to train in one process."
         )
 
 
@@ -75,7 +75,7 @@ def meet(timeout_minutes: float) -> dist.Store:
             raise
         raise ProcessError(_cannot_meet(str(error).splitlines()[0], timeout_minutes)) from error
     if name is None:
-        who = f"rank {rank} has had no answer from rank 0"
+        who = f"rank {rank} got no answer from rank 0"
         raise ProcessError(_cannot_meet(who, timeout_minutes))
     return dist.PrefixStore(name, store)
 
@@ -95,7 +95,7 @@ def _gather(store: dist.Store, world_size: int, deadline: float) -> str:
                     store.set(f"answer/{word.decode()}", name)
                     answered[rank] = word
         if missing and time.monotonic() > deadline:
-            raise ProcessError(_cannot_meet(f"{ranks_text(missing)} of {world_size} did not come"))
+            raise ProcessError(_cannot_meet(f"{ranks_text(missing)} of {world_size} did not join"))
         if missing:
             time.sleep(_ASK_AGAIN_SECONDS)
     return name
@@ -124,11 +124,11 @@ def _cannot_meet(why: str, timeout_minutes: float | None = None) -> str:
     waited = "" if timeout_minutes is None else f" within {minutes_text(timeout_minutes)}"
     environment = os.environ
     return (
-        f"rank {environment['RANK']} of {environment['WORLD_SIZE']} could not join the others at "
-        f"MASTER_ADDR={environment['MASTER_ADDR']} MASTER_PORT={environment['MASTER_PORT']}{waited} "
-        f"(distributed_timeout_minutes): {why}. Look at what those that did not come have printed; that this address "
-        "is rank 0's machine and can be reached from all (firewall, name, port not taken by another run); and that "
-        "every machine was started, with the same number of processes in all."
+        f"rank {environment['RANK']} of {environment['WORLD_SIZE']} could not join the others at MASTER_ADDR="
+        f"{environment['MASTER_ADDR']} MASTER_PORT={environment['MASTER_PORT']}{waited} "
+        f"(distributed_timeout_minutes): {why}. Check what the missing ranks have printed. Check that MASTER_ADDR is "
+        "the machine of rank 0 and can be reached from all machines (firewall, name, a port that no other run uses). "
+        "Check that every machine was started, with the same total number of processes."
     )
 
 

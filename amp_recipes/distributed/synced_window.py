@@ -137,8 +137,8 @@ class SyncedWindows:
         if message is not None and self._since < message.least(_COVERS):
             if len(weights) < message.batches:
                 raise DataError(
-                    "the training set yields fewer batches than its length says, and the other processes count on "
-                    "these. Let its __len__ give their number, or have none."
+                    "the training set yields fewer batches than its __len__ says, and the other processes rely on "
+                    "that number. Let __len__ return the real number of batches, or remove it."
                 )
             self._since += 1
             self._samples_untold += samples - message.own_samples

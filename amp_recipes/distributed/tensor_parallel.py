@@ -14,9 +14,9 @@ from amp_recipes.modules.names import matching
 OPTION = "tensor_parallel_plan"
 COLWISE, ROWWISE, GATHERED = "colwise", "rowwise", "colwise_gathered"
 STYLES = {
-    COLWISE: "each process has a part of the outputs, for a `rowwise` layer to take",
-    ROWWISE: "each process takes a part of the inputs, and all get the sum",
-    GATHERED: "as `colwise`, but all get all outputs (a model's last layer)",
+    COLWISE: "each process computes a part of the outputs, which a `rowwise` layer reads",
+    ROWWISE: "each process reads a part of the inputs, and all get the sum",
+    GATHERED: "like `colwise`, but every process gets all outputs (for the model's last layer)",
 }
 
 
@@ -28,7 +28,7 @@ def styles_of(modules: nn.ModuleDict, plan: Mapping[str, str] | None) -> dict[nn
     if not plan:
         return {}
     if not isinstance(plan, Mapping):
-        raise ConfigError(f"{OPTION} is a mapping from patterns of module names to {_accepted()}, not {plan!r}")
+        raise ConfigError(f"{OPTION} is {plan!r}; expected a mapping from patterns of module names to {_accepted()}")
     found: dict[nn.Module, str] = {}
     problems = []
     places: dict[nn.Parameter, list[str]] = {}
@@ -36,7 +36,7 @@ def styles_of(modules: nn.ModuleDict, plan: Mapping[str, str] | None) -> dict[nn
         places.setdefault(parameter, []).append(name)
     for pattern, style in plan.items():
         if style not in STYLES:
-            problems.append(f"{OPTION}: {pattern!r}: {style!r} is no style; expected {_accepted()}")
+            problems.append(f"{OPTION}: {pattern!r}: {style!r} is not a style; expected {_accepted()}")
             continue
         for name, module in matching(OPTION, modules, [pattern]).items():
             problems += _why_undivided(pattern, name, module, places)

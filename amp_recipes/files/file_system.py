@@ -15,7 +15,7 @@ from amp_recipes.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What a disk without room answers."""
+"""The error numbers of a full disk."""
 
 _NO_FOLDER_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 
@@ -38,7 +38,7 @@ def check_file_system(folder: str) -> None:
             try:
                 os.link(made / "file", made / "link")
             except OSError:
-                lacks.append("no hard links (on_spike copies the checkpoint that it goes back to)")
+                lacks.append("no hard links (on_spike makes a full copy of the checkpoint that it goes back to)")
             _check_rename(made, folder)
     except OSError as error:
         raise ConfigError(f"output folder {folder} is not writable: {reason(error, Path(folder))}.") from error
@@ -53,8 +53,8 @@ def _check_rename(made: Path, folder: str) -> None:
         if error.errno in FULL:
             raise
         raise ConfigError(
-            f"the file system of output folder {folder} cannot rename folders ({error.strerror}), and a checkpoint "
-            "gets its name so when it is whole. Give an --output_folder on another file system."
+            f"the file system of output folder {folder} cannot rename folders ({error.strerror}). Each checkpoint is "
+            "renamed once it is complete. Give an --output_folder on another file system."
         ) from error
 
 
@@ -89,7 +89,7 @@ def out_of_inodes(error: OSError, folder: Path) -> str:
         return ""
     if found.f_favail or not found.f_files:  # a file system without a limit, such as btrfs, says 0 for both
         return ""
-    return f"no inodes left, so that no file can be made (free {free}); delete files there (`df -i` counts them)"
+    return f"no inodes left, so no file can be created (free {free}); delete files there (`df -i` counts them)"
 
 
 def size_text(count: int) -> str:

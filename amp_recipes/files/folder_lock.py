@@ -209,7 +209,7 @@ def _in_use(folder: Path, holder: dict[str, Any]) -> str:
     here = holder["host"] == socket.gethostname()
     who = f"{start} pid {holder['pid']} on host {holder['host']} since {holder['since']}."
     if here and holder["pid"] == os.getppid():
-        return f"{who} It is the process that started this one: let only one of them use the folder."
+        return f"{who} That process started this one: let only one of them use the folder."
     end_it = f"end it (kill {holder['pid']}{'' if here else ' there'})"
     return f"{who} Wait until it ends, {end_it}, or give another --output_folder."
 
@@ -217,7 +217,7 @@ def _in_use(folder: Path, holder: dict[str, Any]) -> str:
 def _say_once(path: str, reason: str | None) -> None:
     if path not in _unlocked:
         _unlocked.add(path)
-        logger.warning("%s cannot be locked (%s): take care that no second run uses this folder", path, reason)
+        logger.warning("could not lock %s (%s): make sure that no second run uses this folder", path, reason)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -57,8 +57,8 @@ def refuse_link(folder: str | os.PathLike[str]) -> None:
     """Raise ConfigError if a folder that a run has inside of its own is a link."""
     if os.path.islink(folder):
         raise ConfigError(
-            f"{folder} is a link, and a run neither writes nor deletes outside of its folder. To have all of the run "
-            f"elsewhere, give another output_folder; that may be a link."
+            f"{folder} is a link. A run writes and deletes only inside its own folder. To put the whole run "
+            "elsewhere, give another output_folder; the output folder itself may be a link."
         )
 
 
@@ -102,15 +102,15 @@ def _check(path: str | os.PathLike[str], found: os.stat_result, writes: bool) ->
     kind = stat.S_IFMT(found.st_mode)
     if kind == stat.S_IFLNK:
         raise ConfigError(
-            f"{path} is a link; expected a regular file, since a run's files are neither read nor written through "
-            f"links. Put the file itself there, or remove the link."
+            f"{path} is a link; expected a regular file, since a run does not read or write its files through links. "
+            "Put the file itself there, or remove the link."
         )
     if kind != stat.S_IFREG:
         raise ConfigError(f"{path} is {_KINDS.get(kind, 'no file')}; expected a regular file. Remove it.")
     if writes and found.st_nlink > 1:
         raise ConfigError(
-            f"{path} has a second name elsewhere (a hard link), under which this run would change it too. Put a copy "
-            f"in its place, or remove it."
+            f"{path} has a second name elsewhere (a hard link), so this run would change that file too. Put a copy "
+            "in its place, or remove it."
         )
 
 
@@ -131,9 +131,9 @@ def path_below(folder: Path, name: str | os.PathLike[str], taken: Iterable[str])
     path = folder / name
     below = Path(os.path.relpath(path.resolve(), folder.resolve())).parts
     if not below or below[0] == "..":
-        raise ConfigError(f"output_path('{name}') is not below {folder}: give the name of a file in it.")
+        raise ConfigError(f"output_path('{name}') is not inside {folder}: give the name of a file inside it.")
     if below[0] in taken:
-        raise ConfigError(f"output_path('{name}') is where the run keeps its own {below[0]}: give another name.")
+        raise ConfigError(f"output_path('{name}') is the name of the run's own {below[0]}: give another name.")
     if folder.is_dir() and not os.access(folder, os.W_OK):
         return None
     try:

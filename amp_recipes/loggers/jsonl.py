@@ -76,7 +76,7 @@ class JsonlLogger(Logger):
             if self._file is not None:
                 set_aside(self.path, state["bytes"])
         except (OSError, ConfigError) as error:
-            log.warning("%s keeps records of updates that are taken again (%s).", self.path, error)
+            log.warning("%s has the records of updates that are now repeated (%s).", self.path, error)
 
     def close(self) -> None:
         """Write what waits and close the file. A record that comes later opens it again."""
@@ -107,7 +107,7 @@ class JsonlLogger(Logger):
             self._file = None
         if not self._warned:
             self._warned = True
-            log.warning("Metrics are missing from %s (%s). Training goes on.", self.path, error)
+            log.warning("Metrics are missing from %s (%s). Training continues.", self.path, error)
 
 
 def open_records(path: Path) -> FileIO:
@@ -169,7 +169,8 @@ def repair_last_line(path: Path) -> None:
         start = start_of_last_line(file, end)
         if start is None:
             raise ConfigError(
-                f"{path}: the last line has more than {_TORN_BYTES:,} bytes: no file of records. Remove it."
+                f"{path}: the last line has more than {_TORN_BYTES:,} bytes, so this is not a file of records. "
+                "Remove it."
             )
         if start == end:
             return

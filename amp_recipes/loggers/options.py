@@ -10,5 +10,7 @@ class OutputOptions:
     """What a run shows and where it writes."""
 
     output_folder: str | None = option(None, "Folder for logs, metrics and checkpoints. Absent: nothing is written.")
-    log_interval_steps: int = option(10, "Updates between refreshes of progress and log.", AT_LEAST_ONE)
-    noprogressbar: bool = option(False, "Show no progress: one line per epoch.")
+    log_interval_steps: int = option(
+        10, "Updates between two log lines, and between two refreshes of the progress bar.", AT_LEAST_ONE
+    )
+    noprogressbar: bool = option(False, "Show no progress bar, only one line per epoch.")

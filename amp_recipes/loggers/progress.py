@@ -22,8 +22,8 @@ class ProgressLogger(Logger):
     def __init__(self, interval_steps: int, stream: TextIO | None = None) -> None:
         if interval_steps < 1:
             raise ConfigError(
-                f"log_interval_steps is {interval_steps}, but must be 1 or more: a line comes every so many "
-                "updates. For one line per epoch set noprogressbar."
+                f"log_interval_steps is {interval_steps}; expected 1 or more: the number of updates between two "
+                "lines. For one line per epoch, set noprogressbar."
             )
         self._interval_steps = interval_steps
         self._stream = QuietStream(stream if stream is not None else sys.stderr)

@@ -96,7 +96,7 @@ class QuietStream:
     def fileno(self) -> int:
         """The descriptor, by which tqdm asks for the terminal's width. Raises OSError where there is none."""
         if self._stream is None:
-            raise OSError("the stream is gone")
+            raise OSError("the stream is closed")
         return self._stream.fileno()
 
     def write(self, text: str) -> int:

@@ -46,7 +46,7 @@ def evaluate(run: Any, loader: Iterable[Any], stage: Stage, epoch: int | None) -
     for future, weight in posted:
         _add_loss(run, current, future, weight)
     if not any(distributed.gather(current.step)):
-        raise DataError(f"the {stage.name.lower()} set yielded no batch")
+        raise DataError(f"the {stage.name.lower()} set has no batches")
     # Its hook sees the weights that were tested; that of a validation may save, and saves those that train.
     with run.ema.applied() if stage is Stage.TEST else nullcontext():
         loss = run.end_pass(current)
@@ -74,7 +74,7 @@ def _leave(run: Any, current: Pass) -> None:
     if current.stage is Stage.VALID:
         run.saving.save_and_leave()
     if not run.in_fit:
-        run.interrupts.leave(f"{current.where()}: ends here; an evaluation changes nothing")
+        run.interrupts.leave(f"{current.where()}: stopping here; an evaluation changes nothing")
 
 
 def evaluate_set(
@@ -143,8 +143,8 @@ def _say_that_none_was_loaded(run: Any, wanted: bool) -> None:
     settings = run.settings
     if settings.test_only and run.checkpoints.owned:
         raise CheckpointError(
-            f"test_only: there is no checkpoint in {settings.output_folder}/save, so the model is untrained. "
-            "Train first, or give the output_folder of a run that did."
+            f"test_only: there is no checkpoint in {settings.output_folder}/save, so the model is untrained. Train "
+            "first, or give the output_folder of a trained run."
         )
     if (settings.test_only or wanted) and not settings.debug:
-        logger.warning("no checkpoint was loaded: evaluating the weights as they are")
+        logger.warning("no checkpoint was loaded: evaluating the current weights")

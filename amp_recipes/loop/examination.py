@@ -34,9 +34,9 @@ def diagnose(
 ) -> numerics.Diagnosis:
     """What precision does to the run's model; see `Brain.diagnose`."""
     if windows < _FEWEST_WINDOWS:
-        raise ConfigError(f"windows is {windows}, but a diagnosis needs at least {_FEWEST_WINDOWS}.")
+        raise ConfigError(f"windows is {windows}, but a diagnosis needs at least {_FEWEST_WINDOWS} windows.")
     if not minutes > 0:
-        raise ConfigError(f"minutes is {minutes:g}, but must be greater than 0.")
+        raise ConfigError(f"minutes is {minutes:g}; expected a number greater than 0.")
     questions = numerics.Questions(precisions or _precisions(run.plan.training.name), tolerance, steps, minutes * 60)
     with _examination(run) as weights:
         chosen = _first_windows(run, train_set, train_loader_kwargs, windows)
@@ -72,7 +72,7 @@ def _precisions(precision: str) -> tuple[str, ...]:
 def _first_windows(run: Any, train_set: Any, loader_kwargs: Mapping[str, Any], number: int) -> list[list[Any]]:
     size = run.settings.grad_accumulation_factor
     if isinstance(train_set, Iterator) and run.task.trains:
-        logger.warning("the training set is an iterator: the batches that a diagnosis takes are gone from it")
+        logger.warning("the training set is an iterator: a diagnosis uses up the batches that it reads")
     loader = run.feed.batches_of(train_set, Stage.TRAIN, loader_kwargs)
     generators = generator_states(loader)
     set_epoch(loader, 1)
@@ -86,7 +86,7 @@ def _first_windows(run: Any, train_set: Any, loader_kwargs: Mapping[str, Any], n
     if len(chosen) < _FEWEST_WINDOWS:
         raise DataError(
             f"a diagnosis needs at least {_FEWEST_WINDOWS} windows of {size} batches (grad_accumulation_factor), but "
-            f"the training set yields {len(chosen)}: give more data, or smaller batches."
+            f"the training set has only {len(chosen)}. Give more data, or smaller batches."
         )
     return chosen
 
@@ -96,9 +96,9 @@ def _examination(run: Any) -> Iterator[str]:
     """Within it, the model stands as at the start of an epoch of training; yields whose weights it has."""
     recipe = run.recipe
     if run.in_fit:
-        raise RecipeError("diagnose was called inside fit: call it before or after.")
+        raise RecipeError("diagnose was called inside fit: call it before or after fit.")
     if run.processes.many:
-        raise ConfigError("--diagnose and --replay run in one process: start the script without torchrun.")
+        raise ConfigError("--diagnose and --replay run in one process only: start the script without torchrun.")
     before = dict(recipe.optimizers_dict), recipe.optimizer
     try:
         with rehearsal(run, weights=True), run.replaced(schedulers=run.schedulers, resume=_NoResume(run.resume)):
@@ -129,7 +129,7 @@ def _load_newest(run: Any) -> str:
         return "as trained in this process"
     found = run.checkpoints.load_for_evaluation(None, None, ("modules", "hooked_modules"), weights_only=True)
     if found is not None:
-        return f"of the checkpoint {found.path.name}"
+        return f"from the checkpoint {found.path.name}"
     if run.settings.init_from is not None:
         run.resume.init_from_run()
         return f"of {run.settings.init_from}"

@@ -57,7 +57,7 @@ class Feed:
         except ConfigError as error:
             raise ConfigError(f"{self._place_of_argument(str(error), loader_kwargs)}{error}") from error.__cause__
         if length(batches) == 0:
-            raise DataError(f"{_SET_NAMES[stage]} is empty: its {type(data).__name__} holds no batch.")
+            raise DataError(f"{_SET_NAMES[stage]} is empty: its {type(data).__name__} has no batches.")
         _warn_of_repeated_reading(batches, stage)
         if getattr(batches, "num_workers", 0) and hasattr(batches, "stop"):  # a signal need not wait for a slow batch
             batches.stop = functools.partial(self._run.processes.may_leave, stage)
@@ -110,8 +110,8 @@ class Feed:
         if batches is None or epochs is None:
             unknown = "its training set" if batches is None else "the epoch counter"
             raise ConfigError(
-                f"lr_scheduler takes total_updates, but {unknown} has no length to count them by. Give it in the YAML, "
-                "as an argument of lr_scheduler."
+                f"lr_scheduler needs total_updates, but {unknown} has no length, so the number cannot be computed. "
+                "Give total_updates in the YAML, as an argument of lr_scheduler."
             )
         if settings.debug:
             batches, epochs = min(batches, settings.debug_batches), min(epochs, settings.debug_epochs)
@@ -129,8 +129,9 @@ def _warn_of_repeated_reading(batches: Iterable[Any], stage: Stage) -> None:
     """Say so where every process would read the same batches."""
     if distributed.data_world_size() > 1 and reads_all(batches):
         logger.warning(
-            "%s is a DataLoader that knows nothing of processes: each of the %d reads all of it. Give the Dataset "
-            "itself, of which each reads its own part, or a sampler with a rank (DistributedSampler).",
+            "%s is a DataLoader that does not divide its data among processes: each of the %d processes reads all of "
+            "it. Pass the Dataset itself, of which each process reads its own part, or use a sampler with a rank "
+            "(DistributedSampler).",
             _SET_NAMES[stage],
             distributed.data_world_size(),
         )

@@ -118,13 +118,13 @@ class Fit:
                         run.checkpoints.finish()
                     # It came after the last step: all is saved.
                     if run.saving.asked_to_end(max(distributed.gather(run.saving.signal))):
-                        run.interrupts.leave("training is over and saved")
+                        run.interrupts.leave("training has ended and is saved")
             except BaseException as error:
                 with suppress(CheckpointError):  # the first exception is the one to raise
                     run.checkpoints.wait()
                 if isinstance(error, SystemExit) and not isinstance(error, RunInterrupted) and run.processes.many:
                     raise RecipeError(
-                        f"sys.exit({error.code!r}) inside fit leaves the other processes alone"
+                        f"sys.exit({error.code!r}) inside fit ends this process, but the others continue"
                     ) from error
                 raise
             finally:
@@ -184,7 +184,7 @@ class Fit:
         except LoadingStopped:
             run.saving.save_and_leave()
         if not any(distributed.gather(current.step)):
-            raise DataError(f"epoch {epoch}: the training set yielded no batch (is it an iterator that is used up?)")
+            raise DataError(f"epoch {epoch}: the training set has no batches (is it an iterator that is used up?)")
         run.pending.settle()
         run.recovery.after_window()
         run.log.count_training()
@@ -250,6 +250,6 @@ class Fit:
         """Say what a user may not expect of a fit that ended without an error."""
         run = self._run
         if not run.totals.trained:
-            logger.warning("nothing was trained: the run was over already, or the epoch counter is used up")
+            logger.warning("nothing was trained: the run had already ended, or the epoch counter is at its limit")
         elif run.skipped_steps and not run.optimizer_step:
-            logger.warning("all %d updates were skipped: nothing was learned", run.skipped_steps)
+            logger.warning("nothing was learned: all %d updates were skipped", run.skipped_steps)

@@ -56,16 +56,16 @@ class GradientReach:
             return
         if unused := self._not_in(held):
             logger.warning(
-                "no optimizer holds these parameters, which get gradients: %s. Freeze them with requires_grad_(False), "
-                "or, to train them, register their module (in `modules`, or as an attribute or in a ModuleList of one "
-                "that is there) or give them to an optimizer.",
+                "these parameters get gradients, but no optimizer holds them, so they are not trained: %s. To train "
+                "them, register their module (in `modules`, or inside one of these modules, as an attribute or in a "
+                "ModuleList) or give them to an optimizer. Otherwise freeze them with requires_grad_(False).",
                 _listed(unused, holder, modules),
             )
         stepped = [optimizer for name, optimizer in optimizers.items() if name in self._optimizers]
         if self._is_whole and (idle := self._not_reached(stepped)):
             logger.warning(
-                "the loss of the first update does not depend on these parameters, which an optimizer holds: %s. They "
-                "stay as they are unless a later batch uses them.",
+                "an optimizer holds these parameters, but the loss of the first update does not depend on them: %s. "
+                "They do not change unless a later batch uses them.",
                 _listed(idle, holder, modules),
             )
 
@@ -85,7 +85,7 @@ def _listed(parameters: Sequence[torch.Tensor], holder: object, modules: nn.Modu
     names = {id(parameter): name for name, parameter in _unregistered(holder, modules)}
     names |= {id(parameter): name for name, parameter in modules.named_parameters()}
     return listed(
-        (names.get(id(each), f"one of shape {list(each.shape)} that has no name") for each in parameters), _NAMED
+        (names.get(id(each), f"an unnamed parameter of shape {list(each.shape)}") for each in parameters), _NAMED
     )
 
 

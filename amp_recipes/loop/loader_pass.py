@@ -42,9 +42,7 @@ class Pass:
         sums = distributed.sums(self.sums.sums())
         for name, (_, _, left_out) in sums.items():
             if warn and left_out:
-                logger.warning(
-                    "metric %s: %d contributions of the stage were not finite and are left out", name, left_out
-                )
+                logger.warning("metric %s: %d values of the stage were not finite and were left out", name, left_out)
         return ratios(sums)
 
     @contextmanager

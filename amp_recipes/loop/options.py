@@ -21,27 +21,29 @@ class OptimizationOptions:
     """Updates, and what comes with each."""
 
     max_grad_norm: float = option(
-        5.0, "Bound on the L2 norm of each optimizer's gradients. 0 or less: no clipping.", ANY_NUMBER
+        5.0, "Maximum L2 norm of each optimizer's gradients (gradient clipping). 0 or less: no clipping.", ANY_NUMBER
     )
-    grad_accumulation_factor: int = option(1, "Batches per update.", AT_LEAST_ONE)
+    grad_accumulation_factor: int = option(1, "Batches per update (gradient accumulation).", AT_LEAST_ONE)
     nonfinite_patience: int = option(
         3,
-        "Nonfinite updates in a row that end the run (in fp16 only those at the scale's floor count).",
+        "End the run after this many nonfinite updates in a row. In fp16, only those at the floor of the loss scale "
+        "count.",
         AT_LEAST_ONE,
         rare=True,
     )
     locate_nonfinite: bool = option(
         True,
-        "Take a step that went nonfinite again to say where the value was born, and keep it for `amp-recipes replay`. "
-        "`false`: nothing is noted for it.",
+        "Repeat a nonfinite step to find where the first NaN or Inf appeared, and save it for `amp-recipes replay`. "
+        "`false`: record nothing.",
         changes_training=False,
         rare=True,
     )
     optimizer_step_limit: int | None = option(
-        None, "Updates after which training stops, over all epochs.", AT_LEAST_ONE
+        None, "Stop training after this many updates, over all epochs.", AT_LEAST_ONE
     )
     lr_scheduler_interval: Literal["step", "epoch"] = option(
-        "step", "When the hparam `lr_scheduler` advances: after each update or each epoch."
+        "When `lr_scheduler` advances: after each update or after each epoch.",
+        "When the hparam `lr_scheduler` advances: after each update or each epoch.",
     )
     ema_decay: float | None = option(
         None, "Decay per update of an exponential moving average of the weights. Absent: no average.", FRACTION
@@ -54,31 +56,39 @@ class SpikeOptions:
 
     on_spike: Literal["off", "lower_lr", "wider_precision"] = option(
         "off",
-        "What to do when the loss or a gradient norm leaves its band: go back to the last good checkpoint, and on from "
-        "there with lower learning rates, or in fp32. Needs `output_folder`; how far it goes back depends on "
-        "`ckpt_interval_steps`.",
+        "What to do when the loss or a gradient norm leaves its band (a spike): go back to the last good checkpoint, "
+        "and train from there with lower learning rates, or in fp32. Needs `output_folder`; `ckpt_interval_steps` "
+        "decides how far it goes back.",
     )
     spike_factor: float = option(
         8.0,
-        "The band ends this many spreads above the median (spread: 1.4826 MAD of the logarithms; at least 0.05 for the "
+        "Width of the band above the median, in spreads (spread: 1.4826 MAD of the logarithms; at least 0.05 for the "
         "loss, 0.25 for a norm).",
         POSITIVE,
         rare=True,
     )
     spike_window: int = option(
-        100, "Updates that make the band; before there are so many, nothing is a spike.", AT_LEAST_FOUR, rare=True
+        100,
+        "Number of last updates that define the band. Until there are so many, no update is a spike.",
+        AT_LEAST_FOUR,
+        rare=True,
     )
-    spike_patience: int = option(1, "Updates in a row outside the band that make a spike.", AT_LEAST_ONE, rare=True)
+    spike_patience: int = option(
+        1, "Number of updates in a row outside the band that make a spike.", AT_LEAST_ONE, rare=True
+    )
     spike_steps: int = option(
         100,
-        "Updates after the checkpoint that run with lower learning rates or in fp32; at least to one past that which "
-        "spiked.",
+        "Number of updates after the checkpoint that run with lower learning rates or in fp32. It is extended to one "
+        "update after the spike.",
         AT_LEAST_ONE,
         rare=True,
     )
-    spike_lr_factor: float = option(0.1, "Factor on learning rates under `lower_lr`.", FRACTION, rare=True)
+    spike_lr_factor: float = option(0.1, "Factor on the learning rates under `lower_lr`.", FRACTION, rare=True)
     spike_limit: int = option(
-        10, "How often the run goes back at most; later spikes are warned about and counted.", AT_LEAST_ONE, rare=True
+        10,
+        "Maximum number of times that a run goes back; later spikes are only counted and logged.",
+        AT_LEAST_ONE,
+        rare=True,
     )
 
 
@@ -88,14 +98,16 @@ class EarlyStoppingOptions:
 
     early_stop_metric: str | None = option(
         None,
-        "Metric of the validation to watch: of `add_metric`, returned by `on_stage_end`, or `loss`. Absent: no early "
-        "stop.",
+        "Validation metric to watch: one of `add_metric`, one returned by `on_stage_end`, or `loss`. Absent: no "
+        "early stopping.",
     )
-    early_stop_mode: Literal["min", "max"] = option("min", "Whether the metric is better when smaller or larger.")
+    early_stop_mode: Literal["min", "max"] = option(
+        "min", "Whether a smaller (`min`) or a larger (`max`) metric is better."
+    )
     early_stop_patience: int | None = option(
         5,
-        "Epochs in a row without a better value that end training. `null`: none do, and the metric only chooses the "
-        "best checkpoint.",
+        "Stop training after this many epochs in a row without a better value. `null`: never stop; the metric only "
+        "chooses the best checkpoint.",
         AT_LEAST_ONE,
     )
 
@@ -104,10 +116,10 @@ class EarlyStoppingOptions:
 class TrialOptions:
     """Short runs that try a recipe out."""
 
-    debug: bool = option(False, "Run a few batches only: `debug_epochs` epochs of `debug_batches`.")
+    debug: bool = option(False, "Run only a few batches: `debug_epochs` epochs of `debug_batches` batches.")
     debug_batches: int = option(2, "Batches per stage under `debug`.", AT_LEAST_ONE)
     debug_epochs: int = option(2, "Epochs under `debug`.", AT_LEAST_ONE)
     overfit_batches: int = option(
-        0, "Train and validate on the first n batches only. 0: off.", AT_LEAST_ZERO, changes_training=True
+        0, "Train and validate on the first n batches only. 0: on all.", AT_LEAST_ZERO, changes_training=True
     )
     test_only: bool = option(False, "Skip training; evaluate only.")

@@ -219,8 +219,9 @@ class ManyProcesses:
         names = distributed.differing(self._run.modules)
         if names:
             logger.warning(
-                "the processes hold different weights: %s. Something that is not averaged moves them: a "
-                "loss.backward() past self.backward, weights set by hand, a schedule that depends on the rank.",
+                "the weights differ between processes: %s. Something changed them that is not averaged: a "
+                "loss.backward() in place of self.backward(loss), weights set by hand, or a schedule that depends on "
+                "the rank.",
                 listed(names),
             )
 
@@ -253,8 +254,9 @@ class ManyProcesses:
             digests = distributed.gather(_digest(first))
             if distributed.data_world_size() > 1 and len(set(digests)) == 1 and digests[0] is not None:
                 logger.warning(
-                    "all %d processes begin with the same batch: each seems to read all of the data, and not a part of "
-                    "its own. Give a torch Dataset, or divide by torch.distributed.get_rank() what you iterate.",
+                    "all %d processes start with the same batch: each seems to read the whole data set instead of "
+                    "its own part. Use a torch Dataset, or let your iterable yield only the part of "
+                    "torch.distributed.get_rank().",
                     len(digests),
                 )
         return chain([first] if first else [], source)

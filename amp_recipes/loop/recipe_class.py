@@ -33,14 +33,16 @@ def _check_meaning(recipe_class: type, name: str, own: Any, meant: Any) -> None:
     if isroutine(meant) and not (callable(own) or hasattr(own, "__get__")):
         raise _other_meaning(recipe_class, name, f"an attribute ({own!r:.50})", "a method")
     if isinstance(meant, property) and not hasattr(own, "__get__"):
-        raise _other_meaning(recipe_class, name, f"{own!r:.50} for all its objects", "an attribute that the loop sets")
+        raise _other_meaning(
+            recipe_class, name, f"{own!r:.50} for all objects of the class", "an attribute that the loop sets"
+        )
     if isinstance(meant, property) and isroutine(own):
         raise _other_meaning(recipe_class, name, "a method", "an attribute")
 
 
 def _other_meaning(recipe_class: type, name: str, given: str, expected: str) -> RecipeError:
     kind = recipe_class.__name__
-    return RecipeError(f"{kind}.{name} is {given}, but Brain.{name} is {expected}. Give it another name in {kind}.")
+    return RecipeError(f"{kind}.{name} is {given}, but Brain.{name} is {expected}. Rename it in {kind}.")
 
 
 def hidden_options(recipe_class: type, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,8 +51,8 @@ def hidden_options(recipe_class: type, options: Mapping[str, Any]) -> dict[str, 
     if hidden:
         names = ", ".join(sorted(hidden))
         logger.warning(
-            "%s has something of its own under the name of a run option: %s. The option keeps its value, and can be "
-            "read as self.run_opts['...'].",
+            "%s has attributes with the names of run options: %s. The options keep their values: read them as "
+            "self.run_opts['...'].",
             recipe_class.__name__,
             names,
         )
@@ -80,15 +82,18 @@ def without(hidden: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
 def check_objects(modules: Any, opt_class: Any) -> None:
     """Raise RecipeError for modules without names, and for what makes no optimizer."""
     if not isinstance(modules, (Mapping, nn.ModuleDict, type(None))):
-        raise RecipeError(f"modules is a {type(modules).__name__}; expected names and modules: {{'model': ...}}.")
+        raise RecipeError(
+            f"modules is a {type(modules).__name__}; expected a dict from names to modules: {{'model': ...}}."
+        )
     for name, module in (modules or {}).items():
         if not isinstance(module, (nn.Module, type(None))):
             raise RecipeError(
-                f"modules['{name}'] is {module!r:.200}; expected a torch.nn.Module. In a YAML `!new:` makes one, and "
-                "`!name:` what makes them."
+                f"modules['{name}'] is {module!r:.200}; expected a torch.nn.Module. In a YAML, `!new:` creates an "
+                "object, while `!name:` only creates a function that does."
             )
     if opt_class is not None and not callable(opt_class):
         raise RecipeError(
-            f"opt_class is an object of {type(opt_class).__name__}; expected what makes an optimizer of parameters: "
-            "torch.optim.Adam, functools.partial(torch.optim.Adam, lr=1e-3), in a YAML `!name:torch.optim.Adam`."
+            f"opt_class is an object of {type(opt_class).__name__}; expected a function or class that makes an "
+            "optimizer from parameters: torch.optim.Adam, functools.partial(torch.optim.Adam, lr=1e-3), or "
+            "`!name:torch.optim.Adam` in a YAML."
         )

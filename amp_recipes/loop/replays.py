@@ -67,7 +67,7 @@ class Replays:
         try:
             cause = self._locate(update, window, where, last)
         except Exception as error:  # what the replay stumbles over must not hide the step that is being reported
-            logger.warning("%s: the step could not be taken again: %r", where, error)
+            logger.warning("%s: could not repeat the step: %r", where, error)
             return ""
         logger.warning("%s: %s", where, cause)
         return cause
@@ -82,16 +82,16 @@ class Replays:
         report.where = where
         if window.taken:
             report.caveats.append(
-                "An optimizer had already stepped in this window, so the replay began from other weights."
+                "An optimizer had already stepped in this window, so the repeated step began from other weights."
             )
         if before.versions != _versions(before.batches):
             report.caveats.append(
-                "The recipe writes to the batch in place, so the replay began with what it had written there."
+                "The recipe changes the batch in place, so the repeated step began with the changed batch."
             )
         told = (report.cause, report.module, report.op, report.phase, report.line, str(report.samples))
         known = self._reports.get(told)
         if known is not None:
-            return f"{report.message} (As in {known}.)" if last else f"as in {known}."
+            return f"{report.message} (The same as in {known}.)" if last else f"the same as in {known}."
         path = self._write(report, trial, before)
         self._reports[told] = f"step {report.step}" if path is None else str(path)
         return report.message if path is None else f"{report.message} See {path}."
@@ -103,7 +103,7 @@ class Replays:
         try:
             return numerics.write_report(folder, report, trial, before.batches, before.random, command=_command())
         except (OSError, ConfigError) as error:  # it is told all the same
-            logger.warning("the report of a nonfinite step could not be written: %s", error)
+            logger.warning("could not write the report of a nonfinite step: %s", error)
             return None
 
     # ------------------------------------------------------------------ what the device cannot run
@@ -153,7 +153,7 @@ class Replays:
         try:
             found = numerics.find_unrunnable(trial, batches, precision.dtype, plan.pinned)
         except Exception as error:  # of the recipe's own: it comes again where it belongs, if it is one
-            logger.debug("%s could not be tried: %r", precision.name, error)
+            logger.debug("could not try %s: %r", precision.name, error)
             return
         if found is not None:
             raise PrecisionError(self._unrunnable_text(found, precision, training, cause)) from cause
@@ -167,10 +167,12 @@ class Replays:
         if not what:
             what = "the forward fails" if cause is None else numerics.first_line(cause)
         pins = json.dumps([*run.settings.fp32_modules, *found.errors])
-        cure = f"add `fp32_modules: {pins}` to the YAML (tested: it then runs), or use" if found.errors else "use"
+        cure = (
+            f"add `fp32_modules: {pins}` to the YAML (the model was tested with it), or use" if found.errors else "use"
+        )
         return (
             f"{option} {precision.name} cannot run this model on {device_capabilities(run.device).device_name}: "
-            f"{what}. In fp32 it runs: {cure} --{option} fp32."
+            f"{what}. It runs in fp32: {cure} --{option} fp32."
         )
 
 

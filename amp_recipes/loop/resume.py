@@ -72,8 +72,8 @@ class LoopState:
         run.pending.settle()
         if len(run.pending):
             logger.warning(
-                "%s: a checkpoint in the middle of an update lacks its loss and EMA: save in on_stage_end, or with "
-                "ckpt_interval_steps or ckpt_interval_minutes",
+                "%s: this checkpoint is saved in the middle of an update, without its loss and EMA. Save in "
+                "on_stage_end, or set ckpt_interval_steps or ckpt_interval_minutes",
                 current.where(),
             )
         in_training = current.stage is Stage.TRAIN and current.step > 0
@@ -105,8 +105,8 @@ class LoopState:
         planned, total = state.get("total_updates"), run.schedulers.total_updates
         if planned is not None and total is not None and planned != total:
             logger.warning(
-                "the learning rates were planned for %d updates, and this run is to take %d: from here on they follow "
-                "the new plan",
+                "the learning rates were planned for %d updates, but this run takes %d: from here on they follow the "
+                "new plan",
                 planned,
                 total,
             )
@@ -122,8 +122,9 @@ class LoopState:
             own = states[rank]
         else:
             logger.warning(
-                "saved by %d process(es), now there are %d: the data is shared anew, and an update covers the batches "
-                "of all; for updates of one size divide batch_size or grad_accumulation_factor (--accept_changes).",
+                "the checkpoint was saved by %d process(es), and now there are %d: the data is divided anew, and an "
+                "update now covers the batches of all of them. To keep the size of an update, change batch_size or "
+                "grad_accumulation_factor (with --accept_changes).",
                 saved,
                 distributed.world_size(),
             )
@@ -196,7 +197,7 @@ class Resume:
         checkpoint = best_checkpoint(run.settings.init_from)
         load_weights(run.saved_modules, model_weights(checkpoint, run.saved_modules), str(checkpoint.path))
         run.ema.restart()
-        logger.info("begins with the weights of %s (epoch %s)", checkpoint.path, checkpoint.meta.get("epoch"))
+        logger.info("starting from the weights of %s (epoch %s)", checkpoint.path, checkpoint.meta.get("epoch"))
 
     def _set_records_aside(self) -> None:
         """Give the metrics of the run whose checkpoints were set aside the same number."""
@@ -245,7 +246,7 @@ class Resume:
             return run.feed.limited(batches_from(loader, 0, None))
         reason = replay_reason(loader)
         if reason:
-            logger.warning("going on inside an epoch: %s", reason)
+            logger.warning("resuming inside an epoch: %s", reason)
         # A loader without an order of its own takes it from the global generators, as it did when the epoch began.
         self._set_random_state(place.stage_start["random"])
         batches = batches_from(loader, place.step, place.data)

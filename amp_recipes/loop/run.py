@@ -164,8 +164,9 @@ class Run:
         by_interval = settings.ckpt_interval_steps > 0 or settings.ckpt_interval_minutes > 0
         if by_interval and policy.theirs and distributed.world_size() > 1:
             logger.warning(
-                "SpeechBrain's Checkpointer saves inside an epoch in runs of one process only: ckpt_interval_steps and "
-                "ckpt_interval_minutes do nothing. Leave `checkpointer` out and give an output_folder to have it."
+                "ckpt_interval_steps and ckpt_interval_minutes have no effect here: SpeechBrain's Checkpointer can "
+                "save inside an epoch only with one process. To use them, leave `checkpointer` out and give an "
+                "output_folder."
             )
         return policy
 
@@ -278,8 +279,8 @@ class Run:
         groups = [group for optimizer in self.recipe.optimizers_dict.values() for group in optimizer.param_groups]
         if groups and all(float(group["lr"]) == 0 for group in groups):
             logger.warning(
-                "every learning rate is 0, as the schedule left it: nothing more will be learned. To train on with a "
-                "new schedule, start a run in another output_folder with --init_from %s",
+                "every learning rate is 0 at the end of the schedule, so nothing more will be learned. To train "
+                "further with a new schedule, start a run in another output_folder with --init_from %s",
                 self.settings.output_folder,
             )
 
@@ -322,7 +323,7 @@ class Run:
         loss = distributed.mean(average.result, average.seen)
         if average.nonfinite and current.stage is not Stage.TRAIN:
             logger.warning(
-                "%s: the loss of %d of %d batches was not finite; they are left out of the average",
+                "%s: the loss of %d of %d batches was not finite; the average leaves them out",
                 current.where(),
                 average.nonfinite,
                 current.step,

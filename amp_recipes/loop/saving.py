@@ -39,7 +39,9 @@ class Saving:
         """
         run, interrupts = self._run, self._run.interrupts
         if interrupts.save_requested is not None and not run.checkpoints.saves:
-            logger.warning("%s: there is no output_folder to save in", signal.Signals(interrupts.save_requested).name)
+            logger.warning(
+                "%s: not saved, because there is no output_folder", signal.Signals(interrupts.save_requested).name
+            )
             interrupts.save_requested = None
         minutes = run.settings.ckpt_interval_minutes
         by_clock = minutes > 0 and distributed.is_main_process() and run.checkpoints.clock_due(minutes)
@@ -82,11 +84,11 @@ class Saving:
         where = run.current.where()
         run.recovery.before_leaving()
         if not run.checkpoints.saves:
-            run.interrupts.leave(f"{where}: ends here; there is no output_folder to save in")
+            run.interrupts.leave(f"{where}: stopped; not saved, because there is no output_folder")
         with run.interrupts.saving():
             try:
                 self.save_inside_epoch()
                 run.checkpoints.wait()
             except CheckpointError as error:
-                run.interrupts.leave(f"{where}: NOT saved: {error}")
-        run.interrupts.leave(f"{where}: saved; the same command goes on from here")
+                run.interrupts.leave(f"{where}: stopped; NOT saved: {error}")
+        run.interrupts.leave(f"{where}: saved; run the same command again to resume")

@@ -42,14 +42,16 @@ class Schedulers:
                 make = functools.partial(make, total_updates=self.total_updates)
             self.by_optimizer = {name: make(optimizer) for name, optimizer in optimizers.items()}
         elif make is not None:
-            logger.info("lr_scheduler is a %s: the recipe itself is to step it", type(make).__name__)
+            logger.info(
+                "lr_scheduler is a %s, which the framework does not step: step it in the recipe", type(make).__name__
+            )
         if interval == "step":
             self._refuse_plateau()
 
     def _refuse_plateau(self) -> None:
         if any(isinstance(found, ReduceLROnPlateau) for found in self.by_optimizer.values()):
             raise ConfigError(
-                "lr_scheduler is ReduceLROnPlateau, which watches the loss of an epoch, but lr_scheduler_interval is "
+                "lr_scheduler is ReduceLROnPlateau, which needs the loss of an epoch, but lr_scheduler_interval is "
                 "step. Set lr_scheduler_interval: epoch."
             )
 
@@ -57,13 +59,13 @@ class Schedulers:
         """The updates of the run, for a scheduler that is to be told them."""
         if self._interval == "epoch":
             raise ConfigError(
-                "lr_scheduler takes total_updates, but lr_scheduler_interval is epoch: it would move by epochs. "
-                "Set lr_scheduler_interval: step, or give total_updates in the YAML."
+                "lr_scheduler takes total_updates, but lr_scheduler_interval is epoch, so it would advance once per "
+                "epoch. Set lr_scheduler_interval: step, or give total_updates in the YAML."
             )
         if len(self.optimizers) > 1:
             raise ConfigError(
-                f"lr_scheduler takes total_updates, but {', '.join(self.optimizers)} may each take another number of "
-                "them. Give it in the YAML, as an argument of lr_scheduler."
+                f"lr_scheduler takes total_updates, but {', '.join(self.optimizers)} may each take a different "
+                "number of updates. Give total_updates in the YAML, as an argument of lr_scheduler."
             )
         return count_updates()
 

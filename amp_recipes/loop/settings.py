@@ -41,8 +41,8 @@ class Settings:
             now = str(getattr(self, name))
             if now != value:
                 logger.warning(
-                    "self.%s was set to %s after the run was set up with %s, and as a run option it has no effect any "
-                    "more: give it in the YAML, on the command line (--%s) or in run_opts.",
+                    "self.%s was set to %s after the run was set up with %s. It is a run option, so this has no "
+                    "effect: set it in the YAML, on the command line (--%s) or in run_opts.",
                     *(name, now, value, name),
                 )
         self._had_effect = {}

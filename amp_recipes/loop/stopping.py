@@ -45,7 +45,7 @@ class MetricWatch:
 
     def __str__(self) -> str:
         best = "no value" if self.best is None else f"{self.best:g} in epoch {self.best_epoch}"
-        return f"the best {self.metric} is {best}, {self._waited} epochs without a better one"
+        return f"the best {self.metric} is {best}, and {self._waited} epochs have passed without a better one"
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""

@@ -58,7 +58,7 @@ class Train:
     def fit(self, run: Any, call: FitCall) -> None:
         """`fit` was called: train, unless the script is only to test."""
         if run.settings.test_only:
-            logger.info("test_only is set: fit does nothing")
+            logger.info("test_only is set: skipping fit")
             return
         Fit.of(run, call).train(call.progressbar)
 
@@ -95,7 +95,7 @@ class Examine:
 
 
 def _diagnosis(run: Any, call: FitCall) -> str:
-    print("diagnosing in place of training: up to about five minutes", file=sys.stderr, flush=True)
+    print("running a diagnosis instead of training; it takes up to about five minutes", file=sys.stderr, flush=True)
     return str(run.recipe.diagnose(call.train_set, call.train_loader_kwargs))
 
 

@@ -101,8 +101,8 @@ class Window:
         run, recipe = self.run, self.run.recipe
         if not self.should_step:
             raise RecipeError(
-                f"optimizers_step was called at batch {run.current.step}, before the last of {self.size} batches "
-                "that accumulate (grad_accumulation_factor). In fit_batch, step only `if self.should_step:`."
+                f"optimizers_step was called at batch {run.current.step}, before the last of the {self.size} batches "
+                "of this update (grad_accumulation_factor). In fit_batch, call it only `if self.should_step:`."
             )
         run.pending.settle(but_newest=1)  # the learning rate may still have to move for the update before
         chosen = available = recipe.freeze_optimizers(recipe.optimizers_dict) or {}

@@ -37,8 +37,8 @@ def chosen_blocks(option: str, modules: nn.Module, patterns: Sequence[str]) -> l
         chosen = [block for module in matching(option, modules, [pattern]).values() for block in with_forward(module)]
         if not chosen:
             raise ConfigError(
-                f"{option}: {pattern!r} matches only modules without a forward, such as a ParameterList: nobody calls "
-                "them, so there is no moment to gather them. Name the module that uses them."
+                f"{option}: {pattern!r} matches only modules without a forward, such as a ParameterList. They are "
+                "never called, so they cannot be gathered before a call. Name the module that uses them."
             )
         found |= dict.fromkeys(chosen)
     return list(found)

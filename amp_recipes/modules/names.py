@@ -23,7 +23,7 @@ def matches(pattern: str, name: str, module: nn.Module) -> bool:
 def check_patterns(option: str, patterns: Sequence[str]) -> None:
     """Raise ConfigError for a string where a list of patterns is meant."""
     if isinstance(patterns, str):
-        raise ConfigError(f"{option} takes a list of patterns, not the string {patterns!r}: use [{patterns!r}]")
+        raise ConfigError(f"{option} is the string {patterns!r}; expected a list of patterns: [{patterns!r}]")
 
 
 def no_match(option: str, pattern: str, named_modules: Sequence[tuple[str, nn.Module]]) -> str:

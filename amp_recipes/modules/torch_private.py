@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 SEEN_IN = ("2.11.0", "2.13.0")  # the oldest and the newest that the tests run with
-"""The release of torch in which every private name of the three files was seen, and did what is said of it."""
+"""The release of torch in which every private name of the three files was seen to work as described."""
 
 # ---------------------------------------------------------------------- modules
 
 COMPILED_MODULE = "_orig_mod"
-"""The name under which what torch.compile returns for a module holds that module."""
+"""Attribute in which a compiled module (by torch.compile) holds the original module."""
 
 DYNAMO = "torch._dynamo"
-"""The compiler's module, which is asked for in `sys.modules`: importing it takes 2 s."""
+"""The compiler's module. Look it up in `sys.modules`: importing it takes 2 s."""
 
 BatchNorm: type[nn.Module] = nn.modules.batchnorm._BatchNorm
-"""The base of all BatchNorm modules, SyncBatchNorm included."""
+"""The base class of all BatchNorm modules, SyncBatchNorm included."""
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -112,13 +112,13 @@ def set_timeout_of_batches(batches: Any, seconds: float) -> None:
 # ---------------------------------------------------------------------- nested values
 
 REGISTER_PYTREE = "torch.utils._pytree.register_pytree_node"
-"""What users call to tell torch about a container of their own."""
+"""Registers a user's own container class with torch."""
 
 tree_leaves: Callable[[Any], list[Any]] = pytree.tree_leaves
 """All values in nested containers that torch knows, in order."""
 
 tree_map: Callable[..., Any] = pytree.tree_map
-"""The same containers with a function of each value; always new ones."""
+"""Applies a function to each value of nested containers; returns new containers."""
 
 
 def pytree_parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:

@@ -38,8 +38,8 @@ _HAZARDS_SHOWN = 6
 _SHARE_OF_NOISE = 0.2
 _SLOW = 5  # times as long as fp32: emulated, not slow
 _ON_CPU = (
-    "This ran on a CPU, whose autocast leaves softmax, layer_norm, sum, exp and pow in the low precision where CUDA "
-    "runs them in fp32 (`amp-recipes ops` prints both): the verdict is about training on a CPU."
+    "This diagnosis ran on a CPU, so its verdict is about training on a CPU. The CPU's autocast leaves softmax, "
+    "layer_norm, sum, exp and pow in low precision; CUDA's runs them in fp32 (`amp-recipes ops` prints both lists)."
 )
 
 
@@ -62,7 +62,7 @@ class Questions:
         object.__setattr__(self, "precisions", names)
         for name in self.precisions:
             if AMPConfig.from_name(name).dtype == torch.float32:
-                raise PrecisionError(f"a diagnosis compares bf16 or fp16 with fp32, but is asked about {name!r}.")
+                raise PrecisionError(f"a diagnosis compares bf16 or fp16 with fp32; {name!r} is neither bf16 nor fp16.")
 
 
 @dataclass
@@ -102,11 +102,11 @@ class Answer:
             ]
         elif self.raises or found.needed:
             said = [f"{self.name}: not safe as it is: {self._what_is_wrong()}"]
-            said.append(f"Which pins would mend it is not decided: {found.undecided or found.proof.text}")
+            said.append(f"Which pins would make it safe is not decided: {found.undecided or found.proof.text}")
         else:
             said = [f"{self.name}: not decided: {found.undecided or found.proof.text}"]
             if found.worst is not None:
-                said.append(f"On the batches looked at: {self._measured(found.worst)}")
+                said.append(f"On the batches tested: {self._measured(found.worst)}")
         return ". ".join([*said, *found.notes]) + "."
 
     def _proof(self) -> str:
@@ -122,9 +122,9 @@ class Answer:
         bound = self.pins.bias_tolerance
         said = [f"gradient error {_beside(found.error, self.pins.tolerance)}"]
         if found.tensor:
-            said.append(f"at worst {found.tensor} {_beside(found.tensor_error, TENSOR_TOLERANCE)}")
+            said.append(f"largest in {found.tensor}: {_beside(found.tensor_error, TENSOR_TOLERANCE)}")
         if bound < self.pins.tolerance:
-            said.append(f"the same on every batch {_beside(found.bias, max(bound, found.bias_floor))}")
+            said.append(f"systematic part {_beside(found.bias, max(bound, found.bias_floor))}")
         return ", ".join(said)
 
     def _what_is_wrong(self) -> str:
@@ -132,7 +132,7 @@ class Answer:
             return f"the step does not run: {self.raises}"
         worst = self.nonfinite
         if not worst:
-            return "it is beyond a bound" if self.pins.without is None else self._measured(self.pins.without)
+            return "an error is above its bound" if self.pins.without is None else self._measured(self.pins.without)
         largest = torch.finfo(AMPConfig.from_name(self.name).dtype).max
         bound = f" > {largest:.5g}"
         named = [f"{row.module} (|x| up to {row.largest:.2g}{bound * (row.largest > largest)})" for row in worst]
@@ -175,10 +175,10 @@ class Diagnosis:
         lines = [answer.verdict for answer in self.answers]
         if self.underflow is not None and "fp16" in [answer.name for answer in self.answers]:
             lines.append(self.underflow.summary())
-        lines += [f"{lost['module']}: the pin does nothing: {lost['reason']}" for lost in self.lost_pins]
+        lines += [f"{lost['module']}: the pin has no effect: {lost['reason']}" for lost in self.lost_pins]
         lines += self._hazard_lines()
         if self.weights:
-            lines.append(f"Looked at the weights {self.weights}.")
+            lines.append(f"The weights tested: {self.weights}.")
         return "\n".join([*lines, *self.notes])
 
     def _hazard_lines(self) -> list[str]:
@@ -186,7 +186,7 @@ class Diagnosis:
         hazards = [hazard for hazard in self.hazards if hazard.precision in precisions and hazard.grade != "note"]
         lines = [f"{hazard.place}: {hazard.message}" for hazard in hazards[:_HAZARDS_SHOWN]]
         if len(hazards) > _HAZARDS_SHOWN:
-            lines.append(f"{len(hazards) - _HAZARDS_SHOWN} more hazards are in {JSON_FILE}.")
+            lines.append(f"{len(hazards) - _HAZARDS_SHOWN} more hazards are listed in {JSON_FILE}.")
         return lines
 
     def __str__(self) -> str:
@@ -252,7 +252,9 @@ def _noise_in_fp32(trial: Trial, windows: Sequence[Window], result: Diagnosis) -
         outcome = trial.run(window)
         if not outcome.is_finite:
             report = locate(trial, window, torch.float32, 1.0)
-            result.notes.append(f"fp32 itself is not finite, on window {index} of the training set. {report.message}")
+            result.notes.append(
+                f"the step is not finite even in fp32, on window {index} of the training set. {report.message}"
+            )
             return None
         noise.add(outcome)
     return noise.relative
@@ -265,8 +267,8 @@ def _repeats_within(trial: Trial, window: Window, result: Diagnosis) -> float:
         return 0.0
     error = gradient_error(second, first)
     result.notes.append(
-        f"A step in fp32, taken twice from the same state, does not give the same bits: its gradient differs from "
-        f"itself by {_percent(error)}. Errors are known no better than that."
+        f"Two runs of the same step in fp32, from the same state, differ: their gradients differ by {_percent(error)}"
+        ". No error can be measured more exactly than that."
     )
     return error
 
@@ -328,8 +330,8 @@ class _Examiner:
     def _note_slowness(self, name: str, slowness: float) -> None:
         if slowness > _SLOW:
             self._result.notes.append(
-                f"A step in {name} took {slowness:.0f} times as long as in fp32 on {self._result.device}: its times "
-                "say nothing of a device with such arithmetic."
+                f"A step in {name} took {slowness:.0f} times as long as in fp32 on {self._result.device}. This says "
+                f"nothing about the time on a device with native {name} arithmetic."
             )
 
 
@@ -344,10 +346,10 @@ def _percent(share: float) -> str:
 
 def _cost(time_ratio: float | None, memory_ratio: float | None) -> str:
     if time_ratio is None or memory_ratio is None:
-        return "What that costs could not be measured, since the step does not run without"
+        return "The cost of the pins could not be measured, because the step does not run without them"
     time_share, memory_share = 100 * (time_ratio - 1), 100 * (memory_ratio - 1)
-    took = f"{time_share:.0f} % of the step" if time_share >= 1 else "no measurable time"
-    return f"Costs {took}, and {max(0.0, memory_share):.0f} % of what is saved for the backward"
+    took = f"{time_share:.0f} % of the step's time" if time_share >= 1 else "no measurable time"
+    return f"The pins cost {took}, and {max(0.0, memory_share):.0f} % of the memory that is saved for the backward"
 
 
 def _what_raised(error: Exception) -> str:

@@ -13,7 +13,7 @@ from amp_recipes.errors import ConfigError, PrecisionError
 from amp_recipes.modules.devices import has_autocast
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""The precision names and the dtype that each means."""
+"""Precision name -> the dtype of its autocast."""
 
 _NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
 _FLOAT32_PRECISIONS = ("ieee", "tf32")
@@ -119,7 +119,7 @@ def _dtype_named(name: str | None, accepted: Iterable[str]) -> torch.dtype:
         return torch.float32
     if isinstance(name, str) and name in PRECISIONS:
         return PRECISIONS[name]
-    advice = ". 'auto' needs a device: resolve_precision('auto', device) chooses" if name == "auto" else ""
+    advice = ". 'auto' depends on the device: use resolve_precision('auto', device)" if name == "auto" else ""
     raise ConfigError(_unknown("precision", name, accepted) + advice)
 
 
@@ -142,9 +142,9 @@ def _choose(device: torch.device) -> Precision:
     if torch.bfloat16 in capabilities.native:
         dtype, reason = torch.bfloat16, f"{device_name} computes bf16 natively"
     elif device.type != "cpu" and torch.float16 in capabilities.native:
-        dtype, reason = torch.float16, f"{device_name} computes fp16 natively, bf16 not"
+        dtype, reason = torch.float16, f"{device_name} computes fp16 natively, but not bf16"
     elif device.type == "cpu":
-        dtype, reason = torch.float32, f"{device_name} has no native bf16, and fp16 is for GPUs"
+        dtype, reason = torch.float32, f"{device_name} has no native bf16, and fp16 is only for GPUs"
     else:
         dtype, reason = torch.float32, f"{device_name} has neither native bf16 nor native fp16"
     name = _NAMES[dtype]
@@ -175,8 +175,8 @@ def _warning(dtype: torch.dtype, device: torch.device, capabilities: Capabilitie
     if device.type == "mps" and dtype is torch.float16:
         bf16 = "bf16 or " if torch.bfloat16 in capabilities.runs else ""
         return (
-            f"fp16 on {device_name}: autocast and loss scaling cover fewer operations on MPS than on CUDA. "
-            f"Use --precision {bf16}fp32, or compare the first losses of fp16 with an fp32 run."
+            f"fp16 on {device_name}: on MPS, autocast and loss scaling support fewer operations than on CUDA. Use "
+            f"--precision {bf16}fp32, or compare the first losses in fp16 with an fp32 run."
         )
     if dtype in capabilities.native:
         return None
@@ -185,18 +185,18 @@ def _warning(dtype: torch.dtype, device: torch.device, capabilities: Capabilitie
     if dtype is torch.float16 and device.type == "cpu":
         # Measured: 1.1 GFLOP/s in fp16 against 105 in fp32, and a training step 13 to 90 times slower.
         return (
-            f"fp16 on {device_name} has no native arithmetic: expect it to be ten to a hundred times slower "
-            f"than fp32. {instead}; fp16 is right on a GPU."
+            f"fp16 on {device_name} has no native arithmetic, so expect it to be ten to a hundred times slower than "
+            f"fp32. {instead}; fp16 is for GPUs."
         )
     if device.type == "cpu":
         # Measured on a CPU with AVX2 alone: the image recipe took 11 times as long as in fp32.
         return (
-            f"{name} on {device_name} is emulated, not native: expect it to save memory, but to be up to ten times "
-            f"slower than fp32. {instead}, or --precision auto."
+            f"{name} on {device_name} is emulated, not native: it saves memory, but can be up to ten times slower "
+            f"than fp32. {instead}, or --precision auto."
         )
     return (
-        f"{name} on {device_name} is emulated, not native: expect it to save memory, but to be no faster "
-        f"than fp32 and often slower. {instead}."
+        f"{name} on {device_name} is emulated, not native: it saves memory, but is no faster than fp32 and often "
+        f"slower. {instead}."
     )
 
 

@@ -54,17 +54,16 @@ class TorchAutocast:
         self.dtype: torch.dtype | None = arguments.get("dtype")
         if not (self.dtype is None or isinstance(self.dtype, torch.dtype)):
             raise TypeError(
-                f"dtype of autocast must be a torch.dtype such as torch.bfloat16, not {self.dtype!r}; "
-                "AMPConfig.from_name('bf16').dtype turns a name into one"
+                f"dtype of autocast is {self.dtype!r}; expected a torch.dtype such as torch.bfloat16. "
+                "AMPConfig.from_name('bf16').dtype converts a name"
             )
         self._is_noop = self.dtype is torch.float32
         if not self._is_noop:
             _AUTOCAST_SIGNATURE.bind(**arguments)  # only a no-op can do without a device type
             if not has_autocast(self.device_type):
                 raise PrecisionError(
-                    f"autocast to {self.dtype or 'its default dtype'} does not exist on device type "
-                    f"{self.device_type!r}; expected one of {', '.join(autocast_device_types())}. "
-                    "Use float32 on this device"
+                    f"device type {self.device_type!r} has no autocast to {self.dtype or 'its default dtype'}; "
+                    f"expected one of {', '.join(autocast_device_types())}. Use float32 on this device"
                 )
         self.enabled: bool = not self._is_noop and arguments.get("enabled", True)
         self._arguments = dict(arguments)
@@ -119,12 +118,12 @@ def _device_type(device: Any) -> str:
     if isinstance(device, torch.device):
         return device.type
     if not isinstance(device, str):
-        raise TypeError(f"device_type of autocast must be a string such as 'cuda', not {device!r}")
+        raise TypeError(f"device_type of autocast is {device!r}; expected a string such as 'cuda'")
     device_type, colon, _ = device.partition(":")
     if colon:
         raise PrecisionError(
-            f"autocast takes a device type, not the device {device!r}: the device type is {device_type!r}. "
-            f"torch.device({device!r}).type gives it"
+            f"autocast got the device {device!r}; expected its device type, {device_type!r}. Use torch.device("
+            f"{device!r}).type"
         )
     return device
 
@@ -159,7 +158,9 @@ def fwd_default_precision(fwd: Callable | None = None, cast_inputs: torch.dtype 
     if fwd is None:
         return functools.partial(fwd_default_precision, cast_inputs=cast_inputs)
     if not callable(fwd):
-        raise TypeError(f"fwd_default_precision decorates a function, not {fwd!r}; give a dtype as cast_inputs=")
+        raise TypeError(
+            f"fwd_default_precision got {fwd!r}; expected a function to decorate. Give a dtype as cast_inputs="
+        )
     signature = _signature_of(fwd)
     untouched = _leading_self(signature)
     is_decorated_inside = signature is not None and "force_allow_autocast" in signature.parameters
@@ -323,8 +324,11 @@ def _warn_once_if_opaque(value: Any) -> None:
     if is_numpy or callable(value) or isinstance(value, _SILENT_TYPES):
         return
     warnings.warn(
-        f"a precision cast passes {kind.__module__}.{kind.__qualname__} objects untouched: tensors inside "
-        "keep their dtype. Pass the tensors themselves, make the class a dataclass, or register it with "
+        (
+            f"tensors inside {kind.__module__}.{kind.__qualname__} objects keep their dtype: a precision cast does "
+            "not look into such objects. Pass the tensors themselves, make the class a dataclass, or register it "
+            "with "
+        )
         + REGISTER_PYTREE,
         stacklevel=2,
     )
@@ -373,8 +377,8 @@ def custom_bwd(bwd: Callable) -> Callable:
         state = getattr(args[0], _CTX_STATE, None)
         if state is None:
             raise PrecisionError(
-                f"{bwd.__qualname__} has custom_bwd, but nothing recorded the autocast state of its forward: "
-                "decorate forward with custom_fwd, and where forward takes no ctx, setup_context as well"
+                f"{bwd.__qualname__} has custom_bwd, but its forward did not record the autocast state. Decorate "
+                "forward with custom_fwd; if forward takes no ctx, decorate setup_context as well"
             )
         changed = [
             (device_type, enabled, dtype)

@@ -52,9 +52,9 @@ def prefer_fused(optimizers: Mapping[str, Optimizer], modules: nn.Module, device
             _fuse(optimizer)
         elif not getattr(optimizer, STEP_TAKES_FOUND_INF, False):
             logger.info(
-                "optimizer '%s' (%s) cannot skip an update on the device, so the host waits for each of its steps: "
-                "torch's Adam, AdamW and SGD with fused=True need no wait, where all parameters are real, their "
-                "gradients dense, and both on the device.",
+                "optimizer '%s' (%s) cannot skip an update on the device, so the host waits for each of its steps. "
+                "torch's Adam, AdamW and SGD with fused=True avoid the wait, if all parameters are real, all "
+                "gradients are dense, and both are on the device.",
                 name,
                 type(optimizer).__name__,
             )
@@ -110,7 +110,10 @@ def _before_fused_sgd(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _leave_unfused(optimizer: Optimizer) -> None:
-    logger.info("torch's fused SGD takes no sparse gradients: the others do, and the host waits for each of its steps.")
+    logger.info(
+        "torch's fused SGD does not support sparse gradients: using the normal SGD, so the host waits for each of "
+        "its steps."
+    )
     for group in optimizer.param_groups:
         group["fused"] = False
     _set_fused(optimizer, False)

@@ -27,8 +27,9 @@ def check_optimizers(
     for key, optimizer in optimizers.items():
         if isinstance(optimizer, torch.optim.LBFGS):
             raise PrecisionError(
-                f"optimizer '{key}' is LBFGS, which evaluates the loss several times inside one step; a step that may "
-                "be skipped, clipped and scaled cannot call it. Use a first-order optimizer such as AdamW or SGD."
+                f"optimizer '{key}' is LBFGS, which computes the loss several times inside one step. A step here may "
+                "be skipped, clipped and scaled, so it computes the loss only once. Use a first-order optimizer such "
+                "as AdamW or SGD."
             )
         parameters = list(parameters_of_optimizer(optimizer))
         named = [(names.get(id(p), f"parameter {index}"), p) for index, p in enumerate(parameters)]
@@ -57,8 +58,8 @@ def _refuse_owned(key: str, named: Sequence[tuple[str, nn.Parameter]], owner: di
     for name, parameter in named:
         if owner.setdefault(id(parameter), key) != key:
             raise PrecisionError(
-                f"parameter {name} belongs to two optimizers, '{owner[id(parameter)]}' and '{key}': one step of "
-                "both would unscale and clip its gradient twice. Give it to one of them."
+                f"parameter {name} belongs to two optimizers, '{owner[id(parameter)]}' and '{key}', so its gradient "
+                "would be unscaled and clipped twice. Give it to only one of them."
             )
 
 
@@ -66,21 +67,21 @@ def _refuse_strangers(key: str, strangers: Sequence[torch.Tensor], sharded: bool
     """Raise RecipeError where parameters that are not in the modules would train by themselves, or not at all."""
     if sharded and strangers:
         raise RecipeError(
-            f"optimizer '{key}' holds parameters from before the modules were sharded (strategy fsdp), which "
-            "nobody trains any more: make optimizers in init_optimizers, or give opt_class."
+            f"optimizer '{key}' holds parameters from before the modules were sharded (strategy fsdp), which are no "
+            "longer trained. Create optimizers in init_optimizers, or give opt_class."
         )
     if several_processes and strangers:
         raise RecipeError(
-            f"optimizer '{key}' trains {len(strangers)} parameters, the first of shape "
-            f"{tuple(strangers[0].shape)}, that are not in the Brain's modules: nobody would average their "
-            "gradients over the processes. Put what holds them into `modules`."
+            f"optimizer '{key}' trains {len(strangers)} parameters that are not in the Brain's modules (the first "
+            f"has shape {tuple(strangers[0].shape)}), so their gradients would not be averaged over the processes. "
+            "Add the modules that hold them to `modules`."
         )
 
 
 def _refuse_fp16(key: str, names: Sequence[str]) -> None:
     if names:
         raise PrecisionError(
-            "precision fp16 keeps the weights in fp32 and casts them in the forward, but optimizer "
-            f"'{key}' holds {len(names)} fp16 parameter(s): {listed(names)}. Do not call .half() on the model; remove "
-            "it, or convert back with .float()."
+            f"optimizer '{key}' holds {len(names)} fp16 parameter(s): {listed(names)}. Precision fp16 keeps the "
+            "weights in fp32 and casts them in the forward. Remove the call of .half() on the model, or convert the "
+            "model back with .float()."
         )

@@ -14,17 +14,17 @@ class PrecisionOptions:
     """In which precision a run trains and evaluates."""
 
     precision: PrecisionName = option(
-        "fp32", "Precision of training. `auto`: bf16 if the device does it natively, else fp16 on a GPU, else fp32."
+        "fp32", "Precision of training. `auto`: bf16 if the device computes it natively, else fp16 on a GPU, else fp32."
     )
     eval_precision: PrecisionName = option("fp32", "Precision of validation and test.", changes_training=False)
     fp32_modules: list[str] = option(
         [],
-        "Modules that run in fp32 whatever the precision: patterns of module names (`*.norm`), or of "
-        "class names (`type:LayerNorm`).",
+        "Modules that always run in fp32 (pins): patterns of module names (`*.norm`), or of class names "
+        "(`type:LayerNorm`).",
     )
     float32_precision: Literal["ieee", "tf32"] = option(
         "ieee",
-        "What fp32 means in matrix products and convolutions on a GPU. Modules in `fp32_modules` always use `ieee`.",
+        "How a GPU computes matrix products and convolutions in fp32. Modules in `fp32_modules` always use `ieee`.",
     )
 
 
@@ -32,12 +32,12 @@ class PrecisionOptions:
 class LossScaleOptions:
     """The loss scale of fp16."""
 
-    init_scale: float = option(65536.0, "Loss scale at the start.", POSITIVE, rare=True)
+    init_scale: float = option(65536.0, "Loss scale at the start of training.", POSITIVE, rare=True)
     growth_factor: float = option(
-        2.0, "Factor on the scale after `growth_interval` updates without overflow.", ABOVE_ONE, rare=True
+        2.0, "Factor by which the scale grows after `growth_interval` updates without overflow.", ABOVE_ONE, rare=True
     )
-    backoff_factor: float = option(0.5, "Factor on the scale after an overflow.", FRACTION, rare=True)
+    backoff_factor: float = option(0.5, "Factor by which the scale shrinks after an overflow.", FRACTION, rare=True)
     growth_interval: int = option(
-        2000, "Updates in a row without overflow before the scale grows.", AT_LEAST_ONE, rare=True
+        2000, "Number of updates in a row without overflow before the scale grows.", AT_LEAST_ONE, rare=True
     )
-    min_scale: float = option(1.0, "Floor of the loss scale; at most `init_scale`.", POSITIVE, rare=True)
+    min_scale: float = option(1.0, "Smallest loss scale; at most `init_scale`.", POSITIVE, rare=True)

@@ -84,8 +84,8 @@ class Patience:
             return
         self._warned = True
         logger.warning(
-            "%s: the loss scale is at its floor (%g) and the update still overflows. Gradients (or activations) "
-            "exceed what fp16 holds (65504), so scaling down further cannot help: use --precision bf16, or pin the "
+            "%s: the loss scale is at its minimum (%g) and the update still overflows. Gradients (or activations) "
+            "are beyond the range of fp16 (65504), so a smaller scale cannot help. Use --precision bf16, or pin the "
             "modules that overflow with fp32_modules.",
             where,
             self._min_scale,
@@ -96,12 +96,12 @@ class Patience:
         norms = ", ".join(f"{name}: {norm:g}" for name, norm in update.grad_norms.items())
         advice = ["look for NaN or Inf in the data", "lower the learning rate", "lower max_grad_norm"]
         if self._precision != "fp32":
-            advice.append("try --precision fp32 (if it trains there, pin modules with fp32_modules)")
+            advice.append("try --precision fp32 (if training works there, pin modules with fp32_modules)")
         return (
             f"{where}: {self._in_a_row} updates in a row were skipped because the loss or a gradient was not finite "
             f"(nonfinite_patience={self.limit}; {skipped_in_all} skipped in all). Last: loss {losses}, gradient "
             f"norm {norms or 'none'}"
             + (f", loss scale {update.scale:g}" if update.scale is not None else "")
-            + f", precision {self._precision}. The weights are as after the last good update. "
+            + f", precision {self._precision}. The weights are those of the last good update. "
             + (cause or f"What to try: {'; '.join(advice)}.")
         )

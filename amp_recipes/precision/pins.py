@@ -185,8 +185,8 @@ def _no_forward(pattern: str, matched: list[tuple[str, nn.Module]]) -> str:
     """What is wrong with a pattern that matches only what nobody calls, such as a ParameterList."""
     name, module = matched[0]
     return (
-        f"fp32_modules: {pattern!r} matches {name!r} ({type(module).__name__}), which has no forward and no "
-        "children with one, so there is nothing to pin; pin the module that uses it"
+        f"fp32_modules: {pattern!r} matches {name!r} ({type(module).__name__}), which cannot be pinned, because it "
+        "has no forward and no child with one. Pin the module that uses it"
     )
 
 
@@ -197,8 +197,8 @@ def _with_forward(name: str, module: nn.Module) -> Iterator[nn.Module]:
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise PrecisionError(
-            f"fp32_modules: {name!r} is a TorchScript module, whose compiled forward cannot be pinned; "
-            "use the module that it was made from"
+            f"fp32_modules: {name!r} is a TorchScript module, whose compiled forward cannot be pinned. Use the "
+            "original module"
         )
     is_compiled = COMPILED_MODULE in children_of(module)
     if not is_compiled and ("forward" in vars(module) or type(module).forward is not nn.Module.forward):

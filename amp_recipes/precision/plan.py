@@ -102,8 +102,8 @@ class PrecisionPlan:
             return
         if self.training.dtype != torch.float32 and not self._low_ctx.was_entered:
             logger.warning(
-                "precision is %s, but fit_batch computed in fp32: compute the forward and the loss under "
-                "`with self.training_ctx:`.",
+                "precision is %s, but fit_batch computed in fp32. Compute the forward and the loss under `with "
+                "self.training_ctx:`.",
                 self.training.name,
             )
 
@@ -112,8 +112,8 @@ class PrecisionPlan:
         dead = self._pins.never_called()
         if dead:
             logger.warning(
-                "fp32_modules: the forward of these pinned modules was not called, so pinning them does nothing: %s. "
-                "Their parent uses the weights directly (as MultiheadAttention does with out_proj): pin the parent.",
+                "fp32_modules: pins on these modules have no effect, because their forward was not called: %s. Their "
+                "parent uses the weights directly (as MultiheadAttention does with out_proj): pin the parent.",
                 ", ".join(dead),
             )
 
@@ -130,7 +130,7 @@ def _float32_precision(asked: str, pinned: list[str], modules: nn.Module) -> str
     pinned = pinned or decorated_modules(modules)
     if asked == "tf32" and pinned:
         logger.warning(
-            "float32_precision is ieee in this run, not tf32: modules pinned to fp32 (%s) ask for it.",
+            "float32_precision is ieee in this run instead of tf32, because some modules are pinned to fp32 (%s).",
             ", ".join(pinned),
         )
         return "ieee"

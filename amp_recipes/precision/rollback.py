@@ -207,8 +207,8 @@ class BufferRollback:
             lost += self._welcome(skipped)
         if lost:
             warnings.warn(
-                f"an update was skipped in whose batch these buffers appeared, or changed for the first time, so that "
-                f"their values from before it were not kept: {', '.join(lost)}. Check that they are finite.",
+                "the values of these buffers could not be restored after a skipped update, because they first "
+                f"appeared or changed in its batch: {', '.join(lost)}. Check that they are finite.",
                 stacklevel=2,
             )
 

@@ -70,10 +70,10 @@ class PendingUpdate:
             skip, *numbers = self._future.read()
             if self._marked and numbers.pop():
                 raise RecipeError(
-                    "the processes have gradients of different parameters: a forward left some unused on one rank, "
-                    "and strategy fsdp added up gradients of one parameter with those of another (the update was "
-                    "skipped). Set find_unused_parameters, which sends zeros for them, or use the same modules on "
-                    "every rank."
+                    "the processes have gradients of different parameters, so strategy fsdp added gradients of "
+                    "different parameters to each other (the update was skipped). On one rank, a forward left some "
+                    "parameters unused. Set find_unused_parameters, which sends zeros for them, or use the same "
+                    "modules on every rank."
                 )
             first_norm = self.losses
             scale_at = first_norm + len(self._names)
@@ -225,8 +225,9 @@ class UpdateOwner:
         if inputs is None or inputs:  # of frozen optimizers there are none
             if not loss.requires_grad:
                 raise RecipeError(
-                    "backward: the loss has no gradient. Either compute_objectives returns it detached (.detach(), "
-                    "torch.tensor(...), torch.no_grad()), or every parameter behind it is frozen (requires_grad=False)."
+                    "backward: the loss has no gradient. Either compute_objectives returns a detached loss "
+                    "(.detach(), torch.tensor(...), torch.no_grad()), or all parameters that it depends on are "
+                    "frozen (requires_grad=False)."
                 )
             self.scaler.scale(loss).backward(inputs=inputs)
 
@@ -268,7 +269,7 @@ class UpdateOwner:
         scale = self.scaler.scale_tensor
         if scale is None and self.scaler.is_enabled():
             raise RecipeError(
-                "the gradients were not scaled, but precision fp16 needs it: call self.backward(loss) in place of "
+                "the gradients were not scaled, but precision fp16 needs this: call self.backward(loss) instead of "
                 "loss.backward()."
             )
         with torch.no_grad():
@@ -419,11 +420,14 @@ def as_scalar(loss: Any, where: str) -> torch.Tensor:
     """`loss` as a 0-d tensor. Raises RecipeError for what is none."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss if loss.ndim == 0 else loss.reshape(())
-    given, advice = f"a {type(loss).__name__}", "Return the loss alone; add_metric takes the rest."
+    given, advice = f"a {type(loss).__name__}", "Return only the loss; use add_metric for other values."
     if isinstance(loss, torch.Tensor):
-        given, advice = f"of shape {tuple(loss.shape)}", "Reduce it, as with .mean(), in compute_objectives."
+        given, advice = (
+            f"a tensor of shape {tuple(loss.shape)}",
+            "Reduce it in compute_objectives, for example with .mean().",
+        )
     elif loss is None:
-        advice = "Does compute_objectives, or a fit_batch of the recipe's, end in `return loss`?"
+        advice = "Check that compute_objectives, and fit_batch if the recipe has one, end with `return loss`."
     elif isinstance(loss, (int, float)):
         advice = "Return the tensor itself from compute_objectives, without .item() or float()."
     raise RecipeError(f"{where}: the loss is {given}; expected a tensor with one number. {advice}")

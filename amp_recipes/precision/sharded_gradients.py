@@ -77,8 +77,8 @@ def _parts(gradient: torch.Tensor) -> int:
         return 1
     if any(placement.is_partial() for placement in gradient.placements):
         raise PrecisionError(
-            f"a gradient of shape {tuple(gradient.shape)} is a sum not yet taken ({gradient.placements}), so its norm "
-            "is unknown: let the layer's parallel style reduce it."
+            f"a gradient of shape {tuple(gradient.shape)} has a pending sum over processes ({gradient.placements}), "
+            "so its norm is unknown: let the layer's parallel style reduce it."
         )
     sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if not placement.is_replicate())

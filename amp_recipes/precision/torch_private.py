@@ -26,16 +26,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 # ---------------------------------------------------------------------- kernels over lists of tensors
 
 foreach_copy: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
-"""Write each tensor of the second list into that of the first, in few kernels."""
+"""Copies each tensor of the second list into that of the first, with few kernels."""
 
 foreach_mul: Callable[..., None] = torch._foreach_mul_
-"""Multiply each tensor of a list by a number, or by a tensor on its device, in place."""
+"""Multiplies each tensor of a list by a number, or by a tensor on its device, in place."""
 
 foreach_norm: Callable[..., list[Tensor]] = torch._foreach_norm
 """The L2 norm of each tensor of a list."""
 
 unscale_and_check: Callable[[list[Tensor], Tensor, Tensor], None] = torch._amp_foreach_non_finite_check_and_unscale_
-"""Multiply each tensor by the third argument, in place, and set the second to 1 if any number is nonfinite."""
+"""Multiplies each tensor by the third argument, in place, and sets the second to 1 if any number is nonfinite."""
 
 flatten: Callable[[list[Tensor]], Tensor] = _flatten_dense_tensors
 """All numbers of a list of dense tensors in one vector."""
@@ -58,7 +58,7 @@ def switch_scaler(scaler: torch.amp.GradScaler, enabled: bool) -> None:
 
 
 STEP_TAKES_FOUND_INF = "_step_supports_amp_scaling"
-"""The attribute, true or absent, of optimizers whose step reads `found_inf` and skips on the device (fused ones)."""
+"""Attribute of optimizers whose step reads `found_inf` and skips on the device (fused ones): true, or absent."""
 
 
 # ---------------------------------------------------------------------- ops, for instruments
@@ -67,13 +67,13 @@ Op = OpOverload
 """One overload of an op, as `__torch_dispatch__` gets it."""
 
 DispatchMode = TorchDispatchMode
-"""The base of what sees each op below autograd."""
+"""The base class of modes that see each op below autograd."""
 
 without_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
-"""Within it, no instrument sees an op."""
+"""Context in which no instrument sees an op."""
 
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
-"""Within it, no `__torch_function__` sees a call."""
+"""Context in which no `__torch_function__` sees a call."""
 
 is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 """Whether a tensor's class only wraps other tensors, and tells which (`__tensor_flatten__`)."""
@@ -100,7 +100,7 @@ def bare_op_name(op: OpOverload) -> str:
 
 
 kernel_of: Callable[[OpOverload], Any] = attrgetter("_op")
-"""What an overload runs, without the Python frame of its `__call__`. AttributeError: a higher-order op."""
+"""The function that an overload runs, without the Python frame of its `__call__`. AttributeError: a higher-order op."""
 
 
 def all_op_names() -> list[str]:

@@ -10,6 +10,8 @@ class RandomnessOptions:
     """What makes two runs equal."""
 
     seed: int | None = option(
-        None, "Seeds Python, NumPy and torch before the YAML instantiates anything. Absent: nothing is seeded.", SEED
+        None,
+        "Seed for Python, NumPy and torch, set before the YAML instantiates anything. Absent: nothing is seeded.",
+        SEED,
     )
-    deterministic: bool = option(False, "Use deterministic algorithms only; an operation that has none raises.")
+    deterministic: bool = option(False, "Use deterministic algorithms only; an operation without one raises an error.")

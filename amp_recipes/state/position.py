@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Snapshot = dict[str, Any]
-"""Where the global generators (`random`) and those of loaders (`loaders`) are, and what the recipe remembers."""
+"""States of the global generators (`random`), of the loaders' generators (`loaders`) and of the recipe."""
 
 
 @dataclass(frozen=True)

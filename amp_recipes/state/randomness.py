@@ -72,7 +72,8 @@ def _set_accelerators(kind: str, states: list[torch.Tensor]) -> None:
     there = backend.device_count() if backend is not None and backend.is_available() else 0
     if there != len(states):
         logger.warning(
-            "the checkpoint has random generators of %d %s devices, but there are %d here: draws on them may differ",
+            "the checkpoint has random generators of %d %s devices, but this machine has %d: random numbers on them "
+            "may differ",
             len(states),
             kind,
             there,

@@ -84,7 +84,10 @@ class RecipeState:
             return
         lost = [*self._put_back_values(state["values"]), *self._put_back_modules(state["modules"])]
         if lost:
-            logger.warning("could not be put back to what they were, for their size: %s", ", ".join(lost))
+            logger.warning(
+                "could not restore these to their earlier values, because they are too large to copy: %s",
+                ", ".join(lost),
+            )
 
     def _put_back_values(self, saved: Mapping[str, Any]) -> Iterator[str]:
         """Yields the names of those that were not copied."""
@@ -144,7 +147,7 @@ class RecipeState:
         holders = dict(self._holders())
         for name, saved in {**state["generators"], **state["objects"]}.items():
             if name not in holders:
-                logger.warning("the checkpoint has a state of '%s', which this run does not have: left out", name)
+                logger.warning("ignoring the state of '%s' in the checkpoint: this run has no such object", name)
             elif name in state["generators"]:
                 set_generator_state(holders[name], saved)
             else:
@@ -241,7 +244,7 @@ class RecipeState:
         if left_out and not self._told:
             self._told = True
             listed = "; ".join(f"{name} ({problem})" for name, problem in left_out.items())
-            logger.info("not in checkpoints, so a resumed run has them as the recipe makes them: %s", listed)
+            logger.info("these are not saved in checkpoints, so a resumed run creates them anew: %s", listed)
 
 
 def _inside(value: Any) -> Iterable[Any]:

@@ -35,11 +35,11 @@ def recovery_of(run: Any) -> SpikeRecovery | NoRecovery:
         return NoRecovery(run)
     if settings.on_spike == "wider_precision" and run.plan.training.dtype == torch.float32:
         raise ConfigError(
-            f"on_spike is wider_precision, but precision is {run.recipe.run_opts.precision}, which is fp32 here: there "
-            "is no wider one. Set on_spike: lower_lr, or train in bf16 or fp16."
+            f"on_spike is wider_precision, but precision {run.recipe.run_opts.precision} is fp32 already on this "
+            "device, so there is no wider one. Set on_spike: lower_lr, or train in bf16 or fp16."
         )
     if settings.debug:
-        logger.info("debug: on_spike does nothing, since no checkpoints are saved")
+        logger.info("debug: on_spike has no effect, because no checkpoints are saved")
         return NoRecovery(run)
     return SpikeRecovery(run)
 
@@ -137,13 +137,13 @@ class SpikeRecovery:
         how, checkpoints = self._run.settings.on_spike, self._run.checkpoints
         if checkpoints.theirs:
             raise ConfigError(
-                f"on_spike is {how}, which rewrites checkpoints, but the recipe brings SpeechBrain's "
-                "Checkpointer: leave `checkpointer` out and give an output_folder, or leave on_spike off."
+                f"on_spike is {how}, which rewrites checkpoints, but the recipe uses SpeechBrain's Checkpointer. "
+                "Leave `checkpointer` out and give an output_folder, or set on_spike: off."
             )
         if checkpoints.checkpointer is None:
             raise ConfigError(
-                f"on_spike is {how}, which goes back to a checkpoint, but there is no output_folder to save "
-                "any in: give --output_folder, or leave on_spike off."
+                f"on_spike is {how}, which goes back to a checkpoint, but no checkpoints are saved without an "
+                "output_folder. Give --output_folder, or set on_spike: off."
             )
 
     def adopt(self, optimizers: Mapping[str, Optimizer]) -> None:
@@ -174,16 +174,18 @@ class SpikeRecovery:
         train = run.fit.loaders["train"]
         if not can_begin_again(train):
             raise DataError(
-                f"on_spike is {run.settings.on_spike}, which goes back in the training set, but that is a "
-                f"{type(train).__name__}, which can be read once. Give a torch Dataset, a list of batches, or an "
-                "iterable that begins anew with each iter()."
+                f"on_spike is {run.settings.on_spike}, which goes back in the training set, but the training set is "
+                f"a {type(train).__name__}, which can be read only once. Give a torch Dataset, a list of batches, or "
+                "an iterable that starts again with each iter()."
             )
         self._data_at_first = {name: beginning(loader) for name, loader in run.fit.loaders.items()}
         self._take_care(self._watch.until is not None)
         self._spare_checkpoints()
         self._note_spikes()
         if not (run.settings.ckpt_interval_steps or run.settings.ckpt_interval_minutes):
-            logger.info("on_spike goes back to the end of an epoch: with ckpt_interval_steps less is to be done again")
+            logger.info(
+                "on_spike will go back to the end of an epoch; to repeat less after a spike, set ckpt_interval_steps"
+            )
         if not resumed and run.checkpoints.saves:
             run.saving.save_now(epoch=0)
 
@@ -317,8 +319,8 @@ class SpikeRecovery:
             self.going_back = True
             raise GoingBack
         if error is not None:
-            raise NonfiniteError(f"{error} on_spike does not go back: {why_not}.")
-        logger.warning("%s. Training goes on as it is: %s", watch.last, why_not)
+            raise NonfiniteError(f"{error} on_spike cannot go back: {why_not}.")
+        logger.warning("%s. Training continues without going back: %s", watch.last, why_not)
         watch.accept_level()
 
     def _prepare(self, error: NonfiniteError | None) -> tuple[str | None, str | None]:
@@ -329,7 +331,9 @@ class SpikeRecovery:
         """
         run, watch = self._run, self._watch
         if watch.went_back >= run.settings.spike_limit:
-            return f"it has gone back {watch.went_back} times, and spike_limit is {run.settings.spike_limit}", None
+            return (
+                f"it has already gone back {watch.went_back} times, and spike_limit is {run.settings.spike_limit}"
+            ), None
         try:
             run.checkpoints.wait()
         except CheckpointError as failed:
@@ -338,11 +342,11 @@ class SpikeRecovery:
         try:
             found = find_newest(checkpointer, "brain", self._is_good)
             if found is None:
-                return "no checkpoint is from before it", None
+                return "there is no good checkpoint from before it", None
             checkpoint, states = found
             place = states["brain"]["optimizer_step"]
             if watch.went_back_to is not None and place <= watch.went_back_to:
-                return f"it went back to update {place} before, and has saved no good state since", None
+                return f"it already went back to update {place}, and has saved no good checkpoint since", None
             again = watch.last.update if error is None else run.totals.optimizer_step + 1
             until = max(place + run.settings.spike_steps, again + 1)  # the update after it tells whether that helped
             states["brain"]["spikes"] = self._recovering(states["brain"].get("spikes"), place, until)
@@ -350,9 +354,9 @@ class SpikeRecovery:
         except CheckpointError as failed:
             return None, str(failed)
         lowers = run.settings.on_spike == "lower_lr"
-        care = f"learning rates times {run.settings.spike_lr_factor:g}" if lowers else "in fp32"
+        care = f"learning rates multiplied by {run.settings.spike_lr_factor:g}" if lowers else "in fp32"
         logger.warning(
-            "%s. Going back to %s (update %d), now also %s; until update %d: %s",
+            "%s. Going back to %s (update %d), saved again as %s. Until update %d: %s",
             *(watch.last if error is None else error, checkpoint.path, place, newest.path.name, until, care),
         )
         return None, None
@@ -397,9 +401,9 @@ class SpikeRecovery:
         watch.until = None
         self._take_care(False)
         if not self._is_calm():
-            logger.warning("the recovery has not helped. %s", watch.last or "The last update was not finite")
+            logger.warning("the recovery did not help. %s", watch.last or "The last update was not finite")
             return
-        logger.info("%s: recovered; from here on as before", run.current.where())
+        logger.info("%s: recovered; the usual settings apply again", run.current.where())
         if run.checkpoints.saves:
             run.saving.save_inside_epoch()
 

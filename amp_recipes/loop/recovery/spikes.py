@@ -104,7 +104,7 @@ class Reading:
     update: int
 
     def __str__(self) -> str:
-        band = f"median {self.median:.4g}, upper end {self.limit:.4g}" if math.isfinite(self.limit) else "not known yet"
+        band = f"median {self.median:.4g}, upper limit {self.limit:.4g}" if math.isfinite(self.limit) else "no band yet"
         return f"{self.where}: {self.series} {self.value:.4g} is outside its band ({band})"
 
 

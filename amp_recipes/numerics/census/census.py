@@ -59,14 +59,19 @@ def take_census(
     census.cast_seconds = _cast_seconds(watch, trial.device)
     census.neutral = same_bits(bare, watched)
     if census.neutral:
-        census.neutrality_note = "Watching changed no bit of the losses and gradients."
+        census.neutrality_note = "Watching the step changed no bit of the losses and gradients."
     elif not same_bits(bare, again):
-        census.neutrality_note = "The step does not repeat itself: two bare runs differ, so neutrality cannot be told."
+        census.neutrality_note = (
+            "Cannot tell whether watching changes the step: it is not reproducible, since two runs without watching "
+            "differ."
+        )
     else:
         changed = differing_modules(trial.modules, run)
         where = ", ".join(changed[:5]) + (" ..." if len(changed) > 5 else "")
         census.neutrality_note = (
-            f"Watching changes the step; first in {where}." if changed else "Watching changes the step, in no module."
+            f"Watching the step changes it; first in {where}."
+            if changed
+            else "Watching the step changes it, but in no module."
         )
     return census
 
@@ -80,9 +85,9 @@ def pins_hold(census: Census, names: Iterable[str]) -> list[dict[str, str]]:
     violations = []
     for name in names:
         if name in census.never_called:
-            violations.append({"module": name, "reason": "its forward never ran, so the pin did nothing"})
+            violations.append({"module": name, "reason": "its forward was not called, so the pin had no effect"})
         elif name not in census.called:
-            violations.append({"module": name, "reason": "it was not called as a module, so its ops are not known"})
+            violations.append({"module": name, "reason": "it was not called as a module, so its ops are unknown"})
         for row in census.ops:
             if row.counts_as_low and lies_in(row.module, name):
                 reason = f"{row.op} ran in {row.low} in the {row.phase}, {row.calls} times"
@@ -188,12 +193,12 @@ def _why_wide(row: OpCount, pins: Sequence[str], scripts: set[str], device_type:
     if any(lies_in(row.module, name) for name in pins):
         return PINNED
     if "float64" in row.inputs:
-        return "takes float64, which autocast leaves as it is"
+        return "the input is float64, which autocast does not cast"
     if row.writes_into:
-        return f"writes {row.writes_into}, and autocast leaves such ops alone"
+        return f"writes {row.writes_into}, and autocast does not cast such ops"
     if base in _MAY_LACK_A_RULE and not _has_rule(base, device_type):
         return f"autocast has no rule for it on {device_type}"
-    return "autocast was off there: disabled by the code, or the call lies outside of its region"
+    return "autocast was off: the code disables it there, or the call is outside of its region"
 
 
 def _has_rule(base: str, device_type: str) -> bool:

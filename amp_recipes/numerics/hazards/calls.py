@@ -77,16 +77,16 @@ class CallHazards(TorchFunctionMode):
     def note_step(self, line: Line | None) -> None:
         """An optimizer stepped inside the autocast region, called from `line`."""
         message = (
-            "an optimizer steps inside the autocast region, which keeps low-precision copies of the weights: a forward "
-            "after it in the same region uses the old ones. Leave the region first."
+            "an optimizer steps inside the autocast region. Autocast keeps low-precision copies of the weights, so a "
+            "later forward in the same region uses the old weights. Leave the region before the step."
         )
         self._found.add("step_under_autocast", message, line, "wrong")
 
     def _look(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func in _BACKWARDS:
             message = (
-                "the backward runs inside the autocast region, which casts its own products: those of fp32 regions and "
-                "pinned modules too. Leave the region first."
+                "the backward runs inside the autocast region, which then casts the backward's own matrix products, "
+                "also those of fp32 regions and pinned modules. Leave the region before the backward."
             )
             self._add("backward_under_autocast", message, "risk")
             return
@@ -96,8 +96,8 @@ class CallHazards(TorchFunctionMode):
             self._escaped(call, _floating(args, kwargs))
         if name == "binary_cross_entropy" and RAISES in [policy(judge, name) for judge in self._judged]:
             message = (
-                "binary_cross_entropy raises under CUDA's autocast, since fp16 cannot hold its gradients: use "
-                "binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the logits, or switch autocast off for it."
+                "binary_cross_entropy raises an error under CUDA's autocast, because fp16 cannot hold its gradients. "
+                "Use binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the logits, or disable autocast for it."
             )
             self._add("bce", message, "wrong")
         elif self._device_type == "cpu":
@@ -123,7 +123,7 @@ class CallHazards(TorchFunctionMode):
         else:
             return
         on = "" if device_type == self._device_type else "CUDA's "
-        message = f"{call.name} {call.how}: {on}autocast {does}, but leaves calls {call.how} alone, so that {so}."
+        message = f"{call.name} {call.how}: {on}autocast {does}, but does not change calls {call.how}, so {so}."
         self._add("not_autocast", message, "risk", what=(call.name, call.how))
 
     def _low_dtypes(self, call: _Call, given: list[torch.Tensor], device_type: str) -> list[str]:
@@ -142,7 +142,7 @@ class CallHazards(TorchFunctionMode):
             return
         if any(other.dtype is torch.float32 and other.ndim for other in others):
             into = NAMES[target.dtype]
-            message = f"{name} in place writes what would be fp32 into {into}: out of place it stays fp32."
+            message = f"{name} in place writes its fp32 result into {into}: out of place it stays fp32."
             self._add("not_autocast", message, "note", what=name)
 
     def _other_on_cuda(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -162,8 +162,8 @@ class CallHazards(TorchFunctionMode):
         if name == "cross_entropy":
             return "rounds its log_softmax to the dtype of the logits: give it logits.float()"
         if policy("cuda", name) is not None:
-            return "runs it in the widest dtype that it is given"
-        return "leaves it in the dtype that it is given, where CUDA may refuse it"
+            return "runs it in the widest dtype of its inputs"
+        return "leaves it in the dtype of its input, where CUDA may not support it"
 
     def _add(self, kind: str, message: str, grade: Grade, what: Any = "") -> None:
         module = self._at.place.module

@@ -50,4 +50,10 @@ def _note_error(error: Exception, found: Found) -> None:
             line = Line(here.file, number)
     words = " ".join(f"{type(error).__name__}: {error}".split())
     words = words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
-    found.add("raises", f"the step raises in bf16, and what comes after was not seen: {words}", line, "wrong", "bf16")
+    found.add(
+        "raises",
+        f"the step raises an error in bf16, and the code after it was not checked: {words}",
+        line,
+        "wrong",
+        "bf16",
+    )

@@ -41,11 +41,11 @@ def _note_low_parameters(modules: nn.Module, found: Found) -> None:
         if not holders:
             continue
         first, *others = _lines_casting_to(dtype, modules) or [None]
-        asked = "" if first is None else " Perhaps asked for here" + _also(others) + "."
+        asked = "" if first is None else " Perhaps the cast is here" + _also(others) + "."
         digits = "256" if dtype is torch.bfloat16 else "2048"
         message = (
-            f"parameters are kept in {short} ({_named(list(holders))}): an update below 1/{digits} of a weight is "
-            f"lost.{asked} Keep them in fp32; autocast casts them by itself."
+            f"parameters are stored in {short} ({_named(list(holders))}), where an update below 1/{digits} of a "
+            f"weight is lost.{asked} Store them in fp32; autocast casts them where needed."
         )
         for name, module in holders.items():
             line = first or _line_of_class(type(module))
@@ -76,14 +76,12 @@ def _note_scripted(modules: nn.Module, found: Found) -> None:
         if source is not None and has_default_precision(getattr(source, "forward", None)):
             grade = "wrong"
             message = (
-                f"was made by TorchScript from {source.__qualname__}, whose forward has fwd_default_precision: the "
-                "compiled one has not, and autocast casts it. Use the module itself."
+                f"is TorchScript, made from {source.__qualname__}, whose forward has fwd_default_precision. The "
+                "compiled forward has lost it, so autocast casts its ops. Use the original module."
             )
         elif not is_inside:
             grade = "note"
-            message = (
-                "is TorchScript, which fp32_modules cannot pin: if it needs fp32, use the module that it was made from."
-            )
+            message = "is TorchScript, which fp32_modules cannot pin. If it needs fp32, use the original module."
         else:
             continue
         line = (_line_of_class(source) if source is not None else None) or _line_that_scripts(modules)

@@ -118,27 +118,28 @@ class OpHazards:
     def _too_small(self, value: float, note: str) -> None:
         becomes, so = f"{_SMALLEST:.3g}", ""
         if abs(value) <= _SMALLEST / 2:
-            becomes, so = "0", ", so that it guards nothing"
+            becomes, so = "0", " and protects against nothing"
         message = (
-            f"{value:g} is below the smallest number of fp16 ({_SMALLEST:.3g}) and becomes {becomes}"
-            f"{so}: compute this in fp32, or take more."
+            f"{value:g} is below the smallest number of fp16 ({_SMALLEST:.3g}): there it becomes {becomes}{so}. "
+            "Compute this in fp32, or use a larger number."
         )
         self._add("eps", message, "risk", "fp16", value, note)
 
     def _rounds_to_one(self, value: float, note: str) -> None:
         in_both = value >= _ROUNDS_TO_ONE["fp16"]
         where = "fp16 and bf16" if in_both else "bf16"
-        message = f"{value:.10g} rounds to 1 in {where}, so that it bounds nothing: compute this in fp32."
+        message = f"{value:.10g} rounds to 1 in {where}, so it is no bound: compute this in fp32."
         self._add("eps", message, "risk", "" if in_both else "bf16", value, note)
 
     def _too_large(self, kind: OpKind, name: str, value: float, note: str) -> None:
         both = abs(value) > _LARGEST_BF16
         refused = (kind.base not in _SILENT or name == "alpha") and str(kind.op) != "aten.fill_.Tensor"
-        happens = "torch refuses it there" if refused else "it becomes infinite there"
+        happens = "torch raises an error" if refused else "it becomes infinite"
         where = "fp16 and bf16" if both else f"fp16 ({_LARGEST:g})"
         message = (
-            f"{value:g} in {_WRITTEN_AS.get(kind.base, kind.base)} is beyond {where}: {happens}. A mask can be "
-            "torch.finfo(x.dtype).min, or -inf where no row is masked throughout; all else belongs in fp32."
+            f"{value:g} in {_WRITTEN_AS.get(kind.base, kind.base)} is beyond the range of {where}: {happens}. For a "
+            "mask, use torch.finfo(x.dtype).min, or -inf if no row is masked completely. Compute anything else in "
+            "fp32."
         )
         self._add("mask_value", message, "wrong", "" if both else "fp16", value, note)
 
@@ -158,16 +159,16 @@ class OpHazards:
             self._too_large(kind, "", smallest, "")
         elif _LARGEST < furthest < math.inf:
             message = (
-                f"values of up to {furthest:.4g} that need no gradient (an input?) are cast to {NAMES[target]} here; "
-                f"fp16 ends at {_LARGEST:g}: scale them down first."
+                f"values of up to {furthest:.4g} that need no gradient (an input?) are cast to {NAMES[target]} here, "
+                f"but the largest number of fp16 is {_LARGEST:g}: scale them down first."
             )
             self._add("value_range", message, "wrong", "fp16")
 
     def _whole_numbers(self, largest: float) -> None:
         if largest > _COUNTABLE["bf16"]:
             message = (
-                f"whole numbers of up to {largest:.6g} are cast to low precision here: bf16 counts exactly to "
-                f"{_COUNTABLE['bf16']}, fp16 to {_COUNTABLE['fp16']}. Positions and counts belong in fp32."
+                f"integers of up to {largest:.6g} are cast to low precision here, but bf16 is exact only up to "
+                f"{_COUNTABLE['bf16']}, and fp16 up to {_COUNTABLE['fp16']}. Keep positions and counts in fp32."
             )
             self._add("whole_numbers", message, "risk", "" if largest > _COUNTABLE["fp16"] else "bf16")
 
@@ -187,7 +188,7 @@ class OpHazards:
             self._add("exp_of_large", f"{message}.", "wrong")
         elif exponent.dtype in NAMES:
             message = _infinite(kind.base, largest, "in fp16", ends["fp16"])
-            note = " CUDA runs it in fp32; what is cast to fp16 after it overflows." if self._is_cpu else ""
+            note = " CUDA runs it in fp32, but its result overflows when it is cast to fp16." if self._is_cpu else ""
             self._add("exp_of_large", f"{message}, or compute it in fp32.{note}", "wrong", "fp16")
 
     def _sum(self, kind: OpKind, args: tuple[Any, ...], output: Any) -> None:
@@ -208,12 +209,12 @@ class OpHazards:
         # CUDA's autocast runs sum and cumsum in fp32, unless they say dtype=, which is a hazard of its own.
         note = f" (Not on CUDA, whose autocast runs {name} in fp32.)" if self._is_cpu else ""
         if _LARGEST < largest < math.inf:
-            message = f"comes to {largest:.4g}, beyond fp16 ({_LARGEST:g}): give it dtype=torch.float32."
+            message = f"reaches {largest:.4g}, beyond the range of fp16 ({_LARGEST:g}): give it dtype=torch.float32."
             grade, precision = "wrong", "fp16"
         else:
             message = (
-                f"in low precision: bf16 counts exactly to {_COUNTABLE['bf16']}, fp16 to {_COUNTABLE['fp16']} and no "
-                f"further than {_LARGEST:g}. Give it dtype=torch.float32."
+                f"in low precision: bf16 is exact only up to {_COUNTABLE['bf16']}, fp16 up to {_COUNTABLE['fp16']}, "
+                f"and the largest number of fp16 is {_LARGEST:g}. Give it dtype=torch.float32."
             )
             grade, precision = "risk", "" if elements > _COUNTABLE["fp16"] else "bf16"
         self._add("long_reduction", f"{name} over {elements} elements {message}", grade, precision, name, note)
@@ -221,8 +222,9 @@ class OpHazards:
     def _mean(self, elements: int, note: str) -> None:
         if elements > _LARGEST:
             message = (
-                f"mean over {elements} elements in low precision: each one's gradient is 1/{elements} of the mean's, "
-                f"below the normal numbers of fp16 ({2.0**-14:.3g}) unless the loss scale lifts it. Take it in fp32."
+                f"mean over {elements} elements in low precision: the gradient of each element is 1/{elements} of "
+                f"the mean's gradient. This is below the normal numbers of fp16 ({2.0**-14:.3g}) unless the loss "
+                "scale is large. Compute the mean in fp32."
             )
             self._add("long_reduction", message, "note", "fp16", "mean", note)
 
@@ -231,8 +233,8 @@ class OpHazards:
         if dtype in NAMES:
             name = NAMES[dtype]
             message = (
-                f"cross_entropy of {name} logits: its log_softmax runs in {name} on this device, which rounds each "
-                "token's or sample's loss: call .float() on the logits."
+                f"cross_entropy of {name} logits: its log_softmax runs in {name} on this device, which rounds the "
+                "loss of each token or sample. Call .float() on the logits."
             )
             self._add("not_autocast", message, "risk", what="cross_entropy")
 
@@ -251,8 +253,8 @@ class OpHazards:
 
     def _runs_wide_on_cuda(self, name: str, dtype: torch.dtype) -> None:
         message = (
-            f"{name} runs in {dtype_name(dtype)} here, but CUDA's autocast runs it in fp32: what is found here does "
-            "not hold there."
+            f"{name} runs in {dtype_name(dtype)} here, but CUDA's autocast runs it in fp32: the findings here do not "
+            "apply there."
         )
         module = self.at.here.module
         self._found.add("cpu_is_not_cuda", message, self.at.line, "note", "", module, name, is_about_line=False)
@@ -379,7 +381,7 @@ def _computed_in(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _infinite(name: str, largest: float, where: str, end: float) -> str:
-    said = f"{name} of up to {largest:.4g} is infinite {where} (from {end:.4g} on): "
+    said = f"{name} of up to {largest:.4g} is infinite {where} (above {end:.4g}): "
     return said + "subtract the maximum first, as logsumexp does"
 
 

@@ -110,21 +110,25 @@ class _Search:
         try:
             outcome, origin = self._watched(self._dtype, self._scale)
         except _Raised as error:
-            return self._unplaced("not replayable", f"The step cannot be taken again: {error}.")
+            return self._unplaced("not replayable", f"The step cannot be repeated: {error}.")
         if outcome.is_finite:
             return self._of_finite(outcome)
         if origin is None:
-            message = "The step is nonfinite again, but where that began could not be seen."
+            message = "The repeated step is nonfinite too, but the place where this began was not found."
             return self._unplaced("not replayable", message)
         try:
             cause, origin = self._cause(origin)
         except _Raised as error:
-            self._notes.append(f"Why could not be found out, as the step raised when it was tried otherwise: {error}.")
+            self._notes.append(
+                "The cause was not found, because the step raised an error when it was repeated under other "
+                f"conditions: {error}."
+            )
             cause = "not replayable"
         samples, all_samples = self._samples(origin, cause)
         if self._drawn:
             self._notes.append(
-                f"The step draws from {' and '.join(self._drawn)}, which a replay cannot set back: it was another draw."
+                f"The step draws from {' and '.join(self._drawn)}, which a replay cannot restore: it drew other "
+                "numbers."
             )
         message = message_of(origin, cause, samples, all_samples, self._notes)
         return self._report(cause, message, origin, samples)
@@ -151,7 +155,10 @@ class _Search:
         if wide is None:
             return "model", origin
         if wide.dtype in ("float16", "bfloat16"):
-            self._notes.append(f"Even in a float32 run this computes in {wide.dtype}, since the code casts by itself.")
+            self._notes.append(
+                f"Even when the step runs in float32, this op computes in {wide.dtype}, because the code casts its "
+                "inputs."
+            )
         if (wide.place, wide.op) == (origin.place, origin.op):
             return "model", origin
         if wide.external is not None and wide.external.kind != "tensor":
@@ -166,13 +173,13 @@ class _Search:
             if outcome.is_finite:
                 return cause, origin
             if not origin.is_gradient and outcome.loss_is_finite:
-                note = "With 0 in its place the loss is finite and gradients are not: there is a second fault."
+                note = "With 0 in its place the loss is finite, but the gradients are not: there is a second problem."
                 self._notes.append(note)
                 return cause, origin
             other = self._watched(self._dtype, self._bad_at)[1]
         if other is None or other.external is not None:
             return cause, origin
-        self._notes.append(f"{origin.external} is nonfinite too, but with 0 in its place the step is no better.")
+        self._notes.append(f"{origin.external} is nonfinite too, but replacing it with 0 does not help.")
         return self._cause(other)
 
     def _of_finite(self, outcome: Outcome) -> NonfiniteReport:

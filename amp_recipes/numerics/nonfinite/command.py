@@ -40,14 +40,16 @@ def checked(folder: Path, command: Any) -> dict[str, Any]:
     """The command of `meta.json`, as `read_command` returns it. Raises CheckpointError for what is none."""
     if command is None:
         raise CheckpointError(
-            f"{folder}: the run was not started by a script (a notebook?), so nothing can be started again. Read the "
-            "folder with amp_recipes.numerics.nonfinite.report.read_replay."
+            f"{folder}: this run was not started from a script (from a notebook?), so it cannot be started again. "
+            "Read the folder with amp_recipes.numerics.nonfinite.report.read_replay."
         )
     given = command if isinstance(command, dict) else {}
     kept = {key: given.get(key) for key in ("script", "module", "words", "cwd")}
     kept["masked"] = given.get("masked", [])
     if not _is_command(kept):
-        raise CheckpointError(f"{folder}: its command is {command!r}; expected a script or module, words and a cwd.")
+        raise CheckpointError(
+            f"{folder}: its command is {command!r}; expected a script or module, arguments and a working folder."
+        )
     is_signed = _signature(given) is not None and given.get("signature") == _signature(given)
     return {**kept, "not_vouched_for": _not_vouched_for(Path(folder), kept, given.get("sha256"), is_signed)}
 
@@ -98,9 +100,9 @@ def _why_not_the_users(here: Path, run: Path, cwd: Path, script: Path, digest: A
     if here not in (cwd, *cwd.parents) or here not in script.parents:
         return f"it is not in the working folder, {here}"
     if run in script.parents and run not in (here, *here.parents):
-        return f"it lies in the run's own folder, {run}"
+        return f"it is inside the run's own folder, {run}"
     if digest is None or digest != _digest(script):
-        return "it is not the file that the run began with"
+        return "it has changed since the run began"
     return None
 
 

@@ -53,7 +53,7 @@ class PlainBatches:
     def _plain(self, value: Any, path: Path) -> Any:
         kind = type(value)
         if len(path) > _MAX_DEPTH:
-            return self._leave_out(path, f"nested more than {_MAX_DEPTH} levels deep, or holds itself")
+            return self._leave_out(path, f"nested more than {_MAX_DEPTH} levels deep, or contains itself")
         if kind in (dict, OrderedDict):
             return kind((key, self._plain(item, (*path, key))) for key, item in value.items())
         if kind in (list, tuple):
@@ -113,8 +113,9 @@ def _made(kind: str, name: str, value: Any) -> Any:
             object.__setattr__(made, key, item)
         return made
     raise CheckpointError(
-        f"a batch holds a {qualified} of {module}, which is not imported here as the {kind} that it was. Import what "
-        f"defines it before reading the folder; `amp-recipes replay` does so by running the recipe's script."
+        f"a batch contains a {qualified} of {module}, which is not imported here as the same {kind}. Import the "
+        "module that defines it before you read the folder. `amp-recipes replay` does this by running the recipe's "
+        "script."
     )
 
 

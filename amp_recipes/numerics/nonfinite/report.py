@@ -176,7 +176,7 @@ def _write_replay(
     size = sum(state.tensor_bytes for state in states.values())
     if size > most_bytes:
         return (
-            f"weights, buffers and batches have {size / 1e9:.1f} GB, and a replay folder may have "
+            f"weights, buffers and batches take {size / 1e9:.1f} GB, but a replay folder may take at most "
             f"{most_bytes / 1e9:.1f} GB (most_bytes)"
         )
     written = private / target.name
@@ -246,8 +246,8 @@ class Replay:
         problems = [*_misfits("parameter", parameters, self.parameters), *_misfits("buffer", buffers, self.buffers)]
         if problems:
             raise CheckpointError(
-                f"{self.folder}: the model is not the one that the step was taken with: {listed(problems)}. Use the "
-                "script and the YAML of that run."
+                f"{self.folder}: this is not the model of the saved step: {listed(problems)}. Use the script and the "
+                "YAML of that run."
             )
         for name, parameter in parameters.items():
             parameter.data.copy_(self.parameters[name])
@@ -263,16 +263,18 @@ class Replay:
         # What was uncertain then is so still: the folder holds what the replays had, not what the step had.
         report = replace(report, caveats=list(dict.fromkeys([*report.caveats, *then.get("caveats", [])])))
         lines = [report.message, *_differences(report.as_dict(), then)]
-        lines += [f"{name} has changed since." for name in self.changed]
+        lines += [f"{name} has changed since the run." for name in self.changed]
         if then.get("put_back"):
             drawn = " and ".join(then["put_back"])
-            lines.append(f"The step draws from {drawn}, of which the folder holds no state: the draws may differ.")
+            lines.append(
+                f"The step draws from {drawn}, but the folder has no state of it: the random numbers may differ."
+            )
         if self.command is not None and self.command.get("masked"):
             masked = ", ".join(self.command["masked"])
-            lines.append(f"The folder holds no secrets: if the step needs {masked}, they must be given again.")
+            lines.append(f"The folder contains no secrets: if the step needs {masked}, give them again.")
         for name, version in _HERE.items():
             if self.versions.get(name) != version:
-                lines.append(f"{name} is {version} here, and was {self.versions.get(name)}.")
+                lines.append(f"{name} is {version} here; it was {self.versions.get(name)} in the run.")
         return "\n".join(lines)
 
 
@@ -281,8 +283,11 @@ def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     differ = [key for key in keys if now[key] != then.get(key)]
     if not differ:
         return [f"The same as in step {then.get('step')}: {', '.join(keys)}."]
-    told = ", ".join(f"{key} {then.get(key)!r} then and {now[key]!r} now" for key in differ)
-    return [f"This is not what step {then.get('step')} found: {told}.", f"It said: {then.get('message')}"]
+    told = ", ".join(f"{key} was {then.get(key)!r} then and is {now[key]!r} now" for key in differ)
+    return [
+        f"This differs from the report of step {then.get('step')}: {told}.",
+        f"That report says: {then.get('message')}",
+    ]
 
 
 def _misfits(kind: str, here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]) -> list[str]:
@@ -291,7 +296,7 @@ def _misfits(kind: str, here: Mapping[str, torch.Tensor], there: Mapping[str, to
     for name in here.keys() & there.keys():
         given, wanted = here[name], there[name]
         if is_lazy(given):
-            problems.append(f"{kind} {name} has no shape before a first batch")
+            problems.append(f"{kind} {name} has no shape before the first batch")
         elif given.dtype != wanted.dtype:
             problems.append(f"{kind} {name} is {dtype_name(given.dtype)} here and {dtype_name(wanted.dtype)} there")
         elif kind == "parameter" and given.shape != wanted.shape:
@@ -314,9 +319,9 @@ def read_replay(folder: Path, device: torch.device | str = "cpu") -> Replay:
     meta = contents.meta
     if meta.get("left_out"):
         raise CheckpointError(
-            f"{folder}: the step cannot be replayed from the folder, which lacks part of its batches: "
-            f"{'; '.join(map(str, meta['left_out'][:5]))}. A collate function that makes dicts, lists and tensors of "
-            "them helps."
+            f"{folder}: the step cannot be replayed, because the folder lacks parts of its batches: "
+            f"{'; '.join(map(str, meta['left_out'][:5]))}. Use a collate function that returns dicts, lists and "
+            "tensors."
         )
     states = {name: read_state(folder / f"{name}{STATE_SUFFIX}") for name in _STATES}
     try:
@@ -337,7 +342,7 @@ def read_replay(folder: Path, device: torch.device | str = "cpu") -> Replay:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{folder}: not a replay folder of this version ({what}).") from error
+        raise CheckpointError(f"{folder}: not a replay folder of this version of amp_recipes ({what}).") from error
 
 
 def read_command(folder: Path) -> dict[str, Any]:
@@ -355,12 +360,14 @@ def _contents(folder: Path) -> Contents:
     folder = Path(folder)
     if not folder.is_dir():
         expected = "expected one named nonfinite-<step>, in the run's output folder"
-        raise CheckpointError(f"{folder} is no folder; {expected}.")
+        raise CheckpointError(f"{folder} is not a folder; {expected}.")
     try:
         contents = read_contents(folder)
         verify(folder, ["meta.json"])
     except Damaged as error:
-        raise CheckpointError(f"{folder} is no replay folder, or is damaged: {error}.") from error
+        raise CheckpointError(f"{folder} is not a replay folder, or it is damaged: {error}.") from error
     if contents.version != _VERSION or tuple(contents.names) != _STATES:
-        raise CheckpointError(f"{folder}: not a replay folder of this version (it says {contents.version}).")
+        raise CheckpointError(
+            f"{folder}: not a replay folder of this version of amp_recipes (its version is {contents.version})."
+        )
     return contents

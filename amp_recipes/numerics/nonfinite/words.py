@@ -16,15 +16,17 @@ _MOST_NAMED = 8  # samples, modules
 
 # By the op, or the op whose backward it was: where it is not defined, and the cure at any precision.
 _EDGES = {
-    "sqrt rsqrt": "the root has no slope at 0 and no value below: add an eps inside it",
-    "norm linalg_vector_norm cdist _cdist": "a norm has no slope at 0: add an eps to what it is taken of",
-    "log log2 log10 xlogy": "the log of 0 is -inf, and its slope inf: clamp what it is taken of, or add an eps",
-    "div reciprocal": "it divides by 0, or nearly: add an eps to the divisor",
-    "acos asin atanh acosh": "it has no slope at its ends: clamp its input further inside",
-    "pow": "a power may have no slope, or no value, at 0: clamp its base, or add an eps",
-    "binary_cross_entropy": "it takes logs of probabilities: use binary_cross_entropy_with_logits",
+    "sqrt rsqrt": "the root has no finite slope at 0, and no value below 0: add an eps inside the root",
+    "norm linalg_vector_norm cdist _cdist": "a norm has no slope at 0: add an eps to its input",
+    "log log2 log10 xlogy": "log(0) is -inf, and its slope is infinite: clamp the input, or add an eps",
+    "div reciprocal": "the divisor is 0, or almost 0: add an eps to it",
+    "acos asin atanh acosh": "its slope is infinite at the ends of its range: clamp the input to a smaller range",
+    "pow": "a power may have no value, or no slope, at 0: clamp the base, or add an eps",
+    "binary_cross_entropy": "it computes logs of probabilities: use binary_cross_entropy_with_logits",
 }
-_OVERFLOWS = {"exp exp2 expm1 sinh cosh": "exp of something large: clamp it, or subtract its maximum first"}
+_OVERFLOWS = {
+    "exp exp2 expm1 sinh cosh": "exp of a large number overflows: clamp the input, or subtract its maximum first"
+}
 
 
 def message_of(origin: Origin, cause: str, samples: Sequence, all_samples: bool, notes: Sequence[str]) -> str:
@@ -37,29 +39,36 @@ def not_replayable(drawn: Sequence[str], several_optimizers: bool, device_type: 
     """Why a replay may be finite where the step was not."""
     reasons = []
     if drawn:
-        reasons.append(f"the step draws from {' and '.join(drawn)}, which a replay cannot set back")
+        reasons.append(f"the step draws from {' and '.join(drawn)}, which a replay cannot restore")
     if several_optimizers:
-        reasons.append("another optimizer may have stepped inside the window, which a replay leaves out")
+        reasons.append("another optimizer may have stepped inside the window, which a replay does not do")
         reasons.append("an earlier batch may have left gradients that the recipe's own fit_batch does not clear")
     if device_type != "cpu":
-        reasons.append(f"kernels of {device_type} may add in another order each time (deterministic: true prevents it)")
+        reasons.append(
+            f"kernels of {device_type} may add numbers in another order each time (deterministic: true prevents this)"
+        )
     if not reasons:
-        reasons.append("what the step reads beside modules, batch and torch's generators has changed since")
+        reasons.append(
+            "the step reads something else besides modules, batch and torch's generators, and this has changed"
+        )
     why = "; or ".join(reasons)
-    return f"The step was taken again and was finite, so where it went nonfinite cannot be told. What may be: {why}."
+    return (
+        "The step was repeated and was finite, so the place where it became nonfinite was not found. Possible "
+        f"reasons: {why}."
+    )
 
 
 def norm_overflows(name: str, widest: TensorRange, cause: str, precision: str) -> str:
     """What is said where all gradients are finite and their norm is not."""
     told = (
-        f"Every gradient is finite, but their norm is not: the largest is {widest.largest:.4g}, of {name}, and its "
-        "square is beyond float32. "
+        f"Every gradient is finite, but their norm is not: the largest value is {widest.largest:.4g}, in the "
+        f"gradient of {name}, and its square is too large for float32. "
     )
     if cause == "precision":
-        return f"{told}Cause: the precision ({precision}). In float32 the norm of the same step is finite."
+        return f"{told}Cause: the precision ({precision}). In float32, the norm of the same step is finite."
     return (
-        f"{told}Cause: the model, in float32 too. The loss is far too large, or training has diverged: normalise the "
-        "loss, lower the learning rate, or go back to an earlier checkpoint."
+        f"{told}Cause: the model (the norm is not finite in float32 either). The loss is far too large, or training "
+        "has diverged. Normalise the loss, lower the learning rate, or go back to an earlier checkpoint."
     )
 
 
@@ -68,13 +77,13 @@ def _birth(origin: Origin) -> str:
     where = "the recipe's own code (no module)" if place.module == OUTSIDE else f"{place.module or 'the model itself'}"
     line = f" at {origin.line}" if origin.line is not None else ""
     if origin.external is not None:
-        reader = f"; {where} is the first to read it, in {origin.op}{line}" if origin.op else ""
-        return f"{origin.external} holds {_kind(origin)} before the step begins{reader}."
+        reader = f"; the first op that reads it is {origin.op} in {where}{line}" if origin.op else ""
+        return f"{origin.external} contains {_kind(origin)} before the step begins{reader}."
     birth = origin.birth
     by = f"{origin.op}, {place.phase}, {origin.dtype}{_function(birth)}"
     if birth is not None and birth.told_to:
-        return f"{_kind(origin)} was written in {where} ({by}){line}, as the code says, and was not left out again."
-    return f"{_kind(origin)} was born in {where} ({by}){line}{_given(birth)}."
+        return f"The code itself writes {_kind(origin)} in {where} ({by}){line}, and nothing removes it later."
+    return f"{_kind(origin)} first appeared in {where} ({by}){line}{_given(birth)}."
 
 
 def _function(birth: Birth | None) -> str:
@@ -91,9 +100,9 @@ def _kind(origin: Origin) -> str:
 def _given(birth: Birth | None) -> str:
     """What the op was given."""
     if birth is None:
-        return ": the memory was changed out of sight, or was never written"
+        return ": its memory was never initialised, or was changed outside of torch's ops"
     if birth.masked_rows:
-        return ": all of a row is masked (-inf), and the softmax of nothing is NaN"
+        return ": a whole row is masked (-inf), and softmax of such a row is NaN"
     return f": inputs {'; '.join(map(_range, birth.inputs))}" if birth.inputs else ""
 
 
@@ -107,12 +116,13 @@ def _way(origin: Origin) -> str:
     through = [module or "the model itself" for module in origin.chain[1:]]
     if len(through) > _MOST_NAMED:
         through = [*through[:3], "...", *through[-3:]]
-    way = f", by way of {' -> '.join(through)}" if through else ""
+    way = f", through {' -> '.join(through)}" if through else ""
     target = f"It made the {origin.target} nonfinite{way}."
     if origin.was_dropped:
         target += (
-            " The loss is finite: the forward leaves this value out (a where, a mask), but 0 times its slope is NaN. "
-            "Put a harmless number in its place before the op, not after."
+            " The loss is finite, because the forward drops this value (a where, a mask). But the backward "
+            "multiplies its infinite slope by 0, which gives NaN. Replace the value with a harmless number before "
+            "the op, not after it."
         )
     return target
 
@@ -121,30 +131,30 @@ def _samples(samples: Sequence, all_samples: bool) -> str:
     if not samples:
         return ""
     if all_samples:
-        return "All samples of the batch do it."
+        return "It happens with every sample of the batch."
     pairs = isinstance(samples[0], list)
     named = listed((f"{sample[1]} of batch {sample[0]}" if pairs else sample for sample in samples), _MOST_NAMED)
     whole = "window" if pairs else "batch"
-    return f"Sample{'s' if len(samples) > 1 else ''} {named} (counted from 0) of the {whole} did it."
+    return f"It comes from sample{'s' if len(samples) > 1 else ''} {named} (counted from 0) of the {whole}."
 
 
 def _why(origin: Origin, cause: str) -> str:
     if cause == "scale":
         return (
-            "Cause: the loss scale, and nothing else is wrong. At scale 1 the same step is finite, and the scale backs "
-            "off by itself. A lower init_scale saves the skipped updates."
+            "Cause: the loss scale, and nothing else. At scale 1 the same step is finite, and the scale decreases by "
+            "itself. A lower init_scale avoids the skipped updates."
         )
     if cause == "precision":
-        return f"Cause: the precision. In float32 the same step is finite.{_overflow(origin)} {_pin(origin)}"
+        return f"Cause: the precision. In float32, the same step is finite.{_overflow(origin)} {_pin(origin)}"
     if cause == "data":
-        return "Cause: the data. Clean or drop these samples, and look at what prepares them."
+        return "Cause: the data. Fix or remove these samples, and check the code that prepares them."
     if cause == "model" and origin.external is not None:
         return (
-            "Cause: the model, which is nonfinite at any precision. Look at what made it so: an initialisation, a "
-            "loaded checkpoint, an update that nobody guarded."
+            "Cause: the model, which contains nonfinite numbers in any precision. Find what wrote them: an "
+            "initialisation, a loaded checkpoint, or an update without a check."
         )
     if cause == "model":
-        return f"Cause: the model. In float32 the same step is nonfinite too.{_cure(origin)}"
+        return f"Cause: the model. The same step is nonfinite in float32 too.{_cure(origin)}"
     return ""
 
 
@@ -153,18 +163,18 @@ def _overflow(origin: Origin) -> str:
     if origin.birth is None or not hasattr(torch, origin.dtype):
         return ""
     if _advice(origin, _EDGES) is not None:
-        return f" In {origin.dtype} its input is rounded to where it has no value, or no slope."
+        return f" {origin.dtype} rounds its input to a number at which the op has no value, or no slope."
     bound = torch.finfo(getattr(torch, origin.dtype)).max
     largest = _largest_input(origin.birth)
     if largest > bound:
-        return f" Its input of up to {largest:.4g} is beyond {origin.dtype} (at most {bound:.5g})."
-    return "" if origin.nan else f" Its result is beyond {origin.dtype} (at most {bound:.5g})."
+        return f" Its input of up to {largest:.4g} is beyond the range of {origin.dtype} (at most {bound:.5g})."
+    return "" if origin.nan else f" Its result is beyond the range of {origin.dtype} (at most {bound:.5g})."
 
 
 def _pin(origin: Origin) -> str:
     module = origin.place.module
     if module == OUTSIDE or module.startswith("<"):
-        return "Compute this part in float32: call .float() on what goes into it, or use --precision bf16."
+        return "Compute this part in float32: call .float() on its inputs, or use --precision bf16."
     if not module:
         return "Compute this part in float32 (make it a module and pin it), or use another precision."
     other = ", or use --precision bf16" if origin.dtype == "float16" else ""
@@ -174,13 +184,13 @@ def _pin(origin: Origin) -> str:
 def _cure(origin: Origin) -> str:
     birth = origin.birth
     if origin.is_put_there:
-        return " If it is a mask: what it masks must not be counted. Does a target lie at a masked place?"
+        return " If it is a mask, do not use the masked values in the loss. Is a target at a masked position?"
     if birth is not None and birth.masked_rows:
-        return " Leave at least one place of each row unmasked, or replace the result of such rows with 0."
+        return " Leave at least one position of each row unmasked, or replace the result of such rows with 0."
     advice = _advice(origin, _EDGES) or _advice(origin, _OVERFLOWS)
     if advice is not None:
         return f" {advice[0].upper()}{advice[1:]}."
-    return f"{_overflow(origin)} Look at what comes into it, lower the learning rate, or clip the gradients more."
+    return f"{_overflow(origin)} Check its inputs, lower the learning rate, or clip the gradients more."
 
 
 def _advice(origin: Origin, advices: dict[str, str]) -> str | None:

@@ -66,7 +66,7 @@ def probe(device_type: str, dtype: torch.dtype) -> list[OpFinding]:
     """
     listed = documented(device_type)
     if dtype not in LOW_DTYPES.values():
-        raise PrecisionError(f"autocast is probed in torch.bfloat16 or torch.float16, not in {dtype}")
+        raise PrecisionError(f"autocast can be probed in torch.bfloat16 or torch.float16, not in {dtype}")
     live = is_here(device_type)
     if live:
         resolve_precision(SHORT_NAMES[dtype], device_of(device_type))  # raises where the device cannot run it
@@ -228,7 +228,7 @@ class _Prober:
 
     def _note(self, name: str, found: str, run: _Run) -> str:
         if found == NOT_SEEN:
-            return "" if run.error else "none of its kernels was seen"
+            return "none of its kernels ran" if run.error else "none of its kernels was seen"
         has_kernel = not {bare_name(name), *STANDS_FOR.get(name, ())}.isdisjoint(self._cast_names)
         if found not in (AS_GIVEN, RAISES, CANNOT_RUN) and not has_kernel:
             return f"{BY_PARTS}: {', '.join(sorted(run.kernels))}"

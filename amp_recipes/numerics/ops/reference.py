@@ -48,11 +48,12 @@ NOT_LISTED = "not listed"
 _FEATURES = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "bf16", "sve_bf16", "fp16_arith")
 _KNOWN: dict[tuple[str, str, str], str] = {
     ("cpu", "_convolution", AS_GIVEN): (
-        "only its older overload, without allow_tf32, has a kernel; conv1d to conv_transpose3d are cast themselves"
+        "only its older overload, without allow_tf32, has a kernel; autocast casts conv1d to conv_transpose3d "
+        "themselves"
     ),
     ("cuda", "cross_entropy", PARTLY): (
-        "its log_softmax asks for the dtype of the logits, and autocast leaves an explicit dtype alone: it rounds to "
-        "the low dtype, and only nll_loss is float32. Give it float32 logits"
+        "its log_softmax requests the dtype of the logits, and autocast does not change an explicit dtype: it rounds "
+        "to the low dtype, and only nll_loss is float32. Give it float32 logits"
     ),
     **{
         ("cuda", name, OTHER_DTYPE): "the cast for cuDNN's recurrent networks is always to fp16"
@@ -129,13 +130,13 @@ class OpReference:
             does = found.get(name, NOT_SEEN)
             explanation = None
             if known is not None and does in (known, NOT_SEEN):
-                explanation = f"torch has a kernel for it that its page leaves out: {known}"
+                explanation = f"torch has a kernel for it that the documentation leaves out: {known}"
             yield Difference(name, NOT_LISTED, does, explanation)
 
     def _documented_without_kernel(self) -> Iterator[Difference]:
         for name in self.registry.documented_only:
             calls = [op for op in STANDS_FOR.get(name, ()) if op in self.registry.names]
-            explanation = f"Python's name; it calls {' or '.join(calls)}, which has one" if calls else None
+            explanation = f"a Python function; it calls {' or '.join(calls)}, which has one" if calls else None
             listed = documented(self.device_type)[name]
             yield Difference(name, f"documented {listed}", "no kernel of that name", explanation)
 
@@ -195,7 +196,9 @@ def op_reference(device_type: str, dtype: torch.dtype) -> OpReference:
     """
     findings = probe(device_type, dtype)
     live = is_here(device_type)
-    name = device_capabilities(device_of(device_type)).device_name if live else f"no {device_type} device here"
+    name = (
+        device_capabilities(device_of(device_type)).device_name if live else f"this machine has no {device_type} device"
+    )
     return OpReference(
         torch_version=torch.__version__,
         device_type=device_type,
@@ -233,7 +236,7 @@ def report_ops(device_type: str | None, dtype_name: str | None, as_json: bool, e
     """
     dtype = AMPConfig.from_name(dtype_name or "bf16").dtype
     if dtype is torch.float32:
-        raise PrecisionError("at fp32 autocast does nothing to any op; ask for bf16 or fp16")
+        raise PrecisionError("autocast does nothing in fp32; choose bf16 or fp16")
     reference = op_reference(device_type or _best_device_type(), dtype)
     return json.dumps(reference.as_dict(), indent=2) if as_json else reference.table(every)
 
@@ -249,10 +252,10 @@ def _features() -> dict[str, bool]:
 
 _WIDTH = 100
 _TITLES = {
-    LOWER_PRECISION: "runs in {dtype}, whatever comes in",
-    FLOAT32: "what comes in is cast up to float32",
-    WIDEST: "what comes in is cast to the widest dtype among it",
-    EXEMPT: "documented to be left alone: in place, out=, dtype=, float64, integers",
+    LOWER_PRECISION: "runs in {dtype}, whatever the inputs are",
+    FLOAT32: "casts the inputs up to float32",
+    WIDEST: "casts the inputs to the widest dtype among them",
+    EXEMPT: "documented as unchanged by autocast: in place, out=, dtype=, float64, integers",
     None: "on no list of {device}; documented to run in the dtype of its inputs",
 }
 
@@ -279,9 +282,12 @@ def _head(reference: OpReference) -> Iterator[str]:
             facts.append(f"{verb} {' '.join(features)}")
     yield from _wrapped("; ".join(facts))
     if not reference.torch_version.startswith(f"{DOCUMENTED_TORCH}."):
-        yield f"The lists are those of torch {DOCUMENTED_TORCH}; some differences may be those of the versions."
+        yield f"The lists are those of torch {DOCUMENTED_TORCH}; some differences may come from the version."
     if not reference.live:
-        yield "Traced through torch's dispatcher on tensors without data: the casts are torch's; no kernel ran."
+        yield (
+            "Traced through torch's dispatcher on tensors without data: no kernel ran, but the casts are those of "
+            "torch."
+        )
     yield _counts([finding for finding in reference.findings if finding.documented not in (None, EXEMPT)])
 
 
@@ -342,7 +348,7 @@ def _gap_lines(reference: OpReference) -> Iterator[str]:
     if not gaps:
         return
     yield ""
-    yield f"What a run on {reference.device_type} does not rehearse of one on cuda:"
+    yield f"Differences on cuda that a run on {reference.device_type} does not show:"
     for (here, on_cuda), names in gaps.items():
         there = f"{on_cuda} on cuda" if on_cuda != AS_GIVEN else "on no list of cuda"
         yield f"  {here} here, {there} ({len(names)}):"

@@ -37,7 +37,7 @@ def lost_pins(
     for name in dict.fromkeys(names):
         reason = _cannot_hold(name, named)
         if reason is None and standing and _first_name(named, name) not in pinned:
-            reason = "is not pinned any more: the module, or its forward, was replaced after pinning"
+            reason = "is no longer pinned: the module, or its forward, was replaced after pinning"
         if reason is None:
             live.append(name)
         else:
@@ -58,7 +58,7 @@ def _cannot_hold(name: str, named: dict[str, nn.Module]) -> str | None:
         nearest = difflib.get_close_matches(name, named, n=3)
         return "matches no module" + (f"; did you mean {' or '.join(nearest)}?" if nearest else "")
     if isinstance(module, torch.jit.ScriptModule):
-        return f"is TorchScript, made from {_origin(module)}: compiled code knows of no pins"
+        return f"is TorchScript, made from {_origin(module)}: compiled code ignores pins"
     if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
         return f"{type(module).__name__} has no forward of its own; pin the modules that it holds"
     return None
@@ -75,10 +75,10 @@ def _first_name(named: dict[str, nn.Module], name: str) -> str:
 
 def _never_called(name: str, users: list[str]) -> str:
     if not users:
-        return "its forward never ran: this step does not use it"
+        return "its forward was not called: this step does not use it"
     where = " and ".join("the recipe's own code" if user == OUTSIDE else user or "the root" for user in users)
     hint = "" if users == [OUTSIDE] else f"; pin {where} instead"
-    return f"its forward never ran: {where} used its weights without calling it{hint}"
+    return f"its forward was not called: {where} used its weights directly{hint}"
 
 
 class _WeightUses:
@@ -112,8 +112,8 @@ def _scripted(named: dict[str, nn.Module], ops: CensusWatch) -> Iterator[tuple[s
         ran = f"; {', '.join(low)} ran in {outermost or 'the root'}" if low else ""
         yield (
             name,
-            f"is TorchScript, made from {_origin(module)}, whose fwd_default_precision it lost{ran}. Call the class "
-            "itself, or use torch.compile",
+            f"is TorchScript, made from {_origin(module)}: compiling it dropped its fwd_default_precision{ran}. Call "
+            "the class itself, or use torch.compile",
         )
 
 

@@ -39,7 +39,7 @@ class Training:
 
     steps: int = 0
     proven: bool = False
-    text: str = "no training asked for"
+    text: str = "no training was requested"
     detail: str = ""
     reference: list[list[float]] = field(default_factory=list)
     low: list[list[float]] = field(default_factory=list)
@@ -82,9 +82,9 @@ def _failure(reference: Sequence[Course], low: Sequence[Course], allowed_skips: 
     """Why the courses cannot be compared by their losses."""
     skipped = max(mine.skipped - its.skipped for mine, its in zip(low, reference, strict=True))
     if not all(course.is_finite for course in reference):
-        return f"training showed nothing: fp32 diverges within {steps} steps"
+        return f"training gave no evidence: fp32 diverges within {steps} steps"
     if skipped > allowed_skips:
-        return f"{skipped} of {steps} updates were skipped in training"
+        return f"training skipped {skipped} of {steps} updates"
     if not all(course.is_finite for course in low):
         return f"training diverges within {steps} steps, unlike in fp32"
     return None
@@ -98,19 +98,22 @@ def _compare(found: Training, size: float) -> None:
     higher = statistics.fmean(gains)
     shows = max(_T * statistics.stdev(gains) / math.sqrt(SEEDS), _NEGLIGIBLE * size)
     found.detail = (
-        f"loss from {first:.4g} to {last:.4g} in fp32; higher by {higher:.2g} in low precision, {shows:.2g} would have "
-        f"shown (paired t test of {SEEDS} seeds, 95 %, one-sided; mean of the last quarter)"
+        f"loss from {first:.4g} to {last:.4g} in fp32; higher by {higher:.2g} in low precision; a difference of "
+        f"{shows:.2g} would have been detected (paired t test of {SEEDS} seeds, 95 %, one-sided; mean of the last "
+        "quarter)"
     )
     percent = f"{100 * shows / size:.2g} %" if size else "any"
     if last >= first:
-        found.text = f"training showed nothing: the loss did not fall in {found.steps} steps of fp32"
+        found.text = f"training gave no evidence: the loss did not fall in {found.steps} steps of fp32"
     elif higher > shows:
-        found.text = f"{found.steps} steps end WORSE than fp32 (the loss is higher by {100 * higher / size:.2g} %)"
+        found.text = f"{found.steps} training steps WORSE than fp32 (the loss is {100 * higher / size:.2g} % higher)"
     elif shows > _RESOLVED * (first - last):
-        found.text = f"training showed nothing: only a loss {percent} higher would have shown"
+        found.text = f"training gave no evidence: only a loss {percent} higher would have been detected"
     else:
         found.proven = True
-        found.text = f"{found.steps} steps no worse than fp32 (a loss {percent} higher would have shown)"
+        found.text = (
+            f"{found.steps} training steps no worse than fp32 (a loss {percent} higher would have been detected)"
+        )
 
 
 def steps_that_fit(steps: int, fp32_seconds: float, low_seconds: float, seconds: float) -> int:

@@ -119,7 +119,7 @@ class PinSearch:
         Only of pins that are verified: raises ValueError of others.
         """
         if not self.verified or self.held_out_error is None or self.error_without is None:
-            raise ValueError(f"these pins are not verified, so no file shall advise them: {self.undecided}.")
+            raise ValueError(f"these pins are not verified, so they are not written to a file: {self.undecided}.")
         names = json.dumps([escape(name) for name in self.fp32_modules], ensure_ascii=False)
         return (
             f"# gradient error {self.held_out_error:.2g} on held-out batches (tolerance {self.tolerance:.2g}, "
@@ -157,7 +157,7 @@ def search_pins(
     found = PinSearch(bound, bound if bias_tolerance is None else bias_tolerance, already=list(already))
     if repeats_within > _REPEATS * min(found.tolerance, found.bias_tolerance):
         by = f"by {100 * repeats_within:.2g} %" if math.isfinite(repeats_within) else "without a bound"
-        found.undecided = f"the step does not repeat itself: fp32 differs from itself {by}"
+        found.undecided = f"the step is not reproducible: two runs in fp32 differ {by}"
         return found
     return _Search(trial, search, held_out, dtype, scale, found, seconds).run(ranked, steps)
 
@@ -202,7 +202,7 @@ class _Search:
             if self._find(order):
                 self._prove(steps)
         except _OutOfTime:
-            found.undecided = f"the time was used up after {found.runs} steps of the search"
+            found.undecided = f"the time ran out after {found.runs} steps of the search"
         return found
 
     def _find(self, order: list[str]) -> bool:
@@ -219,7 +219,9 @@ class _Search:
                 chosen = self._pruned(prefix, self._target)
             found.modules, found.error = chosen, self._of(chosen).error
             if not self._held_out:
-                found.undecided = "no batch is left that the search did not see: give more batches"
+                found.undecided = (
+                    "no batch is left for the final test, because the search used them all: give more batches"
+                )
                 return False
             failing = self._verified_with(chosen)
             if failing is None:
@@ -232,20 +234,20 @@ class _Search:
                 self._search.append(failing[0])
                 self._measured.clear()
                 self._kept = None
-                found.notes.append("A batch that was held out failed, so that the search was done again with it")
+                found.notes.append("A held-out batch failed, so the search was repeated with it")
             else:
                 allowed /= _MARGIN
-        found.undecided = "no set that does on the batches searched does on all of them: give more batches"
+        found.undecided = "pins that pass on the searched batches fail on others: give more batches"
         return False
 
     def _nothing_does(self, order: list[str]) -> str:
         if not order:
-            return "there is no module to pin: what is wrong comes from ops outside of modules"
+            return "there is no module to pin: the error comes from ops outside of modules"
         left = self._of(order)
         error = f"the error is {100 * left.error:.2g} %" if math.isfinite(left.error) else "it is not finite"
         return (
-            f"even with all {len(order)} candidates pinned {error}: what is left comes from ops outside of modules, or "
-            "from the batches' own noise"
+            f"even with all {len(order)} candidates pinned {error}: the rest comes from ops outside of modules, or "
+            "from the noise of the batches"
         )
 
     def _verified_with(self, names: Sequence[str]) -> list[Window] | None:
@@ -323,7 +325,7 @@ class _Search:
         try:
             low = self._trial.run_finite(window, self._dtype, self._scale, [*self._already, *sorted(names)])
         except RuntimeError as error:  # a mask beyond the format, an op that the device lacks
-            note = f"A step in {dtype_name(self._dtype)} raises: {first_line(error).rstrip('.')}"
+            note = f"A step in {dtype_name(self._dtype)} raises an error: {first_line(error).rstrip('.')}"
             if note not in self.found.notes:
                 self.found.notes.append(note)
             return sums.fail()
@@ -344,10 +346,10 @@ class _Search:
         else:
             found.proof = train_with_pins(self._trial, windows, self._dtype, self._scale, pins, fit)
             if fit < steps:
-                found.notes.append(f"Time allowed {fit} of {steps} steps of training")
+                found.notes.append(f"The time was enough for only {fit} of {steps} training steps")
         found.verified = holds and (found.proof.proven or steps == 0)
         if not found.verified:
-            found.undecided = found.proof.text if holds else "a pin does not hold"
+            found.undecided = found.proof.text if holds else "a pin has no effect"
             return
         with suppress(_OutOfTime):  # what is verified stays so
             self._look_for_superfluous()
@@ -357,7 +359,7 @@ class _Search:
         found, window = self.found, self._search[0]
         census = take_census(self._trial, window, self._dtype, self._scale, pins=pins)
         broken = pins_hold(census, found.modules)
-        found.notes += [f"A pin does not hold: {pin['module']}: {pin['reason']}" for pin in broken]
+        found.notes += [f"A pin has no effect: {pin['module']}: {pin['reason']}" for pin in broken]
         pairs = 2 if self._seconds[self._dtype] > _SLOW_SECONDS else _PAIRS
         with suppress(RuntimeError):  # without the pins the step may not run at all
             found.cost_time, found.cost_memory = cost(

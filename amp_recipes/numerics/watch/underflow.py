@@ -65,16 +65,16 @@ class Underflow:
     def summary(self) -> str:
         """One line for people."""
         if not self.counted:
-            return "loss scale: no gradient flows in low precision, so it needs none."
+            return "loss scale: not needed, because no gradient flows in low precision."
         lost, unscaled = self._lost_at(self.init_scale), self._lost_at(1.0)
         window = (
-            "no scale keeps all but 0.1 % of them"
+            "every scale loses more than 0.1 % of them"
             if self.window_octaves is None
-            else f"between too small and overflow lie {self.window_octaves:.1f} octaves"
+            else f"the scales between underflow and overflow span {self.window_octaves:.1f} octaves"
         )
         return (
-            f"loss scale (fp16): begin at init_scale {self.init_scale:g} (flushes {100 * lost:.2g} % of the gradients "
-            f"to zero; without scaling {100 * unscaled:.2g} %); {window}."
+            f"loss scale (fp16): start with init_scale {self.init_scale:g}, at which {100 * lost:.2g} % of the "
+            f"gradients become zero (without scaling {100 * unscaled:.2g} %); {window}."
         )
 
     def _lost_at(self, scale: float) -> float:

@@ -499,7 +499,7 @@ def _damage(amounts: Amounts, folder: Path, damage: Callable[[bytes, Any], bytes
                 warned = newest.name in text and file.name in text and "damaged" in text
                 tally.add("file named", int(warned))
                 tally.expect(warned, f"{file.name} {what}", f"no warning that names it: {text[-800:]}")
-                fell_back = f"going on from {older}" in text
+                fell_back = f"resuming from {older}" in text
                 tally.add("fell back", int(fell_back))
                 tally.expect(fell_back, f"{file.name} {what}: did not go on from {older.name}", text[-800:])
                 judge_end(tally, whole, [first, life])
@@ -850,7 +850,7 @@ def clock(amounts: Amounts, folder: Path) -> Tally:
                             os.utime(it, (time.time() + by,) * 2)
                 after = Child(lambda t=this, s=0 if of_files else shift: _train_at(t, s)).end()
                 tally.runs += 1
-                used = f"going on from {newest}" in after.output
+                used = f"resuming from {newest}" in after.output
                 tally.add("newest used", int(used))
                 tally.expect(used, "another than the newest was used", after.output[-500:])
                 judge_end(tally, whole, [life, after])

@@ -261,7 +261,7 @@ def watched(save, saved):
 def test_a_signal_that_means_save_and_go_on_says_where_nothing_can_be_saved(caplog):
     brain = make(None, (Stage.TRAIN, 3), save_on_request, save_signals=["SIGUSR1"])
     assert fit(brain).end == whole_run().end
-    assert caplog.text.count("SIGUSR1") == 1 and "SIGUSR1: there is no output_folder to save in" in caplog.text
+    assert caplog.text.count("SIGUSR1") == 1 and "SIGUSR1: not saved, because there is no output_folder" in caplog.text
 
 
 def test_a_terminal_that_closes_loses_nothing(tmp_path):

@@ -151,7 +151,7 @@ def test_no_data_is_said_before_anything_trains(subtests):
         "dataset": (TensorDataset(*data(0)), "Training set is empty"),
         "list": ([], "Training set is empty"),
         "number": (3, "expected a torch Dataset or an iterable"),
-        "iterator": (iter([]), "yielded no batch"),
+        "iterator": (iter([]), "has no batches"),
     }
     for name, (given, message) in cases.items():
         with subtests.test(name), pytest.raises(DataError, match=message):
@@ -295,11 +295,11 @@ class Losing(Regression):
 
 def test_a_loss_of_another_kind_says_what_to_return(subtests):
     for loss_of, said in {
-        lambda loss: None: r"a NoneType.*end in `return loss`",
-        lambda loss: (loss, 1): r"a tuple.*Return the loss alone; add_metric takes the rest",
-        lambda loss: {"loss": loss}: r"a dict.*Return the loss alone; add_metric takes the rest",
+        lambda loss: None: r"a NoneType.*end with `return loss`",
+        lambda loss: (loss, 1): r"a tuple.*Return only the loss; use add_metric for other values",
+        lambda loss: {"loss": loss}: r"a dict.*Return only the loss; use add_metric for other values",
         lambda loss: loss.item(): r"a float.*without \.item\(\)",
-        lambda loss: loss.detach(): r"no gradient.*compute_objectives returns it detached.*frozen",
+        lambda loss: loss.detach(): r"no gradient.*compute_objectives returns a detached loss.*frozen",
     }.items():
         with subtests.test(said), pytest.raises(RecipeError, match=said):
             brain = make(Losing)
@@ -553,7 +553,7 @@ def test_a_finished_run_says_that_it_goes_on_from_its_end(tmp_path, caplog):
     for _ in range(2):
         brain = make(output_folder=str(tmp_path))
         brain.fit(EpochCounter(1), batches())
-    assert "going on from" in caplog.text and "epoch 1" in caplog.text
+    assert "resuming from" in caplog.text and "epoch 1" in caplog.text
     assert brain.summary.best is not None
 
 
@@ -917,7 +917,9 @@ def test_what_no_loss_depends_on_is_told_also_if_the_first_windows_have_none(cap
     brain = make(Waits)
     brain.modules["idle"] = nn.Linear(2, 2)
     brain.fit(range(1), batches())
-    assert caplog.text.count("does not depend on these parameters") == 1 and "idle.weight" in caplog.text
+    assert (
+        caplog.text.count("the loss of the first update does not depend on them") == 1 and "idle.weight" in caplog.text
+    )
 
 
 def test_metrics_of_a_stage_stay_until_the_next_one_ends():

@@ -75,7 +75,7 @@ def test_a_signal_is_noted_and_the_work_goes_on(signum, said):
     assert work == ["finished"]
     (line,) = said
     assert line.startswith(f"{signum.name}: finishing the step, saving, then exiting")
-    assert ("once more to exit at once" in line) == (signum == INT)
+    assert ("press Ctrl-C again to exit at once" in line) == (signum == INT)
 
 
 @by_name
@@ -372,4 +372,4 @@ except RunInterrupted:
 def test_a_request_to_save_that_came_too_late_is_told(caplog):
     with Interrupts(["SIGUSR1"]):
         os.kill(os.getpid(), signal.SIGUSR1)
-    assert "SIGUSR1: nothing was left to save" in caplog.text
+    assert "SIGUSR1: there was nothing left to save" in caplog.text

@@ -102,7 +102,7 @@ def _why_not_the_users(here: Path, run: Path, cwd: Path, script: Path, digest: A
     if run in script.parents and run not in (here, *here.parents):
         return f"it is inside the run's own folder, {run}"
     if digest is None or digest != _digest(script):
-        return "it has changed since the run began"
+        return "it is not the file with which the run was started"
     return None
 
 

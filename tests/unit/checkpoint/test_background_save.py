@@ -306,7 +306,7 @@ def test_a_save_that_failed_does_not_keep_the_next_from_being_made(tmp_path, mon
         checkpointer.save_checkpoint({"n": 2})
     assert finished(tmp_path) == ["CKPT+000001"]
     (warning,) = [it for it in caplog.records if it.levelno == logging.WARNING]
-    assert "the save before this one failed" in warning.getMessage() and "Input/output error" in warning.getMessage()
+    assert "the previous save failed" in warning.getMessage() and "Input/output error" in warning.getMessage()
     holder.state = None
     assert checkpointer.recover_if_possible().meta == {"n": 2}
     assert torch.equal(holder.state, torch.zeros(3))

@@ -93,7 +93,11 @@ def test_what_is_to_go_is_gone_on_every_rank_when_the_save_returns(tmp_path):
     assert in_processes(keep_only, 2, tmp_path) == [expected, expected]
 
 
-REASONS = {"nan": "nonfinite parameters (NaN or infinite): modules.weight", "disk": "disk full", "state": "division"}
+REASONS = {
+    "nan": "parameters are not finite (NaN or infinite): modules.weight",
+    "disk": "disk is full",
+    "state": "division",
+}
 
 
 def failing_in_every_way(rank, folder):
@@ -247,7 +251,7 @@ def one_does_not_take_it(rank, folder):
 
 def test_where_one_rank_cannot_load_all_take_back_what_they_had(tmp_path):
     for text, weight in in_processes(one_does_not_take_it, 2, tmp_path):
-        assert "does not take its state: not mine" in text and weight == 5.0
+        assert "failed: not mine" in text and weight == 5.0
 
 
 # -------------------------------------------------------------- the keeper

@@ -280,7 +280,10 @@ def test_resume_loads_the_newest_whatever_its_metric_and_says_from_where(tmp_pat
     assert (fresh.value, found.meta["step"]) == ("epoch 2, batch 10", 10)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage() == f"going on from {found.path} (epoch 2, batch 10); another output_folder starts afresh"
+    assert (
+        record.getMessage()
+        == f"resuming from {found.path} (epoch 2, batch 10); to start a new run, give another output_folder"
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,14 +293,14 @@ def test_resume_loads_the_newest_whatever_its_metric_and_says_from_where(tmp_pat
         ({"epoch": 1, "step": 0}, "(epoch 1)"),
         ({"epoch": 1, "step": 38}, "(epoch 1, batch 38)"),
         ({"epoch": 1, "step": 38, "stage": "train"}, "(epoch 1, batch 38)"),
-        ({"epoch": 1, "step": 4, "stage": "valid"}, "(in the validation of epoch 1)"),
+        ({"epoch": 1, "step": 4, "stage": "valid"}, "(during the validation of epoch 1)"),
     ],
 )
 def test_the_moment_that_a_run_goes_on_from_is_said(tmp_path, caplog, meta, where):
     owned(tmp_path, model=Holder()).save_inside_epoch(meta)
     found = owned(tmp_path, model=Holder()).resume()
     (record,) = caplog.records
-    assert f"going on from {found.path} {where}; " in record.getMessage()
+    assert f"resuming from {found.path} {where}; " in record.getMessage()
 
 
 def test_after_a_fit_that_failed_the_newest_can_be_loaded_again(tmp_path):
@@ -496,8 +499,8 @@ def test_the_best_of_what_training_did_not_keep_is_warned_of_with_the_way_out(tm
     assert found.meta["epoch"] == 6  # epoch 4 was better, but is gone
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "best of 'accuracy' is asked for" in record.getMessage()
-    assert "kept the best of 'loss'" in record.getMessage() and "early_stop_metric" in record.getMessage()
+    assert "best checkpoint by 'accuracy' may be gone" in record.getMessage()
+    assert "kept only the best by 'loss'" in record.getMessage() and "early_stop_metric" in record.getMessage()
 
 
 @pytest.mark.parametrize("keys", [(None, "loss"), (None, None)])

@@ -81,7 +81,7 @@ def calls_of_a_save(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(("code", "background"), each_once([errno.EIO, errno.ENOSPC], [False, True]))
-@pytest.mark.filterwarnings("ignore:The old checkpoint:UserWarning")
+@pytest.mark.filterwarnings("ignore:Could not delete the old checkpoint:UserWarning")
 def test_whichever_call_to_the_disk_fails_nothing_is_lost(tmp_path, monkeypatch, caplog, code, background):
     log = calls_of_a_save(tmp_path / "count", monkeypatch)
     assert {"mkdir", "open", "write", "fsync", "close", "rename", "rmdir", "unlink"} <= set(log)
@@ -180,14 +180,14 @@ def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3_100_000))
         patch.setattr(os, "write", None)
-        with pytest.raises(CheckpointError, match=r"\(needs 12\.0 MB, free 3\.1 MB\)\. There is no other one\."):
+        with pytest.raises(CheckpointError, match=r"\(needs 12\.0 MB, free 3\.1 MB\)\. There is no other checkpoint\."):
             checkpointer.save_checkpoint({"optimizer_step": 3})
     checkpointer.save_checkpoint({"optimizer_step": 300})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3_100_000))
     with pytest.raises(CheckpointError) as error:
         checkpointer.save_checkpoint({"optimizer_step": 340})
     assert str(error.value).startswith(
-        "Checkpoint CKPT+000002 (step 340) not written: disk full (needs 12.0 MB, free 3.1 MB). "
+        "Checkpoint CKPT+000002 (step 340) was not written: the disk is full (needs 12.0 MB, free 3.1 MB). "
         "CKPT+000001 (step 300) is intact."
     )
     assert [path.name for path in tmp_path.iterdir()] == ["CKPT+000001"]
@@ -223,7 +223,7 @@ def test_a_disk_that_fills_meanwhile_is_told_in_the_same_words(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(
-        CheckpointError, match=r"disk full \(needs 7\d\d bytes, free [\d.]+ [MG]B\)\. CKPT\+000001 is intact"
+        CheckpointError, match=r"disk is full \(needs 7\d\d bytes, free [\d.]+ [MG]B\)\. CKPT\+000001 is intact"
     ):
         checkpointer.save_checkpoint()
     monkeypatch.undo()
@@ -296,11 +296,11 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(tmp_path, file, how
     for _ in range(25):
         path.write_bytes(damaged(content, how, random_))
         assert path.read_bytes() != content
-        with pytest.warns(UserWarning, match=r"CKPT\+000002 is damaged and left out: ") as warned:
+        with pytest.warns(UserWarning, match=r"CKPT\+000002, which is damaged: ") as warned:
             assert found_in(tmp_path) == 1
         assert any(name in str(warned[0].message) for name in (file, "MANIFEST.sha256"))
     path.unlink()
-    with pytest.warns(UserWarning, match=r"CKPT\+000002 is damaged and left out: "):
+    with pytest.warns(UserWarning, match=r"CKPT\+000002, which is damaged: "):
         assert found_in(tmp_path) == 1
     path.write_bytes(content)
     assert found_in(tmp_path) == 2
@@ -330,7 +330,7 @@ def test_if_all_are_damaged_it_refuses_and_lists_each(tmp_path):
         assert "CKPT+000001: a.safetensors (1 bytes) has sha256" in str(error.value)
         assert "CKPT+000002: meta.json cannot be read" in str(error.value)
         assert "CKPT+000003: MANIFEST.sha256" in str(error.value)
-        assert "`--resume never` sets them aside and starts afresh" in str(error.value)
+        assert "`--resume never` renames their folder and starts a new run" in str(error.value)
     assert live.recoverables["b"].state == {"value": 7}
 
 

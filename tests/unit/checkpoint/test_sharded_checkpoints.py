@@ -351,11 +351,11 @@ def test_an_infinity_in_one_part_is_refused_by_all_and_so_is_a_dtype_that_files_
 @pytest.mark.parametrize(
     ("pieces", "why"),
     [
-        ([["../a.safetensors", [0, 0], [2, 2]]], "no file of a checkpoint"),
+        ([["../a.safetensors", [0, 0], [2, 2]]], "not a file of a checkpoint"),
         ([["a@00000.safetensors", [0, 0], [1, 2]]], "expected [1, 2]"),
         ([], "hold 0 of 4 elements"),
         ([["a@00000.safetensors", [0, 0], [2, 2]]] * 2, "hold 8 of 4 elements"),
-        ([["b.safetensors", [0, 0], [2, 2]]], "does not name b.safetensors"),
+        ([["b.safetensors", [0, 0], [2, 2]]], "does not list b.safetensors"),
     ],
 )
 def test_an_index_of_parts_that_was_made_up_is_damage(tmp_path, pieces, why):
@@ -542,7 +542,7 @@ def taken_back(rank, folder):
     Checkpointer(folder, {**named(*parts), "last": Held("saved")}).save_checkpoint()
     train(*parts)
     expected = states(*parts)
-    with pytest.raises(CheckpointError, match=r"not this\. All is as it was before"):
+    with pytest.raises(CheckpointError, match=r"not this\. All objects were restored to their earlier state"):
         Checkpointer(folder, {**named(*parts), "last": Refuses("live")}).recover_if_possible()
     equal = same(states(*parts), expected)
     net = made(0, "fsdp")[0]
@@ -605,7 +605,7 @@ def test_a_rank_killed_inside_a_save_leaves_the_old_checkpoint_and_no_torn_one(t
     point = int(part * calls_of_a_save)
     with pytest.raises(AssertionError, match="rank 1: ended without an answer"):
         in_processes(save_and_die, 2, tmp_path, point, point % 2 == 0)
-    assert "were not heard" in (tmp_path / "told").read_text()
+    assert "did not answer" in (tmp_path / "told").read_text()
     checkpointer = Checkpointer(tmp_path)
     assert [it.meta["epoch"] for it in checkpointer.list_checkpoints()] == [1]
     assert checkpointer.read(checkpointer.find_checkpoint()).keys() == {"modules", "optimizer", "ema"}

@@ -228,7 +228,7 @@ def test_goes_on_from_a_checkpoint_of_the_original_brain(tmp_path, caplog):
     weight, rate = seen[0]
     assert torch.equal(weight, original.modules.model.weight) and rate == original_rate
     assert len(brain.hparams.lr_annealing.metric_values) == 3
-    assert "saved by the original Brain" in caplog.text
+    assert "saved by SpeechBrain's Brain" in caplog.text
 
 
 def test_spike_recovery_is_refused(tmp_path):

@@ -314,7 +314,7 @@ def test_what_a_file_cannot_hold_is_named_with_its_place_and_kind(subtests):
         (torch.empty(2, device="meta"), "meta"),
         (Wrapped(torch.ones(2)), "Wrapped"),
         (nn.LazyLinear(2).weight, "lazy"),
-        (LOOP, "100 levels deep, or holds itself"),
+        (LOOP, "100 levels deep, or contains itself"),
     ]:
         with subtests.test(what):
             expected = rf"of recoverable sched: state_dict\(\)\['a'\]\[1\].* is .*{what}"

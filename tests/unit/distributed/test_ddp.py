@@ -426,7 +426,7 @@ CANNOT_BE = {
     "other shape": "the modules differ between processes",
     "other number": "the modules differ between processes",
     "sync_batchnorm": "the device is cpu",
-    "static_graph": "does not average gradients that accumulate under a static graph",
+    "static_graph": "does not average accumulated gradients under a static graph",
 }
 
 

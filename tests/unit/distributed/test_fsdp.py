@@ -138,10 +138,10 @@ REFUSED = [
     ({"shard_modules": ["model.block.*"]}, None, "shard_modules: 'model.block.*' matches no module. Did you mean"),
     ({"shard_replicas": 3}, None, r"shard_replicas \(3\) does not divide the 2 processes"),
     ({"tensor_parallel": 2}, None, "tensor_parallel is 2, but the YAML has no tensor_parallel_plan"),
-    ({"tensor_parallel": 2}, {"*.up": "rows"}, "'rows' is no style; expected colwise, rowwise or colwise_gathered"),
+    ({"tensor_parallel": 2}, {"*.up": "rows"}, "'rows' is not a style; expected colwise, rowwise or colwise_gathered"),
     ({"tensor_parallel": 2}, {"*.norm": "colwise"}, r"\(LayerNorm\); only Linear and Embedding can be divided"),
-    ({"strategy": "ddp", "cpu_offload": True}, None, "cpu_offload True is for --strategy fsdp"),
-    ({"gradient_compression": "bf16"}, None, "gradient_compression bf16 is for --strategy ddp"),
+    ({"strategy": "ddp", "cpu_offload": True}, None, "cpu_offload True is an option of --strategy fsdp"),
+    ({"gradient_compression": "bf16"}, None, "gradient_compression bf16 is an option of --strategy ddp"),
     ({"sync_batchnorm": True}, None, "SyncBatchNorm runs on GPUs only"),
     ({"activation_checkpointing": ["type:Blok"]}, None, "Did you mean type:Block"),
 ]
@@ -171,7 +171,7 @@ def test_what_only_makes_faster_is_left_unheeded_with_a_warning(monkeypatch, cap
     with caplog.at_level(logging.WARNING):
         options = options_of(strategy="ddp", shard_modules=["model.blocks.*"])
         distributed.check(options, CPU, nn.ModuleDict({"model": Net()}))
-    assert "shard_modules is for --strategy fsdp; with ddp it does nothing" in caplog.text
+    assert "shard_modules is an option of --strategy fsdp; with ddp it has no effect" in caplog.text
 
 
 def test_parameters_that_each_stand_in_one_place_can_be_sharded():
@@ -183,9 +183,9 @@ def test_parameters_that_each_stand_in_one_place_can_be_sharded():
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        (lambda: {"a": (a := Net()), "b": tied(a)}, "a.embedding.weight stands in more than one entry"),
+        (lambda: {"a": (a := Net()), "b": tied(a)}, "a.embedding.weight is in more than one entry"),
         (lambda: {"a": nn.ParameterList([torch.ones(2)])}, "a.0 stands in a module without a forward"),
-        (lambda: {"a": Scalar()}, "a.temperature is a single number without a dimension"),
+        (lambda: {"a": Scalar()}, "a.temperature is a 0-dimensional tensor"),
     ],
 )
 def test_parameters_that_no_module_gathers_are_refused(modules, message):

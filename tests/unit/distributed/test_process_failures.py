@@ -67,7 +67,7 @@ def test_all_hear_of_the_first_failure_and_a_main_thread_that_stays_is_ended(run
     assert wait_until(lambda: len(run.ended) == 2) and run.ended == [1, 1]
     printed = capfd.readouterr().err
     assert "[rank 0] ended because rank 1 failed: ValueError: bad sample 7" in printed
-    assert "[rank 0] Its main thread stood here" in printed and "wait_until" in printed
+    assert "[rank 0] The main thread was here" in printed and "wait_until" in printed
 
 
 def test_a_process_that_ends_by_itself_is_not_ended_again(run, monkeypatch):
@@ -139,7 +139,7 @@ def test_the_end_of_the_store_is_the_end_of_rank_0_unless_that_was_done(run, mon
     run.store = None  # the server ends with it
     assert wait_until(lambda: watch._store_is_gone)
     report = watch.report(0 if in_order else DEADLINE_SECONDS)
-    assert report is None if in_order else report.rank == 0 and "gone without a word" in report.message
+    assert report is None if in_order else report.rank == 0 and "ended without an error message" in report.message
 
 
 def test_only_what_torch_says_of_other_ranks_becomes_a_process_error():

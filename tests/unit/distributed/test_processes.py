@@ -57,7 +57,7 @@ def test_more_processes_than_devices_are_refused(environment, monkeypatch):
 def test_one_named_device_cannot_be_that_of_all_processes(environment, monkeypatch):
     two_devices(monkeypatch)
     environment(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
-    with pytest.raises(ConfigError, match=r"'cuda:1' is one device, and 2 processes.*--device cuda"):
+    with pytest.raises(ConfigError, match=r"'cuda:1' is a single device, but 2 processes.*--device cuda"):
         distributed.pick_device("cuda:1")
 
 
@@ -86,7 +86,7 @@ def test_one_process_has_no_group_and_is_all_there_is(environment):
     assert found == [0, 0, 0] and distributed.world_size() == distributed.data_world_size() == 1
     with distributed.main_process_first():
         pass
-    with pytest.raises(ConfigError, match="tensor_parallel=2 needs a multiple of 2 processes; there are 1"):
+    with pytest.raises(ConfigError, match="tensor_parallel=2 needs a multiple of 2 processes, but there are 1"):
         distributed.start(torch.device("cpu"), tensor_parallel=2)
 
 

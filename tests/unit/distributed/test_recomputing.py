@@ -112,7 +112,7 @@ def test_one_process_recomputes_too():
             r"activation_checkpointing: 'model.block.0' matches no module. Did you mean model.blocks.0",
         ),
         (["type:Bloc"], "Did you mean type:Block"),
-        ("blocks", r"takes a list of patterns, not the string 'blocks': use \['blocks'\]"),
+        ("blocks", r"is the string 'blocks'; expected a list of patterns: \['blocks'\]"),
     ],
 )
 def test_patterns_that_match_nothing_are_refused(patterns, message):

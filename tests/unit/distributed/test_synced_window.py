@@ -230,7 +230,7 @@ def fewer_than_certain(rank):
 def test_a_length_that_is_too_long_is_an_error():
     waiting, ended = in_processes(fewer_than_certain, 2)
     assert waiting == [(1.0, 2.0)] * 5
-    assert ended.startswith("the training set yields fewer batches than its length says")
+    assert ended.startswith("the training set yields fewer batches than its __len__ says")
 
 
 def tried(rank):
@@ -248,7 +248,7 @@ def nothing_at_all(rank):
 
 
 def test_no_batch_anywhere_is_an_error_on_all():
-    with pytest.raises(AssertionError, match=r"(?s)rank 0.*yielded no batch.*rank 1.*yielded no batch"):
+    with pytest.raises(AssertionError, match=r"(?s)rank 0.*has no batches.*rank 1.*has no batches"):
         in_processes(nothing_at_all, 2)
 
 
@@ -556,9 +556,11 @@ def test_data_that_every_process_would_read_whole_is_told(subtests):
     for kind, told in zip(KINDS, of_kinds, strict=True):
         with subtests.test(kind):
             if kind in ("stream", "list"):
-                assert len(told) == 1 and told[0].startswith("all 2 processes begin with the same batch")
+                assert len(told) == 1 and told[0].startswith("all 2 processes start with the same batch")
             elif kind == "loader":
-                assert told and told[0].startswith("Training set is a DataLoader that knows nothing of processes")
+                assert told and told[0].startswith(
+                    "Training set is a DataLoader that does not divide its data among processes"
+                )
             else:
                 assert told == []
 
@@ -612,7 +614,7 @@ def test_all_processes_have_the_same_model(subtests):
 
 def test_an_optimizer_of_what_nobody_averages_is_refused():
     for told in in_processes(drifting, 2, "stranger", (2, 2)):
-        assert "trains 2 parameters, the first of shape (1, 1), that are not in the Brain's modules" in told
+        assert "trains 2 parameters that are not in the Brain's modules (the first has shape (1, 1))" in told
 
 
 def nan_at_the_end(rank):

@@ -92,7 +92,7 @@ def test_nothing_is_said_of_a_file_system_that_lacks_nothing(tmp_path, caplog):
     [
         (without_folder_fsync, ["no fsync of folders (", "power"]),
         (without_links, ["no hard links (", "on_spike"]),
-        (without_locks, ["cannot be locked (Invalid argument)", "no second run"]),
+        (without_locks, ["could not lock", "(Invalid argument)", "no second run"]),
         (without_rename_over_folders, None),  # no run needs it
     ],
 )
@@ -177,8 +177,8 @@ def test_out_of_inodes_is_told_as_that_by_a_save(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError) as error:
         checkpointer.save_checkpoint()
     assert str(error.value).startswith(
-        "Checkpoint CKPT+000002 not written: no inodes left, so that no file can be made (free 98.3 GB); delete files "
-        "there (`df -i` counts them). CKPT+000001 is intact."
+        "Checkpoint CKPT+000002 was not written: no inodes left, so no file can be created (free 98.3 GB); delete "
+        "files there (`df -i` counts them). CKPT+000001 is intact."
     )
 
 
@@ -198,5 +198,5 @@ def test_a_full_disk_with_inodes_left_or_without_such_a_limit_is_full(tmp_path, 
     checkpointer = Checkpointer(tmp_path, {"model": nn.Linear(2, 2)})
     monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: nullcontext())
     out_of_inodes(monkeypatch, files=0)  # as btrfs says
-    with pytest.raises(CheckpointError, match=r"not written: disk full \(needs"):
+    with pytest.raises(CheckpointError, match=r"not written: the disk is full \(needs"):
         checkpointer.save_checkpoint()

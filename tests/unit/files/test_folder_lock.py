@@ -176,7 +176,7 @@ def test_a_forked_child_does_not_hold_what_its_parent_holds(tmp_path):
     lock_folder(tmp_path)
     text = in_a_child(lambda: lock_folder(tmp_path))
     assert text.startswith("FolderInUseError") and f"pid {os.getpid()} " in text
-    assert "the process that started this one" in text
+    assert "That process started this one" in text
     in_a_child(lambda: unlock_folder(tmp_path))
     assert not is_free(tmp_path)
 

@@ -564,7 +564,7 @@ def test_a_link_that_takes_the_place_of_the_file_costs_records_and_not_the_run(t
 def test_a_file_of_one_endless_line_is_refused_at_once(tmp_path, end):
     with open(tmp_path / "metrics.jsonl", "wb") as file:
         file.truncate(end)
-    with at_most(calls=20_000), pytest.raises(ConfigError, match="no file of records"):
+    with at_most(calls=20_000), pytest.raises(ConfigError, match="not a file of records"):
         JsonlLogger(tmp_path)
     assert (tmp_path / "metrics.jsonl").stat().st_size == end
 

@@ -434,7 +434,7 @@ def test_a_nonfinite_step_is_shown_again_from_its_folder(recipe):
     with (recipe / "train.py").open("a") as script:
         script.write("print('changed')\n")
     refused = run(recipe, "-m", "amp_recipes.commands.cli", "replay", str(folder))
-    assert refused.returncode == 1 and "train.py: it is not the file that the run began with" in refused.stderr
+    assert refused.returncode == 1 and "train.py: it is not the file with which the run was started" in refused.stderr
     assert "--trust=train.py" in refused.stderr and not refused.stdout
     shown = run(recipe, "-m", "amp_recipes.commands.cli", "replay", str(folder), "--trust=train.py")
     assert told["message"].split(":")[0] in shown.stdout and "train.py has changed since" in shown.stdout

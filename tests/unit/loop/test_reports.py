@@ -218,7 +218,7 @@ def test_nor_in_a_process_that_is_not_the_main_one(tmp_path, monkeypatch):
 
 
 NAMES_REFUSED = {
-    "is not below": ["../a.png", "/tmp/a.png", "b/../../a.png", "", ".", "b/.."],
+    "is not inside": ["../a.png", "/tmp/a.png", "b/../../a.png", "", ".", "b/.."],
     "keeps its own": ["metrics.jsonl", "save/a.png", "b/../summary.json", "hyperparams.yaml"],
 }
 

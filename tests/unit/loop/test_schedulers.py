@@ -219,12 +219,12 @@ def test_a_resume_with_another_plan_says_so(tmp_path, caplog):
     with caplog.at_level("WARNING"):
         longer = brain_of(output_folder=str(tmp_path))
         longer.fit(EpochCounter(2), DATA, train_loader_kwargs=loader_kwargs)
-    assert "planned for 6 updates, and this run is to take 12" in caplog.text
+    assert "planned for 6 updates, but this run takes 12" in caplog.text
     assert rate(longer.optimizer) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_of_several_optimizers_nobody_knows_how_often_each_steps():
-    with pytest.raises(ConfigError, match="generator, critic may each take another number"):
+    with pytest.raises(ConfigError, match="generator, critic may each take a different number"):
         Schedulers(falling, {"generator": sgd(), "critic": sgd()}, "step", lambda: 4)
 
 

@@ -650,7 +650,7 @@ def test_a_step_that_does_not_repeat_itself_is_not_blamed_on_watching():
     noise = iter(range(100))
     net = Calls(lambda self, x: self.child(x) * next(noise), child=nn.Linear(4, 4))
     census = census_of(net, torch.randn(3, 4))
-    assert census.neutral is False and "two bare runs differ" in census.neutrality_note
+    assert census.neutral is False and "two runs without watching differ" in census.neutrality_note
 
 
 def test_nan_gradients_are_the_same_bits():

@@ -89,7 +89,7 @@ def test_a_model_that_loses_a_layers_gradient_is_not_called_safe():
 
 def test_without_training_the_verdict_says_so():
     answer = asked(trial_of(healthy()), steps=0).answers[0]
-    assert "gradient error only" in answer.verdict and "no training asked for" in answer.verdict
+    assert "gradient error only" in answer.verdict and "no training was requested" in answer.verdict
     torch.manual_seed(0)
     answer = asked(trial_of(Branches()), steps=0).answers[0]
     assert "gradient error only" in answer.verdict and "verified" not in answer.verdict
@@ -100,7 +100,7 @@ def test_without_time_nothing_is_decided_and_nothing_advised(model, tmp_path):
     torch.manual_seed(0)
     found = asked(trial_of(model()), seconds=0.0)
     (answer,) = found.answers
-    assert "not decided" in answer.verdict and "time was used up" in answer.verdict
+    assert "not decided" in answer.verdict and "time ran out" in answer.verdict
     assert "safe" not in answer.verdict and "fp32_modules" not in answer.verdict
     found.write(tmp_path)
     assert not (tmp_path / "fp32_modules.yaml").exists()
@@ -156,15 +156,15 @@ def test_a_step_that_does_not_repeat_itself_is_told():
     found = asked(trial_of(Unrepeatable(0.3)))
     (answer,) = found.answers
     assert answer.pins.decision == "not decided" and "does not repeat itself" in answer.verdict
-    assert "fp32 differs from itself by" in answer.verdict and "safe" not in answer.verdict
-    assert any("does not give the same bits" in note for note in found.notes)
-    assert not any("does not give the same bits" in note for note in asked(trial_of(healthy()), steps=0).notes)
+    assert "two runs in fp32 differ by" in answer.verdict and "safe" not in answer.verdict
+    assert any("Two runs of the same step in fp32" in note for note in found.notes)
+    assert not any("Two runs of the same step in fp32" in note for note in asked(trial_of(healthy()), steps=0).notes)
 
 
 def test_a_step_that_nearly_repeats_itself_is_judged():
     found = asked(trial_of(Unrepeatable(1e-5)))
     assert found.answers[0].pins.decision == "safe", found.verdict
-    assert any("does not give the same bits" in note for note in found.notes)
+    assert any("Two runs of the same step in fp32" in note for note in found.notes)
 
 
 def test_a_loss_that_does_not_fall_proves_nothing():

@@ -79,7 +79,7 @@ def test_a_dead_pin_names_who_uses_the_weights():
     assert "attention used its weights" in found["attention.out_proj"]
     assert "pin attention instead" in found["attention.out_proj"]
     assert "the root used its weights" in found["table"]
-    assert found["unused"] == "its forward never ran: this step does not use it"
+    assert found["unused"] == "its forward was not called: this step does not use it"
 
 
 def test_weights_that_the_recipe_uses_itself():
@@ -140,7 +140,7 @@ def test_pins_of_scripts_do_nothing():
     before = vars(scripted).get("forward")
     found = lost(model, ["0", "1", "2.0", "3"])
     assert set(found) == {"0", "1", "2.0", "3"}
-    assert all("compiled code knows of no pins" in reason for reason in found.values())
+    assert all("compiled code ignores pins" in reason for reason in found.values())
     assert f"made from {__name__}.Plain" in found["0"]
     assert "Plain" in found["1"] and "Plain" in found["3"]
     assert "Linear" in found["2.0"], "what a script holds is a script"

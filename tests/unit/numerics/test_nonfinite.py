@@ -371,7 +371,7 @@ def test_the_branch_of_a_where_that_is_left_out():
     report = located(part)
     assert found(report) == ("part", "sqrt", "forward", "model")
     assert report.target.startswith("gradient of before.") and report.line == line_of("where")
-    assert "leaves this value out" in report.message
+    assert "drops this value" in report.message
 
 
 def test_accumulation_tells_which_batch():
@@ -539,7 +539,7 @@ def test_generators_that_are_put_back_are_no_excuse():
     own, outside = Own(), random.Random(0)
     report = located(own, known_generators={"the model's noise": own.generator, "hparams.noise": outside})
     assert report.put_back == ["the model's noise", "hparams.noise"] and report.drawn == ["Python's random"]
-    assert "noise" not in report.message and "Python's random, which a replay cannot set back" in report.message
+    assert "noise" not in report.message and "Python's random, which a replay cannot restore" in report.message
     report = located(lambda h: h * outside.random(), known_generators={"hparams.noise": outside})
     assert report.drawn == [] and "set back" not in report.message and "noise" not in report.message
     unused = located(lambda h: (h * 0).log(), known_generators={"hparams.noise": outside})

@@ -124,7 +124,7 @@ def test_the_step_goes_wrong_again_in_another_model(written):
     pin_fp32(model, replay.pins)
     buffers = {name: it for name, it in model.named_buffers()}
     other = locate(plain_trial(model, classified), replay.window, replay.dtype, replay.scale)
-    assert "not what step 17 found" in replay.compared_with(other)
+    assert "differs from the report of step 17" in replay.compared_with(other)
     replay.load_into(model)
     assert all(it is buffers[name] for name, it in model.named_buffers())
     torch.manual_seed(5)
@@ -272,7 +272,7 @@ def test_a_changed_script_is_told(tmp_path):
     assert "a.yaml has changed since" in replay.compared_with(report)
     assert torch.__version__ not in replay.compared_with(report)
     replay.versions["torch"] = "1.0"
-    assert f"torch is {torch.__version__} here, and was 1.0" in replay.compared_with(report)
+    assert f"torch is {torch.__version__} here; it was 1.0" in replay.compared_with(report)
 
 
 def test_only_a_script_of_the_working_folder_is_vouched_for(tmp_path, monkeypatch, subtests):
@@ -494,7 +494,7 @@ def test_another_model_is_refused_and_left_alone(tmp_path):
         (nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)), r"0.weight has shape \[4, 2\] here and \[3, 2\]"),
         (nn.Sequential(nn.Linear(2, 3)), "1.weight is only in the folder"),
         (nn.Sequential(nn.Linear(2, 3).half(), nn.BatchNorm1d(3)), "0.weight is float16 here and float32 there"),
-        (nn.Sequential(nn.LazyLinear(3), nn.BatchNorm1d(3)), "no shape before a first batch"),
+        (nn.Sequential(nn.LazyLinear(3), nn.BatchNorm1d(3)), "no shape before the first batch"),
     ]:
         before = [it.clone() for it in other.state_dict().values() if not hasattr(it, "materialize")]
         with pytest.raises(CheckpointError, match=told):

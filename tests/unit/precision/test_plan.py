@@ -209,7 +209,10 @@ def test_a_pin_makes_fp32_ieee_in_the_whole_run_and_says_so(caplog, asked, modul
     assert len(messages) == (asked != expected)
     if messages:
         name = "model.1" if patterns else "loss"
-        assert messages[0].startswith("float32_precision is ieee in this run, not tf32") and f"({name})" in messages[0]
+        assert (
+            messages[0].startswith("float32_precision is ieee in this run instead of tf32")
+            and f"({name})" in messages[0]
+        )
 
 
 def test_pins_whose_forward_nobody_calls_are_reported_by_name(caplog):

@@ -141,7 +141,7 @@ def test_a_first_change_of_a_large_buffer_in_a_skipped_batch_is_said(settle):
     rollback.watch()
     settle(rollback, GO)
     module.mask.zero_()
-    with pytest.warns(UserWarning, match=r"changed for the first time.*: mask\."):
+    with pytest.warns(UserWarning, match=r"first appeared or changed in its batch: mask\."):
         settle(rollback, SKIP)
 
 

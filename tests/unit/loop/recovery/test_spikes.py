@@ -146,7 +146,7 @@ def test_values_before_the_band_is_known_are_no_spike_unless_they_are_not_finite
         made.observe(loss, [], "", 1)
     assert made.outside == 0
     made.observe(math.inf, [], "", 1)
-    assert made.spiked and "not known yet" in str(made.last)
+    assert made.spiked and "no band yet" in str(made.last)
 
 
 def test_it_takes_as_many_in_a_row_as_patience_says():

@@ -1,4 +1,4 @@
-"""Training recipes for PyTorch from a YAML file, at the precision that it names."""
+"""Training recipes for PyTorch from a YAML file, in the precision that the YAML names."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Lets `python -m amp_recipes` do what `amp-recipes` does."""
+"""Makes `python -m amp_recipes` the same as `amp-recipes`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Gives recipes what they call and override: `Brain`, its verbs and its hooks.
+"""Defines `Brain`, the class that recipes subclass: its methods to call and its hooks.
 
 The loop itself is in `loop`: a `Run` for the process, a `Fit` for each call of `fit`, a `Pass` for each pass over a
 loader, a `Window` for each update.
@@ -234,7 +234,7 @@ class Brain(OptionFields):
             clear_gradients(optimizer, set_to_none)
 
     def no_sync(self, use: bool = True) -> AbstractContextManager[None]:
-        """Within it, ranks do not average gradients in backward (where `use`)."""
+        """Inside this context, ranks do not average gradients in backward (where `use`)."""
         return self.__run.processes.no_sync(use)
 
     # ------------------------------------------------------------------ evaluate
@@ -294,7 +294,7 @@ class Brain(OptionFields):
         """
 
     def batch_weight(self, batch: Any) -> float | torch.Tensor:
-        """What a batch counts for in averages: its leading dimension.
+        """Return the weight of a batch in averages: its leading dimension.
 
         Overridden, it is also what the batch counts for in the accumulation window (tokens, frames); by default the
         batches of a window count the same. Gets the batch as the loader yields it, before it moves to the device.
@@ -342,7 +342,7 @@ class Brain(OptionFields):
         return gather_values(value)
 
     def output_path(self, name: str | os.PathLike[str]) -> Path | None:
-        """Where the recipe may write a file of that name: below `output_folder`, with the folders on the way made.
+        """Return the path for a file of the recipe: below `output_folder`; creates the folders on the way.
 
         None where nothing is to be written: without an `output_folder`, in all processes but the main one, in a folder
         that may only be read, and where the script was started with --diagnose or --replay. Raises ConfigError for a
@@ -360,7 +360,7 @@ class Brain(OptionFields):
         minutes: float = 5.0,
         windows: int = 8,
     ) -> Diagnosis:
-        """What precision does to this model, on a few batches of `train_set`; all is afterwards as it was.
+        """Diagnose the effect of a precision on this model, on a few batches of `train_set`; changes nothing.
 
         train_set, train_loader_kwargs: as for `fit`. precisions: names of those to look at; by default the run's own,
         and bf16 beside fp16 (both if the run is fp32). tolerance: bound on the relative error of the gradient (default:
@@ -422,7 +422,7 @@ class Brain(OptionFields):
 
     @property
     def summary(self) -> RunSummary:
-        """What the run amounts to so far."""
+        """The summary of the run so far."""
         return self.__run.summary
 
     @property

@@ -1,4 +1,4 @@
-"""Takes signals as requests: the step under way is finished and saved; then the process ends, or goes on."""
+"""Handles signals as requests: the current step is finished and saved; then the process ends, or continues."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RunInterrupted(SystemExit):
 
 
 class Interrupts:
-    """Within it, signals only set `requested`; the loop looks there, saves and calls `leave`.
+    """Inside this context, signals only set `requested`; the loop reads it, saves and calls `leave`.
 
     save_signals: names of those that set `save_requested` instead, after which the loop saves and goes on.
     Only in the main thread, and only where a signal has Python's default action: ignored signals stay ignored, and
@@ -85,7 +85,7 @@ class Interrupts:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Within it, no signal breaks in: a second SIGINT is noted like the first."""
+        """Inside this context, no signal interrupts: a second SIGINT is recorded like the first."""
         Interrupts._saves += 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""Declares run options: each with its type, default, meaning and range, in the room that it belongs to.
+"""Declares run options: each with its type, default, meaning and range, in the room it belongs to.
 
 A room's `options.py` has its groups, which `config/options/run_options.py` puts together. This file stands below all
 rooms, since each of them declares options; and the files with the groups import nothing that takes long, since the
@@ -20,7 +20,7 @@ MAX_SEED = 2**32 - 1  # what numpy.random.seed takes; torch and random take more
 
 @dataclass(frozen=True)
 class Range:
-    """Which values an option takes, as a test and in words."""
+    """The values that an option accepts, as a test and in words."""
 
     holds: Callable[[Any], bool]
     text: str

@@ -1,4 +1,4 @@
-"""Defines what one step, one stage and one run report, and what a logger receives.
+"""Defines the records of a step, a stage and a run, and the interface of a logger.
 
 Records hold host numbers only: by the time a logger sees one, its values have left the device.
 """
@@ -67,7 +67,7 @@ _TOTALS = ("seconds", "training_seconds", "epochs", "samples", "samples_per_seco
 
 @dataclass(slots=True)
 class RunSummary:
-    """What a finished `fit` or `evaluate` amounts to; written to `summary.json`."""
+    """The summary of a finished `fit` or `evaluate`; written to `summary.json`."""
 
     precision: str
     eval_precision: str
@@ -97,7 +97,7 @@ class RunSummary:
         return summary
 
     def totals(self) -> dict[str, Any]:
-        """What a resumed run goes on counting."""
+        """Return the totals that a resumed run continues to count."""
         return {name: getattr(self, name) for name in _TOTALS}
 
     def take_totals(self, totals: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ class Logger(Protocol):
         """A fit or an evaluation ended."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the log stands, for a checkpoint that is being saved: plain data. Comes on the main process alone."""
+        """Return the state of the log for a checkpoint, as plain data. Called on the main process only."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

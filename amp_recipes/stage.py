@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 
 class Stage(Enum):
-    """What a batch is used for.
+    """The uses of a batch.
 
     Equal to the stage of the same name of SpeechBrain's `Stage`: a recipe that still compares with that one would
     otherwise take every stage for another.

@@ -1,4 +1,4 @@
-"""Works on a checkpoint folder beside the training, one piece at a time; keeps its error until somebody waits."""
+"""Runs jobs on a checkpoint folder in the background, one at a time; keeps an error until somebody waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _forks = threading.RLock()  # held by whoever forks, and by a thread for as long
 
 @contextmanager
 def without_forks() -> Iterator[None]:
-    """Within it, the process is not forked: a thread that wants to waits.
+    """Inside this context, the process is not forked: a thread that wants to fork waits.
 
     A fork has the calling thread alone. What another one was just about to do for the first time, as torch's kernels
     look each other up, stays half done there for good, and a loader worker that needs it would wait for ever.
@@ -77,7 +77,7 @@ class Background:
             raise error
 
     def take_error(self) -> BaseException | None:
-        """As `wait`, but the error is returned, for whoever goes on in spite of it."""
+        """Wait as `wait` does, but return the error instead of raising it."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return None

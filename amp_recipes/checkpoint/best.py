@@ -1,4 +1,4 @@
-"""Finds the checkpoint of a finished run that is its model, and reads the weights in it."""
+"""Finds the checkpoint that holds the model of a finished run, and reads its weights."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 @dataclass(frozen=True)
 class _Collected:
-    """What is to be saved: the meta, what this process is to write, the parameters of each state that train."""
+    """The data of one save: the meta, the files of this process, the trainable parameters of each state."""
 
     meta: dict[str, Any]
     files: dict[str, PackedState]

@@ -1,4 +1,4 @@
-"""Counts epochs, and goes on after a resume."""
+"""Counts epochs, and continues after a resume."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EpochCounter:
         return {"current": self.current}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take epoch `state["current"]` as done, so that iterating goes on with the one after it."""
+        """Restore the count: iterating continues with the epoch after `state["current"]`."""
         current = state.get("current")
         if isinstance(current, bool) or not isinstance(current, int) or current < 0:
             raise CheckpointError(f'EpochCounter: the saved state is {state!r}; expected {{"current": n}}.')

@@ -64,7 +64,7 @@ def numbered_folders(parent: Path) -> dict[int, Path]:
 
 
 def describe(number: int, meta: Mapping[str, Any]) -> str:
-    """What messages call a checkpoint: its name, and its step where it is known."""
+    """Return the name of a checkpoint for messages, with its step if it is known."""
     step = meta.get("optimizer_step")
     return folder_name(number) + (f" (step {step})" if step is not None else "")
 
@@ -129,7 +129,7 @@ def delete_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Contents:
-    """What `meta.json` says."""
+    """The contents of `meta.json`."""
 
     version: int
     names: list[str]  # of the recoverables
@@ -138,7 +138,7 @@ class Contents:
 
 
 def read_contents(path: Path) -> Contents:
-    """What a checkpoint says of itself. Raises Damaged."""
+    """Read the `meta.json` of a checkpoint. Raises Damaged."""
     try:
         content = json.loads(_text_of(path / META_FILE))
         contents = Contents(
@@ -158,7 +158,7 @@ def read_contents(path: Path) -> Contents:
 
 
 def fit_of(checkpoint: Checkpoint) -> int:
-    """Which `fit` of its run saved a checkpoint, from 1. Raises CheckpointError for what is no number."""
+    """Return the number of the `fit` that saved a checkpoint, from 1. Raises CheckpointError if it is not a number."""
     value = checkpoint.meta.get("fit", 1)
     if type(value) is float:  # a metric of that name, in a checkpoint that a recipe made itself
         return 1
@@ -184,7 +184,7 @@ def best_by(checkpoint: Checkpoint) -> tuple[str, str] | None:
 
 
 def files_beside(path: Path, names: Iterable[str]) -> tuple[list[str], dict[str, tuple[Path, str]], int]:
-    """What a new checkpoint takes over from that at `path`, which does not hold the states `names` from there.
+    """Return the files that a new checkpoint takes over from the one at `path`: all but the states `names`.
 
     Returns the names of the recoverables of both, file name -> the file and its sha256, and from how many processes
     parts of tensors come. Raises CheckpointError if it is damaged.

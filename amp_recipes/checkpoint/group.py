@@ -1,4 +1,4 @@
-"""Exchanges what the processes of a run need to save and load one checkpoint together.
+"""Exchanges data between the processes of a run that save or load one checkpoint together.
 
 They talk over a gloo group of their own, so that a save in the background cannot come between training's collectives;
 each process uses it from one thread at a time, since whoever saves or loads first waits for its own background.
@@ -51,7 +51,7 @@ class CheckpointGroup:
         return found or []
 
     def from_main(self, value: Any = None) -> Any:
-        """What the main process gave."""
+        """Return the value that the main process passed."""
         if self._group is None:
             return value
         box = [value]
@@ -59,7 +59,7 @@ class CheckpointGroup:
         return box[0]
 
     def of_all(self, value: Any) -> list[Any]:
-        """What every process gave, by rank."""
+        """Return the values of all processes, by rank."""
         if self._group is None:
             return [value]
         found = [None] * self.count
@@ -74,7 +74,7 @@ class CheckpointGroup:
             raise CheckpointError(f"Ranks disagree: {listed}. All ranks must save, or load, a checkpoint together.")
 
     def all_do(self, job: Callable[[], Any]) -> Any:
-        """What `job` returned here. The error of any process is raised on all: before others a CheckpointError."""
+        """Run `job` on every process and return its result. Errors are raised on all, a CheckpointError first."""
         if self._group is None:
             return job()
         done, error = _tried(job)
@@ -86,7 +86,7 @@ class CheckpointGroup:
         return done
 
     def on_main(self, job: Callable[[], Any]) -> Any:
-        """What `job` returned on the main process, which alone calls it; its error is raised on all."""
+        """Run `job` on the main process only, and return its result on all; its error is raised on all."""
         done, error = _tried(job) if self.is_main else (None, None)
         done, told = self.from_main((done, None if error is None else _told(error)))
         if told is not None:
@@ -119,7 +119,7 @@ def checkpoint_group() -> CheckpointGroup:
 
 
 def _timeout() -> timedelta:
-    """How long the processes of the run wait for each other."""
+    """Return the time for which the processes of the run wait for each other."""
     # new_group's default is torch's and not that of the processes' group.
     return timeout_of(distributed.host_group() or dist.group.WORLD)
 

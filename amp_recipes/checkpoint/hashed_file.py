@@ -1,4 +1,4 @@
-"""Writes a file and takes its sha256 on the way; takes that of one that lies there."""
+"""Writes a file and computes its sha256 at the same time; computes that of an existing file."""
 
 from __future__ import annotations
 

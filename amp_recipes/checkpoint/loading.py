@@ -1,4 +1,4 @@
-"""Loads saved states into live objects: checks what fits, and takes a failed load back."""
+"""Loads saved states into live objects: checks that they fit, and undoes a load that fails."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _here(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def mismatches(name: str, obj: Any, state: Any) -> list[str]:
-    """What in `state`, as its file has it, does not fit `obj`, where one can tell without loading it."""
+    """List what in `state` does not fit `obj`, as far as this is known without loading it."""
     if not isinstance(obj, nn.Module | Optimizer):
         return []
     if not isinstance(state, Mapping):

@@ -1,4 +1,4 @@
-"""Cleans the names of a module's state: a checkpoint has those of the model, without its wrappers.
+"""Removes the names of wrappers from a module's state, so that a checkpoint has the names of the model itself.
 
 `torch.compile`, DistributedDataParallel and DataParallel put a module inside one of theirs, which shows in every key
 as `_orig_mod.` or `module.`. Whether a part of a key is such a wrapper is seen in the module tree and not in the text,

@@ -1,4 +1,4 @@
-"""Takes a state apart into tensors and JSON: what state_format.py describes."""
+"""Splits a state into tensors and JSON, as state_format.py describes."""
 
 from __future__ import annotations
 
@@ -247,5 +247,5 @@ def _named(value: Any) -> str:
 
 
 def title(kind: type) -> str:
-    """What messages call objects of this class."""
+    """Return the name of a class for messages."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

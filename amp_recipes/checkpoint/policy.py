@@ -1,4 +1,4 @@
-"""Decides when a run saves, what goes into its checkpoints, and what it goes on from."""
+"""Decides when a run saves, what its checkpoints contain, and which one it resumes from."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class CheckpointPolicy:
         self._note_save()
 
     def prepare(self) -> None:
-        """Have memory ready for the first save; for after an update, when the optimizers have their states.
+        """Allocate memory for the first save; to be called after an update, when the optimizers have their states.
 
         Only where the run saves after every epoch anyway; later calls do nothing.
         """
@@ -148,7 +148,7 @@ class CheckpointPolicy:
             self.checkpointer.wait()
 
     def finish(self) -> None:
-        """As `wait`, where training is over: the last epoch's checkpoint is tried once more if it failed.
+        """Wait as `wait` does, at the end of training: a failed save of the last epoch is tried once more.
 
         Not to be called where anything has moved on since that epoch's end: what is saved is the present state.
         """
@@ -193,7 +193,7 @@ class CheckpointPolicy:
         return found
 
     def resume_again(self) -> None:
-        """Have the next `resume` load the newest checkpoint again: for a fit after one that failed."""
+        """Make the next `resume` load the newest checkpoint again: for a fit after one that failed."""
         self._resumed, self._may_resume_again = False, True
 
     def reload(self) -> None:

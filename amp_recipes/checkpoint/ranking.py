@@ -1,4 +1,4 @@
-"""Ranks checkpoints by a metric, and says which ones stay."""
+"""Ranks checkpoints by a metric, and decides which ones to keep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from amp_recipes.errors import ConfigError
 
 
 def ranked(checkpoints: list[Checkpoint], min_key: str | None, max_key: str | None) -> list[Checkpoint]:
-    """Those with a number as the key, best first; all of them, as they come, without a key.
+    """Return the checkpoints that have a number for the key, best first; without a key, all of them in their order.
 
     Raises ConfigError if both keys are given.
     """
@@ -58,7 +58,7 @@ def check_num_to_keep(num_to_keep: int) -> None:
 
 
 def known_keys(checkpoints: list[Checkpoint], key: str | None) -> str:
-    """What the checkpoints have as keys of their meta, and which of them `key` may have meant."""
+    """List the keys in the meta of the checkpoints, and suggest the one that `key` may mean."""
     known = sorted({known for checkpoint in checkpoints for known in checkpoint.meta})
     nearest = get_close_matches(str(key), [name for name in known if name != key], n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
@@ -66,7 +66,7 @@ def known_keys(checkpoints: list[Checkpoint], key: str | None) -> str:
 
 
 def _best_first(checkpoints: list[Checkpoint], key: str, sign: int) -> list[Checkpoint]:
-    """Those with a number as `key`; best first, of equals the newest (the order they come in)."""
+    """Return the checkpoints with a number for `key`, best first; equal ones in the order given (newest first)."""
     usable = [checkpoint for checkpoint in checkpoints if _is_number(checkpoint.meta.get(key))]
     return sorted(usable, key=lambda checkpoint: -sign * checkpoint.meta[key])
 

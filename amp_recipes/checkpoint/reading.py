@@ -1,4 +1,4 @@
-"""Reads the states in a checkpoint: by one process whole, or by several, each what it holds of the tensors.
+"""Reads the states in a checkpoint: whole in one process, or in each of several only its part of the tensors.
 
 Every file is compared with its sha256 before anything is read from it, once on each machine: of the processes of a
 machine that read from it, one takes the sum, and all hear if it is another. From a sharded checkpoint a process reads
@@ -178,7 +178,7 @@ def _key(tensor: Stored, live: Any) -> tuple[int, int]:
 
 
 def _box(tensor: Tensor | Stored, live: Any) -> tuple[list[int], list[int]]:
-    """What of a tensor this process is to hold."""
+    """Return the part of a tensor that this process holds."""
     if is_sharded(live) and live.shape == tensor.shape:
         return here(live)
     return [0] * len(tensor.shape), list(tensor.shape)
@@ -191,7 +191,7 @@ def _wrapped(local: Tensor, shape: Any, live: Any) -> Any:
 
 
 def _to_verify(group: CheckpointGroup, files: Iterable[str]) -> list[str]:
-    """Those files of which this process takes the sha256: each is given to one of those on its machine that read it."""
+    """Return the files whose sha256 this process computes: one process of each machine checks each file."""
     host = socket.gethostname()
     of_ranks = group.of_all((host, sorted(files)))
     load: Counter[int] = Counter()

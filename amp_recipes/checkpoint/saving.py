@@ -1,4 +1,4 @@
-"""Writes one checkpoint from several processes: each its own files, and one commit after all of them.
+"""Writes one checkpoint from several processes: each writes its own files, then one commit follows.
 
 The main process writes what is not sharded. It gathers from all which parts of sharded tensors they hold and whether
 these are finite, makes the folder, has all write into it, gathers the sha256 of their files, and gives the folder its
@@ -45,7 +45,7 @@ def meet_to_save(recoverables: Mapping[str, Any], group: CheckpointGroup) -> Non
 
 
 def own_files(states: Mapping[str, PackedState], group: CheckpointGroup) -> dict[str, PackedState]:
-    """What this process is to write, by the file's name without its suffix."""
+    """Return the states that this process writes, by the file's name without its suffix."""
     parts = {}
     for name, state in states.items():
         if state.parts:
@@ -57,7 +57,7 @@ def own_files(states: Mapping[str, PackedState], group: CheckpointGroup) -> dict
 
 @dataclass(frozen=True)
 class Held:
-    """What a process tells of its files before they are written."""
+    """Facts about a process's files, known before they are written."""
 
     pieces: dict[str, dict[str, tuple[list[int], list[int]]]]  # file's stem -> tensor -> where it begins, its size
     needed_bytes: int
@@ -65,7 +65,7 @@ class Held:
 
 
 def held_by(files: Mapping[str, PackedState], trainable: Mapping[str, frozenset[str]]) -> Held:
-    """What there is to tell of this process's files; trainable: recoverable -> its parameters that training changes."""
+    """Collect the facts about this process's files; trainable: recoverable -> its trainable parameters."""
     parts = {stem: state for stem, state in files.items() if RANK_MARK in stem}
     of_files = {stem: trainable[stem.partition(RANK_MARK)[0]] for stem in files}
     return Held(
@@ -131,7 +131,7 @@ class OtherProcesses:
         self._writing = False
 
     def begin(self, temporary: Path) -> None:
-        """Have them write into the folder."""
+        """Make the other processes write into the folder."""
         self._group.from_main(("write", temporary.name, self.unwanted))
         self._writing = True
 

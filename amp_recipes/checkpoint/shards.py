@@ -1,4 +1,4 @@
-"""Cuts and joins tensors that lie in parts on several processes."""
+"""Cuts and joins tensors whose parts are on several processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dtensors_exist() -> bool:
 
 
 def here(value: Any) -> tuple[list[int], list[int]]:
-    """Where in a DTensor this process's part begins, by dimension, and how many elements it has."""
+    """Return the start of this process's part of a DTensor, by dimension, and its size."""
     module = sys.modules["torch.distributed.tensor._utils"]
     sizes, offsets = module.compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     if len(offsets) != len(value.shape) or 0 in sizes:  # a part that is empty, or no part of the mesh
@@ -112,7 +112,7 @@ class OpenFiles(ExitStack):
         self.callback(self._open.clear)
 
     def part(self, piece: Piece, shared: Sequence[tuple[int, int]]) -> Tensor:
-        """What `shared`, in the whole tensor's indices, names of a piece."""
+        """Return the part of a piece that `shared` names in indices of the whole tensor."""
         file = self._open.get(piece.file)
         if file is None:
             opened = safe_open(str(self._folder / piece.file), framework="pt", device="cpu")

@@ -1,4 +1,4 @@
-"""Copies the state of a running training to host memory, so that it can be written while training goes on."""
+"""Copies the state of a running training to host memory, so that it can be written while training continues."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Snapshot:
         self._told = False
 
     def prepare(self, states: Mapping[str, PackedState]) -> None:
-        """Take the pinned memory that copies of these states need, if there is enough; `take` finds it then.
+        """Allocate the pinned memory for copies of these states, if there is enough; `take` uses it later.
 
         Any thread may do it, one at a time.
         """
@@ -74,7 +74,7 @@ class Snapshot:
         return copies, wait
 
     def _make_room(self, live: Mapping[_Slot, Tensor]) -> bool:
-        """Have a buffer of the right form for each tensor, and none besides."""
+        """Keep exactly one buffer of the right shape for each tensor."""
         kept = self._buffers.items()
         self._buffers = {slot: buffer for slot, buffer in kept if slot in live and _fits(buffer, live[slot])}
         missing = {slot: live[slot] for slot in live if slot not in self._buffers}

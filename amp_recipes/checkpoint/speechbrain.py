@@ -1,4 +1,4 @@
-"""Lets a Brain keep its place in the checkpoints of SpeechBrain's Checkpointer, which an older recipe brings."""
+"""Saves and restores a Brain's place in the run with SpeechBrain's Checkpointer, for older recipes."""
 
 from __future__ import annotations
 

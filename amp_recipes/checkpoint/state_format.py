@@ -1,4 +1,4 @@
-"""Turns a state into a file and a file into a state, without a line of pickled code.
+"""Writes a state to a file and reads it back, without any pickled code.
 
 A file is a safetensors file: the tensors of the state are its tensors, and everything else stands as JSON under
 `amp_recipes` in its `__metadata__`. JSON arrays are lists and JSON objects dicts with text keys; what JSON lacks is an
@@ -125,7 +125,7 @@ def pack_state(state: Any, name: str) -> PackedState:
 
 
 def plain_problem(value: Any) -> str | None:
-    """Why a file cannot give `value` back as it is, such as "a pathlib.Path at ['a'][1]"; None if it can.
+    """Return why a file cannot store `value`, such as "a pathlib.Path at ['a'][1]"; None if it can.
 
     Stricter than `pack_state` in one point: a defaultdict must have one of the usual factories, since it would come
     back as a dict. Raises nothing, and copies no tensor that lies in memory as it is.
@@ -189,7 +189,7 @@ class _Reader:
         self._made: dict[str, Tensor | Stored] = {}
 
     def value(self, node: Any) -> Any:
-        """What the JSON stands for."""
+        """Return the value that the JSON stands for."""
         if isinstance(node, list):
             return [self.value(item) for item in node]
         if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Tells a process its rank, who writes files, whether all agree, and shares the model among them."""
+"""Runs several processes as one training: ranks, agreement between them, and ways to share the model."""
 
 from typing import TYPE_CHECKING
 

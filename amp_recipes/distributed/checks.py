@@ -1,4 +1,4 @@
-"""Checks which run options on processes go together, before any work is lost."""
+"""Checks before training that the run options on processes fit together."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _problems_of_strategy(
 def _options_of_the_other(
     options: Any, other: str, refused: Mapping[str, Any], ignored: Mapping[str, Any]
 ) -> list[str]:
-    """What is wrong with options of the strategy that the run does not take; warns of those that only make it fast.
+    """List wrong options of the strategy that the run does not use; warn about those that only affect speed.
 
     refused, ignored: option -> the value at which it asks for nothing.
     """
@@ -89,7 +89,7 @@ def _options_of_the_other(
 
 
 def _problem(look: Callable[..., Any], *arguments: Any) -> list[str]:
-    """What `look` has to say against its arguments."""
+    """Call `look`, and return the text of its ConfigError in a list."""
     try:
         look(*arguments)
     except ConfigError as error:

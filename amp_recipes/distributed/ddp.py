@@ -1,4 +1,4 @@
-"""Averages gradients of modules of which every process holds all.
+"""Averages gradients of modules that every process holds completely.
 
 The work is that of DistributedDataParallel (its buckets, hooks and buffer broadcast), which however is not put around a
 module: it hangs on the module's forward hooks, as `torch.distributed._composable.replicate` and FSDP2 have it. So a
@@ -29,7 +29,7 @@ _SYNC_BATCHNORM_DEVICES = ("cuda", "hpu", "xpu")
 
 
 class _Reducer(DistributedDataParallel):
-    """What averages `parameters`, which are in `module`, and no others; it is never called itself."""
+    """Averages the gradients of `parameters`, which are in `module`, and of no others; it is never called itself."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], options: Any) -> None:
         chosen = {id(parameter) for parameter in parameters}
@@ -103,7 +103,7 @@ class _Reducer(DistributedDataParallel):
 
 
 class Averaged:
-    """What a backward has averaged over the processes, and what it has told them with the gradients.
+    """The gradients that a backward has averaged over the processes, and the flags that it has sent with them.
 
     A loss may be nonfinite on one rank alone, with gradients that are finite. So one element of a gradient is made NaN
     there before gradients are averaged, and after that it is NaN on all ranks: they need no message of their own.
@@ -145,7 +145,7 @@ class Averaged:
 
 
 class _Replica:
-    """What one module does, before and after its forward, so that gradients are averaged over the processes.
+    """Hooks of one module, before and after its forward, that average its gradients over the processes.
 
     A copy or a pickle of the module has hooks that do nothing.
     """
@@ -236,7 +236,7 @@ def wrap(modules: nn.ModuleDict, device: torch.device, options: Any) -> None:
 
 @contextmanager
 def no_sync(modules: nn.Module, use: bool = True) -> Iterator[None]:
-    """Within it, backward does not average gradients across ranks; restored also after an exception."""
+    """Inside this context, backward does not average gradients across ranks; restored also after an exception."""
     reducers = [*_reducers(modules), *_of_the_recipe(modules)] if use and initialized() else []
     before = [reducer.require_backward_grad_sync for reducer in reducers]
     for reducer in reducers:
@@ -305,7 +305,7 @@ def differing(modules: nn.Module) -> list[str]:
 
 @contextmanager
 def evaluating(modules: nn.Module) -> Iterator[None]:
-    """Within it, forwards exchange nothing: ranks may have different numbers of batches.
+    """Inside this context, forwards exchange nothing: ranks may have different numbers of batches.
 
     To be entered by all ranks: at its beginning they take rank 0's buffers, so that all evaluate the same model.
     """
@@ -373,7 +373,7 @@ def _reducers(modules: nn.Module) -> list[_Reducer]:
 
 
 def _synchronising(modules: nn.Module) -> list[_Reducer]:
-    """Those that average in the next backward."""
+    """Return the replicas that average in the next backward."""
     return [reducer for reducer in _reducers(modules) if reducer.require_backward_grad_sync] if initialized() else []
 
 
@@ -387,7 +387,7 @@ def _is_wrapped(modules: nn.ModuleDict, by_owners: dict[tuple[str, ...], list[nn
 
 
 def _unwrap(modules: nn.ModuleDict) -> None:
-    """Let go of hooks from an earlier wrap."""
+    """Remove hooks from an earlier wrap."""
     for reducer in _reducers(modules):
         torch_private.remove_hooks(reducer)
     for module in modules.children():

@@ -1,4 +1,4 @@
-"""Ends all ranks within seconds of one that fails, and says why."""
+"""Ends all ranks within seconds after one of them fails, and reports why."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _FROM_TORCH = ("gloo", "NCCL", "nccl", "Connection closed by peer", "mismatch be
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank said of a failure, its own or a neighbour's; a `consequence` followed from another's."""
+    """A rank's report of a failure, its own or a neighbour's; a `consequence` followed from another failure."""
 
     rank: int
     kind: str
@@ -93,7 +93,7 @@ class Watch:
         return self._report
 
     def tell(self, report: Report) -> None:
-        """Let all ranks know of a failure; the first one told stands. Takes seconds at most, even without a store."""
+        """Report a failure to all ranks; only the first report counts. Takes seconds at most, even without a store."""
         if self._store_is_gone:
             return
         thread = threading.Thread(target=self._tell, args=(report,), daemon=True)
@@ -101,7 +101,7 @@ class Watch:
         thread.join(_TELL_WITHIN_SECONDS)
 
     def say_done(self) -> None:
-        """Let the others know that this process ends as it should; rank 0 stays for them where it hosts the store."""
+        """Report that this process ends normally; rank 0 waits for the others if it hosts the store."""
         if self._store_is_gone:
             return
         with contextlib.suppress(RuntimeError):
@@ -170,7 +170,7 @@ class Watch:
         return ended
 
     def _look(self, ended: Iterable[int]) -> None:
-        """Take up a failure that was told, or tell of neighbours that `ended` without a word."""
+        """Read a reported failure, or report neighbours that `ended` without one."""
         for rank in ended:
             if not self.store.check([f"done/{rank}"]):
                 self._tell(Report(rank, "", _WITHOUT_A_WORD))
@@ -180,7 +180,7 @@ class Watch:
             self._host_is_done = self.store.check(["done/0"])
 
     def _lose_store(self) -> None:
-        """What the end of the store means: the end of rank 0 where it was there, else only that we hear less."""
+        """React to the end of the store: rank 0 has ended if it hosted it, else failures are only noticed later."""
         self._store_is_gone = True
         if hosted_by_rank_0() and not self._host_is_done and self.rank != 0:
             self._report = Report(
@@ -250,25 +250,25 @@ def set_timeout(minutes: float) -> None:
 
 
 def exit_code() -> int | None:
-    """What a process ends with that an error ends; None if no error has reached the top."""
+    """Return the exit code of a process that an error ends; None if no error has reached the top."""
     return _exit_code
 
 
 def stay_to_be_heard() -> None:
-    """Let the others hear why this process ends, where the store that says so ends with it."""
+    """Stay until the others have read why this process ends, if the store ends with it."""
     if _watch is not None and _watch.rank == 0 and hosted_by_rank_0():
         time.sleep(1.5 * _LOOK_SECONDS)
 
 
 def timeout_text() -> str:
-    """How long a process waits for the others, with the option that sets it."""
+    """Return the time for which a process waits for the others, with the option that sets it."""
     minutes = "" if _watch is None else f"{minutes_text(_watch.timeout_minutes)} "
     return f"{minutes}(distributed_timeout_minutes)"
 
 
 @contextmanager
 def collective(what: str) -> Iterator[None]:
-    """Within it, an error because other ranks did not take part is a ProcessError that says so.
+    """Inside this context, an error because other ranks did not take part becomes a ProcessError that says so.
 
     what: what this rank was doing, such as `averaging the loss`.
     """
@@ -288,7 +288,7 @@ def _is_from_torch(error: BaseException) -> bool:
 
 
 def _explain(error: BaseException, what: str = "") -> str:
-    """What a broken or vain wait means, and what to look at."""
+    """Explain a collective that broke or timed out, and say what to check."""
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     during = f" while {what}" if what else ""
     rank = _rank()
@@ -310,7 +310,7 @@ def _explain(error: BaseException, what: str = "") -> str:
 
 
 def show_ranks_in_errors() -> None:
-    """From now on an error that ends a process of several is printed with its rank, told to the others and to torchrun.
+    """Print an error that ends one of several processes with its rank, and report it to the others and to torchrun.
 
     With one process, or the second time, nothing changes.
     """
@@ -360,7 +360,7 @@ def _another_rank_has_the_cause() -> bool:
 
 
 def _printed(before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any) -> str:
-    """What `before`, an excepthook, prints."""
+    """Return the text that `before`, an excepthook, prints."""
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         before(kind, error, trace)
     return printed.getvalue()

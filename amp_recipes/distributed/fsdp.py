@@ -1,4 +1,4 @@
-"""Shards modules over the processes, and gathers them when they compute (FSDP2).
+"""Shards modules over the processes, and gathers them for their computation (FSDP2).
 
 A unit is what is gathered at a time: a block, or what an entry holds besides its blocks. Its parameters travel in one
 message per format: those that autocast would cast anyway in the compute dtype, all others in fp32, so that each op
@@ -121,7 +121,7 @@ def is_sharded(modules: nn.Module) -> bool:
 
 @contextmanager
 def no_sync(modules: nn.Module) -> Iterator[None]:
-    """Within it, groups of processes do not add up their gradients (shard_replicas); restored also after an exception.
+    """Inside this context, groups of processes do not sum their gradients (shard_replicas); restored after exceptions.
 
     Inside a group they do, at each backward: gradients that wait whole for the window's end would take 4 bytes a
     parameter on every process (28 GB for 7 B), where shards take that divided by the group's size.
@@ -142,7 +142,7 @@ def no_sync(modules: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def keeping_gathered(modules: nn.Module) -> Iterator[None]:
-    """Within it, a backward leaves gathered what it has computed with: the backward of a penalty computes with it too.
+    """Inside this context, a backward keeps the gathered parameters: the backward of a penalty needs them too.
 
     The next ordinary backward frees it. It must go through an output of the modules besides the penalty's, else
     torch does not notice it, and gradients stay where they are.
@@ -158,7 +158,7 @@ def keeping_gathered(modules: nn.Module) -> Iterator[None]:
 
 
 def leaves(modules: nn.Module, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """What stands for `parameters` in an autograd graph: of sharded ones the gathered form, others themselves.
+    """Return the leaves of `parameters` in an autograd graph: the gathered form of sharded ones, else themselves.
 
     For `backward(inputs=...)`, to be asked after the forward. A sharded one that has not been gathered yet, because
     its unit was not called, is left out: there is no graph with it.
@@ -313,7 +313,7 @@ def _to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
 
 def _broadcast(tensor: torch.Tensor) -> None:
-    """As bytes, since not every backend knows every dtype."""
+    """Broadcast as bytes, since not every backend supports every dtype."""
     data = tensor.detach()
     if data.is_contiguous():
         dist.broadcast(data.view(-1).view(torch.uint8), src=0)

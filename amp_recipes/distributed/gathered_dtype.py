@@ -1,4 +1,4 @@
-"""Gathers a sharded unit's parameters in the dtype that autocast would cast them to at this call.
+"""Gathers the parameters of a sharded unit in the dtype to which autocast would cast them.
 
 A policy of torch's is for good. But a run trains in bf16, evaluates in fp32, and may widen for a few steps; there each
 op needs what it would find in one process.

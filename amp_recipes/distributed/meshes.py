@@ -1,4 +1,4 @@
-"""Lays out the processes: which of them hold copies, which shards, and which share a layer."""
+"""Arranges the processes: which hold copies, which hold shards, and which share a layer."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from amp_recipes.options import AT_LEAST_ONE, POSITIVE, option, option_group
 
 @option_group("Devices and processes", changes_training=False)
 class ProcessOptions:
-    """Where a run computes, and how processes share it."""
+    """The device of a run, and how several processes share the model."""
 
     device: str | None = option(
         None, "Device to run on: `cpu`, `cuda`, `cuda:1`, `mps`. Absent: the fastest one of this machine."

@@ -60,7 +60,7 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def _make_current(device: torch.device) -> None:
-    """Let what names no device, a stream or an event say, mean this one from now on."""
+    """Make torch use this device where none is named, also for streams and events."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and device.type == accelerator.type and device.index is not None:
         torch.accelerator.set_device_index(device.index)
@@ -95,7 +95,7 @@ def initialized() -> bool:
 
 
 def treat_one_as_many() -> None:
-    """Have a group of one process count as several from now on: to try their way where there is one device."""
+    """Make a group of one process count as several: to try that way with one device."""
     global _smallest_group
     _smallest_group = 1
 
@@ -106,7 +106,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """How many processes train together."""
+    """Return the number of processes that train together."""
     return dist.get_world_size() if initialized() else 1
 
 
@@ -116,7 +116,7 @@ def local_rank() -> int:
 
 
 def data_rank() -> int:
-    """Which part of the data is this process's: those that share each layer (tensor_parallel) read the same."""
+    """Return the number of this process's part of the data: processes that share each layer read the same part."""
     return rank() // _tensor_parallel
 
 
@@ -250,7 +250,7 @@ def host_group() -> dist.ProcessGroup | None:
 
 @contextmanager
 def main_process_first(each_machine: bool = False) -> Iterator[None]:
-    """Let the main process through first, and the others when it has come out: for data that one should prepare.
+    """Let the main process run the block first, and the others after it: for data that only one should prepare.
 
     each_machine: let the first process of each machine go first, where machines share no files. How long it takes does
     not matter; those that wait give up when the first shows no sign of life for distributed_timeout_minutes (10 before

@@ -1,4 +1,4 @@
-"""Throws activations away in the forward, and computes them again in the backward."""
+"""Drops activations in the forward, and computes them again in the backward (activation checkpointing)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SMALL_BYTES = 64 * 1024
 
 
 def recompute(modules: nn.ModuleDict, patterns: Sequence[str]) -> None:
-    """Let the modules that `patterns` name keep their inputs only; where they do already, nothing changes.
+    """Make the modules that `patterns` name keep only their inputs; where they do already, nothing changes.
 
     patterns: as those of `fp32_modules`, or the word "blocks" for the repeated blocks. torch's composable checkpoint:
     names, classes, pins and autocast stay as they are, random numbers are drawn again as they were, and buffers

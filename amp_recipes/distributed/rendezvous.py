@@ -1,4 +1,4 @@
-"""Lets the processes of a run meet: in a store of keys that all of them reach, empty at each start of the run."""
+"""Connects the processes of a run: in a store of keys that all of them reach, empty at each start of the run."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def minutes_text(minutes: float) -> str:
 
 
 class SignOfLife:
-    """Within it, a thread counts a key up every second or two, so that those who wait can tell slow from dead."""
+    """Inside this context, a thread increments a key every second or two, so that waiting ranks see it is alive."""
 
     _SECONDS = 1.0
 

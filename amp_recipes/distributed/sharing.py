@@ -1,4 +1,4 @@
-"""Shares the modules of a run among the processes: each holds all of them (ddp), or a part of each (fsdp)."""
+"""Shares the modules among the processes: each process holds all of them (ddp), or a part of each (fsdp)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wrap(
 
 @contextmanager
 def no_sync(modules: nn.Module, use: bool = True) -> Iterator[None]:
-    """Within it, backward leaves out what can wait for the last micro-batch; restored also after an exception."""
+    """Inside this context, backward skips work that can wait for the last micro-batch; restored after exceptions."""
     if not use or not initialized():
         yield
         return

@@ -1,4 +1,4 @@
-"""Shares what the processes have in one window of batches, taken by all of them at the same time."""
+"""Exchanges the sizes of a window between the processes, which all take one window of batches at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BATCHES, _WEIGHT, _SAMPLES, _SIGNAL, _SAVE_DUE, _COVERS = range(6)  # the colum
 
 
 class _Message:
-    """What the processes tell each other of a window, and of those that follow.
+    """The message of one process to the others about a window, and those that follow.
 
     Of processes that share a model's layers (tensor parallel), and so have the same batches, one counts.
 
@@ -73,7 +73,7 @@ class SyncedWindow:
         self._asked = asked
 
     def share(self, index: int) -> tuple[float, float]:
-        """What the batch counts for in the windows of all processes, and what these count for together.
+        """Return the weight of the batch in the windows of all processes, and the weight of all these together.
 
         As if one process accumulated the batches of all: over their mean, since gradients are averaged. A batch beyond
         the process's own only keeps up with the others, and counts for nothing.
@@ -85,17 +85,17 @@ class SyncedWindow:
 
     @property
     def most_batches(self) -> int:
-        """How many batches the process has that has most; 0: the data of all is over."""
+        """The largest number of batches of any process; 0: all data is used up."""
         return int(self._message.most(_BATCHES))
 
     @property
     def fewest_batches(self) -> int:
-        """How many batches the process has that has fewest."""
+        """The smallest number of batches of any process."""
         return int(self._message.least(_BATCHES))
 
     @property
     def samples(self) -> int:
-        """How many samples the batches of all processes hold.
+        """The number of samples in the batches of all processes.
 
         Where this window was not asked about, as many as in the one that was; the next message corrects the sum.
         """
@@ -149,7 +149,7 @@ class SyncedWindows:
         return SyncedWindow(weights, self._message, self._weighted, asked=True)
 
     def _unheard(self) -> int:
-        """How many windows may pass here until the next message, by what those since the last one took."""
+        """Return the number of windows until the next message, from the duration of those since the last one."""
         before, self._sent_at = self._sent_at, time.monotonic()
         if self._message is None:
             return 0

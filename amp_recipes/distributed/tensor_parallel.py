@@ -1,4 +1,4 @@
-"""Divides layers that several processes compute together, each a part of it, on the same data."""
+"""Divides layers over several processes, which compute them together on the same data."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def styles_of(modules: nn.ModuleDict, plan: Mapping[str, str] | None) -> dict[nn
 def _why_undivided(
     pattern: str, name: str, module: nn.Module, places: Mapping[nn.Parameter, list[str]]
 ) -> Iterator[str]:
-    """What is wrong with a layer that several processes are to share; places: the names of each parameter."""
+    """List the reasons why a layer cannot be divided; places: the names of each parameter."""
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         kind = type(module).__name__
         yield f"{OPTION}: {pattern!r} matches {name} ({kind}); only Linear and Embedding can be divided"

@@ -35,7 +35,7 @@ def missing_for_ddp() -> list[str]:
 
 @contextmanager
 def leaving_out(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Within it, a DistributedDataParallel made of `module` neither averages nor sends what has these names."""
+    """Inside this context, a DistributedDataParallel made of `module` ignores the parameters with these names."""
     # torch names the module's own parameters with a dot before, in one place of two.
     module._ddp_params_and_buffers_to_ignore = [*names, *(f".{name}" for name in names)]
     try:
@@ -45,12 +45,12 @@ def leaving_out(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 def before_forward(wrapper: DistributedDataParallel) -> None:
-    """What the wrapper does before it calls its module."""
+    """Run what the wrapper does before it calls its module."""
     wrapper._pre_forward()
 
 
 def after_forward(wrapper: DistributedDataParallel, output: Any) -> Any:
-    """What the wrapper does with the module's output: the next backward averages, if it is to."""
+    """Run what the wrapper does with the module's output, so that the next backward averages, if it should."""
     return wrapper._post_forward(output)
 
 
@@ -71,7 +71,7 @@ def check_finished(wrapper: DistributedDataParallel) -> None:
 
 
 def remove_hooks(wrapper: DistributedDataParallel) -> None:
-    """Let autograd forget the wrapper, which holds on to its parameters' hooks."""
+    """Remove the wrapper's hooks from the parameters, so that autograd does not keep it alive."""
     wrapper.reducer._remove_autograd_hooks()
 
 
@@ -81,7 +81,7 @@ def broadcast(tensors: list[torch.Tensor], most_bytes: int) -> None:
 
 
 def versions_kept(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-    """Within it, a write leaves the tensors' version counters alone: graphs that saved them do not mind."""
+    """Inside this context, writes do not change the tensors' version counters, so graphs that saved them stay valid."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
@@ -139,7 +139,7 @@ def groups_of(unit: nn.Module) -> list[Any]:
 
 
 def gathered_form(parameter: Any) -> torch.Tensor | None:
-    """What a module computes with in place of one of FSDP's parameters; None before its first call."""
+    """Return the tensor with which a module computes in place of a parameter of FSDP; None before its first call."""
     return getattr(parameter, _GATHERED, None)
 
 
@@ -149,7 +149,7 @@ def awaits_backward(group: Any) -> bool:
 
 
 def free_gathered(group: Any) -> None:
-    """Let a parameter group's modules hold their shards again."""
+    """Make a parameter group's modules hold their shards again."""
     group.wait_for_unshard()
     group._to_sharded()
 
@@ -171,7 +171,7 @@ def put_shells(parameter: Any, shells: dict[str, Any]) -> None:
 
 
 def recompute_composably(module: nn.Module, context_fn: Callable[[], tuple[Any, Any]]) -> None:
-    """Let `module` keep its inputs only and compute again in the backward; not where it does already.
+    """Make `module` keep only its inputs and compute again in the backward; nothing changes if it does already.
 
     torch's composable checkpoint, which leaves names and classes as they are.
     """
@@ -198,12 +198,12 @@ def dtensor_like(value: Any, local: torch.Tensor) -> Any:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let collectives of the group wait so long from now on."""
+    """Set the timeout of the group's collectives."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long collectives of the group wait on the CPU; torch has no public way to ask."""
+    """Return the timeout of the group's collectives on the CPU; torch has no public function for this."""
     return group._get_backend(torch.device("cpu")).options._timeout
 
 

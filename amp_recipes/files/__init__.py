@@ -1,1 +1,1 @@
-"""Answers questions about files and folders."""
+"""Reads, writes, checks and locks files and folders."""

@@ -1,4 +1,4 @@
-"""Finds out what the file system of a run's folder cannot do, and what that costs."""
+"""Finds out what the file system of a run's folder cannot do, and warns about the effect."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _check_rename(made: Path, folder: str) -> None:
 
 
 def fsync_folder(path: Path) -> bool:
-    """Have the names in a folder on the disk. False where the file system has no such call; raises OSError."""
+    """Write the names in a folder to the disk. False where the file system has no such call; raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -73,12 +73,12 @@ def fsync_folder(path: Path) -> bool:
 
 
 def reason(error: OSError, folder: Path) -> str:
-    """What an error says that the disk gave while something was made in `folder`, which need not be there."""
+    """Explain an error of the disk while something was created in `folder`, which need not exist."""
     return out_of_inodes(error, folder) or error.strerror or str(error)
 
 
 def out_of_inodes(error: OSError, folder: Path) -> str:
-    """What to say if the disk has no room for one more file although bytes are free; empty if it is not that."""
+    """Return a message if the disk has free bytes but no room for one more file, else an empty text."""
     if error.errno not in FULL:
         return ""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())

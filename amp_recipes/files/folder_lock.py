@@ -1,4 +1,4 @@
-"""Locks an output folder, so that one run at a time writes there; nobody holds the lock after its death.
+"""Locks an output folder, so that one run at a time writes there; a lock ends with its process.
 
 The lock is a POSIX record lock on `<folder>/.lock`. The kernel drops it when its process ends, however it ends, so
 there is no stale lock to recognize. `flock` would live on in forked loader workers that outlive a killed parent.
@@ -76,7 +76,7 @@ def lock_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def unlock_folder(folder: str | os.PathLike[str]) -> None:
-    """Let other processes run in `folder`, however often this one has locked it; nothing if it does not hold it."""
+    """Unlock `folder`, however often this process has locked it; does nothing if it does not hold the lock."""
     with _guard:
         _let_go(os.path.realpath(folder))
 
@@ -169,7 +169,7 @@ def _write_name(descriptor: int) -> None:
 
 
 def _holder(descriptor: int) -> dict[str, Any] | None:
-    """What the holder wrote about itself; empty if it wrote nothing in time; None if nobody holds the lock now."""
+    """Return the holder's data about itself; empty if it wrote none in time; None if nobody holds the lock now."""
     deadline = time.monotonic() + _NAME_WITHIN_SECONDS
     while True:
         name = _read_name(descriptor)

@@ -1,4 +1,4 @@
-"""Reads what the command line that started this process trusts: a YAML has no way to those words."""
+"""Reads the `--trust` words of the command line that started this process; a YAML cannot change them."""
 
 from __future__ import annotations
 

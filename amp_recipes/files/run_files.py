@@ -1,4 +1,4 @@
-"""Opens the files in a run's folder, which may come from somebody else: regular ones only, and through no link.
+"""Opens files in a run's folder, which may come from somebody else: only regular files, and not through links.
 
 A link would have a run write into a file elsewhere, a named pipe would hold it up, a device would fill its memory. The
 folder itself, which the user names, may be a link.
@@ -63,7 +63,7 @@ def refuse_link(folder: str | os.PathLike[str]) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """What a JSON file holds. Raises ConfigError; FileNotFoundError if nothing stands there."""
+    """Read a JSON file. Raises ConfigError; FileNotFoundError if there is no such file."""
     try:
         with open(path, "rb", opener=regular_only) as stream:
             data = stream.read(JSON_BYTES + 1)

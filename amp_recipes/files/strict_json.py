@@ -1,4 +1,4 @@
-"""Writes JSON that every parser reads: Python's own has NaN and Infinity, which the standard does not have."""
+"""Writes JSON that every parser can read: Python's own writes NaN and Infinity, which are not in the standard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def plain_number(value: Any) -> float | str:
-    """What stands in JSON for an object that it does not know: its number if it has one, else its text."""
+    """Return a JSON value for an object of another class: its number if it has one, else its text."""
     try:
         return float(value)
     except (TypeError, ValueError):

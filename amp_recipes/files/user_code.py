@@ -1,4 +1,4 @@
-"""Finds the line of the user's code that is running: not torch's, the framework's, or an installed library's."""
+"""Finds the running line of the user's code, not of torch, the framework or an installed library."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class JsonlLogger(Logger):
         self.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """How many bytes the file has, with what waits written."""
+        """Return the length of the file in bytes, after writing the waiting records."""
         self.flush()
         return {} if self._file is None else {"bytes": self._file.seek(0, SEEK_END)}
 
@@ -182,7 +182,7 @@ def repair_last_line(path: Path) -> None:
 
 
 def start_of_last_line(file: BinaryIO, end: int) -> int | None:
-    """Where the text after the last newline before `end` starts; `end` if the newline ends the file.
+    """Return the position after the last newline before `end`; `end` if a newline ends the file.
 
     None if that is too far from the end to be worth the search.
     """

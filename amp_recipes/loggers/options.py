@@ -1,4 +1,4 @@
-"""Declares the run options of what a run tells and writes."""
+"""Declares the run options of output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from amp_recipes.options import AT_LEAST_ONE, option, option_group
 
 @option_group("Output", changes_training=False)
 class OutputOptions:
-    """What a run shows and where it writes."""
+    """The output folder of a run, and what it shows on the terminal."""
 
     output_folder: str | None = option(None, "Folder for logs, metrics and checkpoints. Absent: nothing is written.")
     log_interval_steps: int = option(

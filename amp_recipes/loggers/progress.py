@@ -1,4 +1,4 @@
-"""Shows how a run goes: a bar on a terminal, a plain line per interval elsewhere, or a line per epoch."""
+"""Shows the progress of a run: a bar on a terminal, a plain line per interval elsewhere, or a line per epoch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ProgressLogger(Logger):
         self._stream.write_line(f"{stage_name(record.stage, record.epoch)}: {format_stage(record)}")
 
     def close(self) -> None:
-        """Let go of the terminal. The bar of a stage that did not end stays, and shows where it stopped."""
+        """Release the terminal. The bar of an unfinished stage stays, and shows where it stopped."""
         self._close_bar(leave=True)
 
     def _close_bar(self, leave: bool) -> None:

@@ -1,4 +1,4 @@
-"""Turns what the loop knows into records and hands them to every logger."""
+"""Turns the events of the loop into records, and passes them to every logger."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class RunLog:
 
     @property
     def seconds(self) -> float:
-        """Of the running stage, so far."""
+        """The seconds of the running stage so far."""
         return time.perf_counter() - self._began
 
     @property
     def so_far(self) -> dict[str, float]:
-        """What a run that resumes inside the stage gives to `start_stage`, besides the batches."""
+        """The data that a run which resumes inside the stage passes to `start_stage`, besides the batches."""
         return {"samples_done": self._samples, "seconds_done": self.seconds, "data_seconds_done": self._waited}
 
     def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -167,12 +167,12 @@ class RunLog:
             logger.log_summary(summary)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Where the logs stand, by place and class of the logger, for a checkpoint."""
+        """Return the state of each logger, by its place and class, for a checkpoint."""
         states = {name: getattr(logger, "state_dict", dict)() for name, logger in self._named()}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the logs back to where they stood when the checkpoint was saved that the run goes on from."""
+        """Restore the logs to their state at the save of the checkpoint that the run resumes from."""
         for name, logger in self._named():
             if state := states.get(name):
                 logger.load_state_dict(state)

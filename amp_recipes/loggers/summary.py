@@ -1,4 +1,4 @@
-"""Says at the end what the run amounts to: a table for people, `summary.json` for programs."""
+"""Writes the summary of a run at its end: a table for people, `summary.json` for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averages trainable parameters over the updates, and swaps the averages in for evaluation."""
+"""Averages trainable parameters over the updates, and puts the averages into the modules for evaluation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it, the modules hold the averaged parameters."""
+        """Inside this context, the modules hold the averaged parameters."""
         assert not self._applied
         self._swap()
         self._applied = True
@@ -64,7 +64,7 @@ class WeightAverage:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Within it, the modules hold the parameters that train, also where the averages are applied."""
+        """Inside this context, the modules hold the trained parameters, even if the averages are applied."""
         if not self._applied:
             yield
             return
@@ -88,7 +88,7 @@ class WeightAverage:
         return dict(zip(self._names, self._averages, strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take averages that `state_dict` returned for the same modules."""
+        """Restore averages that `state_dict` returned for the same modules."""
         with torch.no_grad():
             for name, average in zip(self._names, self._averages, strict=True):
                 average.copy_(state[name])
@@ -107,11 +107,11 @@ class NoAverage:
         """Nothing is averaged."""
 
     def applied(self) -> AbstractContextManager[None]:
-        """Within it, the modules hold the parameters that train."""
+        """Inside this context, the modules hold the trained parameters."""
         return nullcontext()
 
     def set_aside(self) -> AbstractContextManager[None]:
-        """Within it, the modules hold the parameters that train."""
+        """Inside this context, the modules hold the trained parameters."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,4 +119,4 @@ class NoAverage:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take no averages."""
+        """Ignore the state: there are no averages."""

@@ -98,7 +98,7 @@ def evaluate_set(
 
 
 def _pass_set_aside(run: Any) -> AbstractContextManager[None]:
-    """Within it, an evaluation that a hook of another pass asks for may have its own; then that one goes on."""
+    """Inside this context, an evaluation inside a hook of another pass has its own pass."""
     if not run.in_fit and run.log is run.idle_log:
         return nullcontext()
     return run.replaced(current=run.current, window=Window(run), stage_metrics=run.stage_metrics)
@@ -106,7 +106,7 @@ def _pass_set_aside(run: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def _model_set_aside(run: Any, weights: bool) -> Iterator[None]:
-    """Within it, an evaluation may change modes (and weights): all is put back afterwards."""
+    """Inside this context, an evaluation may change modes (and weights): all is restored afterwards."""
     modes = [(module, module.training) for module in run.modules.modules()]
     holders = [run.modules, run.ema] if weights else []
     kept = [{name: value.clone() for name, value in holder.state_dict().items()} for holder in holders]

@@ -1,4 +1,4 @@
-"""Examines a run in place of training it: diagnoses its precision, or replays a step that went nonfinite."""
+"""Examines a run instead of training it: diagnoses its precision, or replays a nonfinite step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def diagnose(
     minutes: float,
     windows: int,
 ) -> numerics.Diagnosis:
-    """What precision does to the run's model; see `Brain.diagnose`."""
+    """Diagnose the effect of a precision on the run's model; see `Brain.diagnose`."""
     if windows < _FEWEST_WINDOWS:
         raise ConfigError(f"windows is {windows}, but a diagnosis needs at least {_FEWEST_WINDOWS} windows.")
     if not minutes > 0:
@@ -55,7 +55,7 @@ def _draw(folder: Path) -> None:
 
 
 def replay(run: Any, folder: Path) -> str:
-    """Take a step that went nonfinite in an earlier process again; where the value was born, in words."""
+    """Repeat a nonfinite step of an earlier process, and return in words where its first NaN or Inf appeared."""
     saved = numerics.read_replay(folder)
     with _examination(run):
         saved.load_into(run.modules)
@@ -65,7 +65,7 @@ def replay(run: Any, folder: Path) -> str:
 
 
 def _precisions(precision: str) -> tuple[str, ...]:
-    """Those that a diagnosis looks at. bf16 beside fp16: where it is safe, it needs no loss scale."""
+    """Return the precisions to diagnose: bf16 beside fp16, since bf16 needs no loss scale where it is safe."""
     return ("bf16",) if precision == "bf16" else ("bf16", "fp16")
 
 
@@ -93,7 +93,7 @@ def _first_windows(run: Any, train_set: Any, loader_kwargs: Mapping[str, Any], n
 
 @contextmanager
 def _examination(run: Any) -> Iterator[str]:
-    """Within it, the model stands as at the start of an epoch of training; yields whose weights it has."""
+    """Inside this context, the model is as at the start of a training epoch; yields whose weights it has."""
     recipe = run.recipe
     if run.in_fit:
         raise RecipeError("diagnose was called inside fit: call it before or after fit.")

@@ -23,7 +23,7 @@ _SET_NAMES = {Stage.TRAIN: "Training set", Stage.VALID: "Validation set", Stage.
 
 
 class Feed:
-    """Where a run's batches come from, and what each counts for.
+    """The source of a run's batches, and the weight of each.
 
     place_in_yaml: where the YAML gives an argument of that name and value, in words; empty if it does not.
     """
@@ -50,7 +50,7 @@ class Feed:
         )
 
     def batches_of(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Iterable[Any]:
-        """What yields the batches of a data set; raises DataError for one that holds none."""
+        """Return an iterable over the batches of a data set; raises DataError for an empty one."""
         make = functools.partial(self._run.recipe.make_dataloader, stage=stage)
         try:
             batches = as_batches(data, _SET_NAMES[stage], loader_kwargs, make)
@@ -64,7 +64,7 @@ class Feed:
         return batches
 
     def _place_of_argument(self, message: str, loader_kwargs: Mapping[str, Any]) -> str:
-        """Where the YAML gives the first loader kwarg that a message names; empty where it gives none of them."""
+        """Return where the YAML gives the first loader kwarg that a message names; empty if it gives none of them."""
         places = (self._place_in_yaml(name, value) for name, value in loader_kwargs.items() if name in message)
         return next(filter(None, places), "")
 
@@ -75,7 +75,7 @@ class Feed:
         return self._run.task.watch.limited(few, self._run.current.stage)
 
     def certain_batches(self) -> int:
-        """How many more batches this process will train on in the pass that begins, at least.
+        """Return the least number of batches that this process will still train on in the pass that begins.
 
         One less than the length says: the last one may fall to another process. The length of a stream is an estimate.
         """
@@ -94,14 +94,14 @@ class Feed:
         return to_device(batch, device, non_blocking=queues_work(device))
 
     def weigh(self, batches: Sequence[Any]) -> tuple[list[float], int]:
-        """What each batch of a window counts for, and how many samples they hold, as they were loaded."""
+        """Return the weight of each batch of a window, and the number of their samples, as they were loaded."""
         weights = lengths = [batch_length(batch) for batch in batches]
         if self._run.weighted:  # nothing to wait for: they are not on the device yet
             weights = [float(self._run.recipe.batch_weight(batch)) for batch in batches]
         return weights, sum(lengths)
 
     def count_updates(self) -> int:
-        """How many updates the fit that begins will take, if none is skipped."""
+        """Return the number of updates that the fit will make if none is skipped."""
         settings, fit = self._run.settings, self._run.fit
         if not fit.loaders:  # a diagnosis, which takes steps of the start
             return _UPDATES_OF_A_DIAGNOSIS

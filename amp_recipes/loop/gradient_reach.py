@@ -1,4 +1,4 @@
-"""Says after the first update which parameters get gradients that nobody uses, and which an optimizer holds in vain."""
+"""Reports after the first update parameters without an optimizer, and parameters without a gradient."""
 
 from __future__ import annotations
 

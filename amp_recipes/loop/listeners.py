@@ -1,4 +1,4 @@
-"""Moves what follows from an update's verdict: counters, learning rates, averages, the log, patience."""
+"""Updates everything that follows from an update's result: counters, learning rates, averages, the log, patience."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Averages:
         self._run = run
 
     def on_window(self, window: Window) -> None:
-        """Take in the batches of the window; a skipped update moves nothing."""
+        """Count the batches of the window; a skipped update changes nothing."""
         if window.taken and not window.by_hand:
             self._run.ema.update()
         if window.taken or window.last is None:

@@ -1,4 +1,4 @@
-"""Holds what lives as long as one pass over a loader: its place, its average loss and its metrics."""
+"""Holds the state of one pass over a loader: its place, its average loss and its metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Pass:
         return f"{self.stage.name.lower()} {epoch}batch {self.step if step is None else step}"
 
     def added_metrics(self, warn: bool = False) -> dict[str, float]:
-        """What the sums of all processes come to; warn: say what was left out of them."""
+        """Return the metrics, from the sums of all processes; warn: log how many values were left out."""
         sums = distributed.sums(self.sums.sums())
         for name, (_, _, left_out) in sums.items():
             if warn and left_out:
@@ -47,7 +47,7 @@ class Pass:
 
     @contextmanager
     def not_counting(self) -> Iterator[None]:
-        """Within it, what `add_metric` is given is dropped."""
+        """Inside this context, `add_metric` drops its values."""
         sums, self.sums = self.sums, StageMetrics()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Averages the losses of a stage by weight, without the nonfinite ones."""
+"""Averages the losses of a stage by weight; nonfinite losses are left out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LossAverage:
         self.nonfinite = 0
 
     def add(self, loss: float, weight: float, move: Callable[[float, float], float]) -> None:
-        """Take in one loss; `move(loss, average)` returns the new average."""
+        """Add one loss; `move(loss, average)` returns the new average."""
         if not math.isfinite(loss):
             self.nonfinite += 1
         elif weight > 0:
@@ -34,11 +34,11 @@ class LossAverage:
         return self.value if self.seen > 0 else math.nan
 
     def state_dict(self) -> dict[str, float]:
-        """What a run needs that resumes inside the stage."""
+        """Return the state for a run that resumes inside the stage."""
         return {"value": self.value, "seen": self.seen, "nonfinite": self.nonfinite}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Take a state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         self.value, self.seen, self.nonfinite = state["value"], state["seen"], state["nonfinite"]
 
 

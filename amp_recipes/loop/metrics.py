@@ -1,4 +1,4 @@
-"""Adds up the metrics of a stage: a metric is the sum of its totals divided by the sum of its counts."""
+"""Sums the metrics of a stage: a metric is the sum of its totals divided by the sum of its counts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StageMetrics:
             self._add(name, sums)
 
     def sums(self) -> dict[str, Sums]:
-        """Of each metric its total, its count and how many contributions were left out; waits for the device."""
+        """Return for each metric its total, its count and the number of values left out; waits for the device."""
         self._settle()
         return {name: tuple(sums) for name, sums in self._sums.items()}
 
@@ -81,11 +81,11 @@ class StageMetrics:
         self._sums[name] = [*sums] if known is None else [old + new for old, new in zip(known, sums, strict=True)]
 
     def state_dict(self) -> dict[str, list[float]]:
-        """What a run needs that resumes inside the stage."""
+        """Return the state for a run that resumes inside the stage."""
         return {name: list(sums) for name, sums in self.sums().items()}
 
     def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
-        """Take a state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         self._sums = {name: list(sums) for name, sums in state.items()}
 
 

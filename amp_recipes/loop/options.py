@@ -52,7 +52,7 @@ class OptimizationOptions:
 
 @option_group("Spikes")
 class SpikeOptions:
-    """What a run does about a spike."""
+    """The reaction of a run to a spike."""
 
     on_spike: Literal["off", "lower_lr", "wider_precision"] = option(
         "off",

@@ -1,4 +1,4 @@
-"""Takes windows and batches in step with the other processes of a run; one process has nobody to wait for."""
+"""Takes windows and batches together with the other processes of a run; one process does not wait."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def gather_values(value: Any) -> list[Any]:
 
 
 class OwnWindow:
-    """What the batches of a window count for in a run of one process; see `Shares`."""
+    """The weights of a window's batches in a run of one process; see `Shares`."""
 
     def __init__(self, weights: Sequence[float], samples: int, run: Any) -> None:
         self.weights = weights
@@ -64,7 +64,7 @@ class OwnWindow:
         self._each = weights if run.weighted else None
 
     def share(self, index: int) -> tuple[float, float]:
-        """What the loss of a batch is multiplied with, and then divided by."""
+        """Return the number to multiply the loss of a batch with, and the number to divide it by."""
         if len(self.weights) == 1:
             return 1.0, 1.0
         return (1.0 if self._each is None else self._each[index]), self._of
@@ -120,7 +120,7 @@ class OneProcess:
         return nullcontext()
 
     def no_sync(self, use: bool) -> AbstractContextManager[None]:
-        """Within it, gradients are averaged with nobody."""
+        """Inside this context, nothing changes: one process averages its gradients with no other."""
         return nullcontext()
 
 
@@ -206,7 +206,7 @@ class ManyProcesses:
         self._shared = True
 
     def share_untrained(self) -> None:
-        """Have all processes evaluate the same model, also where nothing was trained and nothing will be loaded."""
+        """Make all processes evaluate the same model, even if nothing was trained and nothing will be loaded."""
         if self._run.shards:
             self.share_modules()  # the whole may be larger than the device
         elif not self._shared:
@@ -235,7 +235,7 @@ class ManyProcesses:
         return distributed.averaging(self._run.modules, loss, parameters)
 
     def no_sync(self, use: bool) -> AbstractContextManager[None]:
-        """Within it, processes do not average gradients in backward (where `use`)."""
+        """Inside this context, processes do not average gradients in backward (where `use`)."""
         return distributed.no_sync(self._run.modules) if use else nullcontext()
 
     def _borrowed_batch(self, own: Sequence[Any], some_have_none: bool) -> Any:
@@ -263,7 +263,7 @@ class ManyProcesses:
 
 
 class _EvaluatedTogether:
-    """What the processes told each other before each evaluates a batch, or has none left."""
+    """The message that the processes exchange before each evaluates a batch, or has none left."""
 
     def __init__(self, own: Sequence[Any], signum: int) -> None:
         self._samples = batch_length(own[0]) if own else 0
@@ -286,7 +286,7 @@ class _EvaluatedTogether:
 
     @property
     def samples_of_others(self) -> int:
-        """How many samples the batches of the others hold; processes that share their data count once."""
+        """Return the number of samples in the batches of the others; processes that share their data count once."""
         rows = self._gathered.read()
         return int(sum(row[2] for row in rows) * distributed.data_world_size() / len(rows)) - self._samples
 

@@ -1,4 +1,4 @@
-"""Checks what a recipe is made of: the names that its class defines, its modules, what makes its optimizer."""
+"""Checks the parts of a recipe: the names that its class defines, its modules, and its `opt_class`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tries steps of a run beside the run: nothing of them reaches its counters, its logs or its weights."""
+"""Tries steps of a run without a trace: its counters, logs and weights do not change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAY_MOVE_WEIGHTS = ("fit_batch", "on_fit_batch_start", "on_fit_batch_end")
 
 @dataclass(frozen=True, slots=True)
 class BeforeStep:
-    """What it takes to take a window's step again, as long as it has not moved the weights.
+    """The data needed to repeat a window's step, as long as the step has not changed the weights.
 
     random: torch's global generators; generators: the recipe's own, with their states; step: batches done before it;
     versions: of the batches' tensors, which tell whether the recipe has written to them.
@@ -92,7 +92,7 @@ def _training_loss(run: Any, batch: Any, context: AbstractContextManager) -> tor
 
 @contextmanager
 def rehearsal(run: Any, weights: bool, steps: bool = True) -> Iterator[None]:
-    """Within it, steps leave no trace in the run: neither in its counters nor in what the recipe remembers.
+    """Inside this context, steps leave no trace in the run: neither in its counters nor in the recipe's state.
 
     weights: keep them too; steps: whether more than a forward will be done.
     """

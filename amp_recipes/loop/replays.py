@@ -1,4 +1,4 @@
-"""Takes steps of a fit again: to name what made them nonfinite, or what the device cannot run."""
+"""Repeats steps of a fit: to find what made them nonfinite, or what the device cannot run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Replays:
     # ------------------------------------------------------------------ where a nonfinite value was born
 
     def before_step(self, batches: Sequence[Any]) -> BeforeStep | None:
-        """What a replay of this window will need."""
+        """Return the data that a replay of this window would need."""
         run = self._run
         if not run.settings.locate_nonfinite or run.processes.many:
             return None
@@ -55,7 +55,7 @@ class Replays:
         return BeforeStep(batches, torch_random_state(run.device), own, run.current.step, _versions(batches))
 
     def cause_of_skip(self, update: Update, window: Window) -> str:
-        """Where the value that made the run skip this update was born, in words; empty for ordinary fp16 back-off."""
+        """Return in words why the run skipped this update; empty if the fp16 scale only backs off as usual."""
         patience = self._run.plan.patience
         if window.before is None or patience.backs_off(update):
             return ""
@@ -110,7 +110,7 @@ class Replays:
 
     @contextmanager
     def blaming_precision(self, batches: Sequence[Any], before: BeforeStep | None = None) -> Iterator[None]:
-        """Within it, an error that only comes in low precision becomes a PrecisionError that names the cure.
+        """Inside this context, an error that only low precision causes becomes a PrecisionError that names the cure.
 
         before: where the training step began.
         """
@@ -177,7 +177,7 @@ class Replays:
 
 
 def _versions(batches: Sequence[Any]) -> list[int]:
-    """How often the tensors of the batches were written to; of those that stand at their top, to lose no time."""
+    """Return how often the tensors of the batches were written to; only of those at the top level, to lose no time."""
     found = []
     for batch in batches:
         for part in _parts(batch):
@@ -193,7 +193,7 @@ def _parts(batch: Any) -> Iterable[Any]:
 
 
 def _command() -> dict[str, Any] | None:
-    """How this process was started; None where there is no script (a notebook)."""
+    """Return the command that started this process; None if there is no script (a notebook)."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None:
         return None

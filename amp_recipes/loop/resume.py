@@ -42,7 +42,7 @@ class LoopState:
         self.rng_offset = 0  # not 0: this process draws from a state that another one saved
 
     def part_of_process(self) -> dict[str, Any]:
-        """What of the state differs between processes."""
+        """Return the part of the state that differs between processes."""
         state = self._state()
         return {name: state[name] for name in _OF_EACH_PROCESS if name in state}
 
@@ -58,7 +58,7 @@ class LoopState:
         return {**self._state(), **parts[0], "others": parts[1:]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state that `state_dict` returned, also with another number of processes."""
+        """Restore a state that `state_dict` returned, also with another number of processes."""
         if state.get("taken_by") != self._token:
             state = self._own_part([dict(state), *({**state, **own} for own in state.get("others", []))])
         self._take_numbers(state)
@@ -116,7 +116,7 @@ class LoopState:
         run.task.watch.load_state_dict(state)
 
     def _own_part(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """What this process goes on from, of the states of all processes that saved, by rank."""
+        """Return the state from which this process resumes, from the states of all processes that saved, by rank."""
         rank, saved = distributed.rank(), len(states)
         if saved == distributed.world_size():
             own = states[rank]
@@ -210,7 +210,7 @@ class Resume:
     # ------------------------------------------------------------------ random generators and the recipe's memory
 
     def snapshot(self, with_recipe: bool) -> Snapshot:
-        """Where the generators are now, and what the recipe remembers (if asked)."""
+        """Return the states of the generators, and the recipe's state if asked."""
         run = self._run
         return {
             "random": random_state(run.device),

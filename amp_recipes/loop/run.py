@@ -1,4 +1,4 @@
-"""Holds what lives as long as the process: the collaborators of the loop, and the totals of the run."""
+"""Holds what lives as long as the process: the objects that the loop uses, and the totals of the run."""
 
 from __future__ import annotations
 
@@ -188,14 +188,14 @@ class Run:
 
     @property
     def own_folder(self) -> Path | None:
-        """Where this run's own files go: trying out (`debug`) leaves a real run's alone."""
+        """The folder for this run's own files; with `debug`, another one than that of the real run."""
         folder = self.settings.output_folder
         if folder is None:
             return None
         return Path(folder) / "debug" if self.settings.debug else Path(folder)
 
     def path_of_the_recipe(self, name: str | os.PathLike[str], taken: Iterable[str]) -> Path | None:
-        """Where the recipe may write a file; None where nothing is to be written. taken: names that the run uses."""
+        """Return the path for a file of the recipe; None if nothing is written. taken: names that the run uses."""
         if self.own_folder is None or not distributed.is_main_process() or not self.task.trains:
             return None
         return path_below(self.own_folder, name, taken)
@@ -214,7 +214,7 @@ class Run:
         return self.settings.strategy == "fsdp" and distributed.initialized()
 
     def wrap_modules(self) -> None:
-        """Have the modules recompute what they are told to, and share them among the processes."""
+        """Set up activation checkpointing in the modules, and share them among the processes."""
         options, dtype = self.recipe.run_opts, self.plan.training.dtype
         pinned, plan = self.plan.fp32_modules, self._tensor_parallel_plan
         distributed.wrap(self.modules, self.device, options, dtype, pinned, plan)
@@ -249,7 +249,7 @@ class Run:
         self.spare_waits()
 
     def spare_waits(self) -> None:
-        """Let optimizers skip on the device where they can."""
+        """Make optimizers skip on the device if they can, so that the host does not wait."""
         if queues_work(self.device):
             prefer_fused(self.recipe.optimizers_dict, self.modules, self.device)
 
@@ -363,7 +363,7 @@ class Run:
         return True
 
     def returned_loss(self, loss: Any, method: str) -> torch.Tensor:
-        """What a method of the recipe returned, as a detached loss (0-d) on the device."""
+        """Return the result of a method of the recipe as a detached loss (0-d) on the device."""
         if isinstance(loss, (int, float)):
             loss = torch.tensor(float(loss))
         return as_scalar(loss, f"{type(self.recipe).__name__}.{method}").detach().to(self.device)
@@ -395,7 +395,7 @@ class Run:
 
     @contextmanager
     def replaced(self, **parts: Any) -> Iterator[None]:
-        """Within it, these attributes of the run are others."""
+        """Inside this context, these attributes of the run have other values."""
         kept = {name: getattr(self, name) for name in parts}
         vars(self).update(parts)
         try:

@@ -1,4 +1,4 @@
-"""Decides when a run saves inside an epoch, and when it ends because a signal asks."""
+"""Decides when a run saves inside an epoch, and when it ends because of a signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes and moves the learning rate schedulers of a run, one per optimizer."""
+"""Makes and advances the learning rate schedulers of a run, one per optimizer."""
 
 from __future__ import annotations
 

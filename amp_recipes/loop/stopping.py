@@ -1,4 +1,4 @@
-"""Follows the best epoch so far, and says when no better one is expected."""
+"""Tracks the best epoch so far, and decides when to stop training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MetricWatch:
         self._waited = 0
 
     def observe(self, metrics: Mapping[str, float], epoch: int | None) -> None:
-        """Take in one epoch's metrics; raises ConfigError if the metric is not among them."""
+        """Add one epoch's metrics; raises ConfigError if the metric is not among them."""
         if self.metric not in metrics:
             raise ConfigError(
                 f"early_stop_metric '{self.metric}' is not among the metrics of epoch {epoch}: "
@@ -48,9 +48,9 @@ class MetricWatch:
         return f"the best {self.metric} is {best}, and {self._waited} epochs have passed without a better one"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """Return the state for a resumed run."""
         return {"best": self.best, "best_epoch": self.best_epoch, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         self.best, self.best_epoch, self._waited = state["best"], state["best_epoch"], state["waited"]

@@ -1,4 +1,4 @@
-"""Does what a script was started for: trains, or examines the run in place of training."""
+"""Runs the task for which a script was started: training, or examining the run instead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Unwatched:
-    """What a task tells of its windows, and keeps in checkpoints: nothing. `verify-resume` has another.
+    """Records nothing of a task's windows, in checkpoints either; `verify-resume` has another watch.
 
     is_over: whether training is to end now.
     """
@@ -40,11 +40,11 @@ class Unwatched:
         """It was trained on, with these losses."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into a checkpoint, beside the loop's own numbers."""
+        """Return the values for a checkpoint, beside the loop's own numbers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it from a checkpoint's numbers."""
+        """Restore the values from a checkpoint's numbers."""
 
 
 class Train:
@@ -115,7 +115,7 @@ _given: list[Any] = []
 
 @contextmanager
 def given(task: Any) -> Iterator[None]:
-    """Within it, scripts do this task in place of training."""
+    """Inside this context, scripts do this task instead of training."""
     _given.append(task)
     try:
         yield

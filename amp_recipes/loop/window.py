@@ -1,4 +1,4 @@
-"""Follows each window of batches from its first batch until the result of its update has had its effect."""
+"""Tracks each window of batches from its first batch until the result of its update has been handled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amp_recipes.precision.host_copy import HostCopy, HostFuture
 
 
 class Shares(Protocol):
-    """What each batch of a window counts for.
+    """The weight of each batch of a window.
 
     weights: of each batch, in averages; samples: in all of them.
     """
@@ -24,7 +24,7 @@ class Shares(Protocol):
     samples: int
 
     def share(self, index: int) -> tuple[float, float]:
-        """What the loss of a batch is multiplied with, and then divided by."""
+        """Return the number to multiply the loss of a batch with, and the number to divide it by."""
 
     def requests(self) -> tuple[int, bool]:
         """The number of a signal that asks the run to end (0: none), and whether anything asks for a save."""
@@ -129,7 +129,7 @@ class Window:
         run.pending.add(update, rates, run.current.step)
 
     def metric_sums(self) -> StageMetrics:
-        """What `add_metric` adds to: those of the window, until it is known whether it counts, or of the pass."""
+        """The sums to which `add_metric` adds: the window's until its result is known, or the pass's."""
         if self.in_pass is None:
             return self.run.current.sums
         if not self.counts:
@@ -165,7 +165,7 @@ class PendingWindows:
         self._settling = False
 
     def __len__(self) -> int:
-        """How many windows are under way."""
+        """Return the number of windows whose result is pending."""
         return len(self._windows)
 
     def clear(self) -> None:
@@ -211,7 +211,7 @@ class PendingWindows:
             self.settle()
 
     def settle_updates(self) -> None:
-        """As `settle`, where the result of an update is under way; that of a window which made none can wait."""
+        """Wait as `settle` does, if the result of an update is pending; a window without an update can wait."""
         if any(window.pending for window in self._windows):
             self.settle()
 

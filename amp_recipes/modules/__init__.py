@@ -1,1 +1,1 @@
-"""Answers questions about nn.Modules: names, blocks, sharded tensors."""
+"""Finds parts of nn.Modules: names, blocks, sharded tensors."""

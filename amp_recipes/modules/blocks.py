@@ -1,4 +1,4 @@
-"""Finds the parts of a model that are gathered, or computed again, one at a time."""
+"""Finds the blocks of a model that are gathered, or recomputed, one at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Knows what types of devices there are: which work while the host goes on, and which have autocast."""
+"""Lists the types of devices: which run asynchronously to the host, and which have autocast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matches modules by shell-style patterns of their names, or of their classes."""
+"""Matches modules by shell-style patterns of their names or of their classes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_patterns(option: str, patterns: Sequence[str]) -> None:
 
 
 def no_match(option: str, pattern: str, named_modules: Sequence[tuple[str, nn.Module]]) -> str:
-    """What is wrong with a pattern that matches none of `named_modules`, with the nearest names."""
+    """Explain that a pattern matches none of `named_modules`, with the nearest names."""
     prefix, what = "", "module"
     candidates = [name for name, _ in named_modules if name]
     if pattern.startswith(_TYPE_PREFIX):

@@ -1,4 +1,4 @@
-"""Takes nested values apart one level at a time, and makes the same containers of other contents.
+"""Splits nested values one level at a time, and rebuilds the same containers with other contents.
 
 Who walks tries what is most common itself (a tensor, an exact dict, list or tuple), then asks `parts_of`.
 """
@@ -18,7 +18,7 @@ Parts: TypeAlias = tuple[Iterable[Any], Callable[[list[Any]], Any]]
 
 
 def parts_of(value: Any) -> Parts | None:
-    """What a container holds one level down, and what makes one like it of other contents; None for any other value.
+    """Return a container's contents one level down, and a function that rebuilds it; None for any other value.
 
     Containers are dict, list and tuple (named or not), their subclasses, registered pytrees and dataclasses. What is
     made is always a new object of the same class; no `__init__` or `__post_init__` of the user's runs.
@@ -40,7 +40,7 @@ def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
 
 
 def _parts_of_users(value: Any) -> Parts | None:
-    """Those of classes that nobody registered: subclasses of Python's containers, and dataclasses."""
+    """Handle classes that nobody registered: subclasses of Python's containers, and dataclasses."""
     if isinstance(value, dict):
         return value.values(), lambda items: _dict_like(value, items)
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Recognises tensors of which each process holds a part (DTensors), without importing them where there are none.
+"""Recognises tensors that are divided over processes (DTensors), without importing DTensor if there are none.
 
 The import takes 0.6 s, which only those who shard should pay; where nobody has imported them, no tensor is one.
 """

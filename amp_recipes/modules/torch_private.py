@@ -1,4 +1,4 @@
-"""Reaches torch's private names on modules, tensors and nested values; what uses them elsewhere calls these.
+"""Uses torch's private names for modules, tensors and nested values; other files call these functions.
 
 All were seen in torch 2.11.0 and 2.13.0 and may change with any release:
 tests/unit/modules/test_torch_private_modules.py says which. The names of several processes are in
@@ -72,7 +72,7 @@ def set_versions_of_state(state: Any, versions: Any) -> None:
 
 
 def made_from(script: nn.Module) -> Any:
-    """What TorchScript compiled or traced to make `script`; None for one that was loaded."""
+    """Return the object from which TorchScript made `script`; None for one that was loaded."""
     return getattr(getattr(script, "_concrete_type", None), "py_class", None)
 
 
@@ -92,7 +92,7 @@ Asked for each op by instruments, so without a Python call.
 
 
 def sparse_values(tensor: Tensor) -> Tensor:
-    """What a sparse COO tensor stores, also where it is not coalesced (`values()` then refuses)."""
+    """Return the values of a sparse COO tensor, even if it is not coalesced (`values()` then raises)."""
     return tensor._values()
 
 
@@ -105,7 +105,7 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def set_timeout_of_batches(batches: Any, seconds: float) -> None:
-    """Let a running iterator of a DataLoader with workers wait so long for a batch; 0: without limit."""
+    """Set how long a running iterator of a DataLoader with workers waits for a batch; 0: without limit."""
     batches._timeout = seconds
 
 
@@ -122,7 +122,7 @@ tree_map: Callable[..., Any] = pytree.tree_map
 
 
 def pytree_parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """What a registered container holds one level down, and what rebuilds it; None for any other value.
+    """Return a registered container's contents, and a function that rebuilds it; None for any other value.
 
     The exact class counts, as it does for torch: a subclass of dict is not registered.
     """
@@ -142,6 +142,6 @@ def out_of_tree_device_type() -> str:
 
 
 def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compiler.assume_constant_result does, without the 2 s for which that imports the compiler."""
+    """Do what torch.compiler.assume_constant_result does, without its import of the compiler (2 s)."""
     function._dynamo_marked_constant = True
     return function

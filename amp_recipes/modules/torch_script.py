@@ -1,4 +1,4 @@
-"""Finds the class that TorchScript compiled or traced: what the script was before it lost its decorators."""
+"""Finds the class from which TorchScript was compiled or traced, before it lost its decorators."""
 
 from __future__ import annotations
 

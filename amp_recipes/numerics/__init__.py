@@ -1,4 +1,4 @@
-"""Tells what a precision does to a model: instruments that watch a step, and what they find."""
+"""Measures the effect of a precision on a model, with instruments that watch a step."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Puts the instruments' findings together: is a precision safe for this model, and if not, what makes it so?"""
+"""Combines the results of the instruments: is a precision safe for this model, and if not, what makes it safe?"""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ON_CPU = (
 
 @dataclass(frozen=True)
 class Questions:
-    """What a diagnosis is to answer.
+    """The questions that a diagnosis answers.
 
     precisions: names of those to look at, the one that matters most last; tolerance: bound on the relative error of the
     gradient, None: see `tolerance_for`; steps: of training in the proof of pins, at most; seconds: that it may take,
@@ -67,7 +67,7 @@ class Questions:
 
 @dataclass
 class Answer:
-    """What was found for one precision.
+    """The results for one precision.
 
     scale: the loss scale of the steps; drift: the most sensitive modules first; raises: what the step raises in this
     precision, empty if it runs (census and drift are then those of bf16); noise: what the gradients of batches differ
@@ -110,7 +110,7 @@ class Answer:
         return ". ".join([*said, *found.notes]) + "."
 
     def _proof(self) -> str:
-        """What was shown of the pins, or of none."""
+        """Describe the evidence for the pins, or for none."""
         measured = "" if self.pins.worst is None else self._measured(self.pins.worst)
         only = "" if self.pins.proof.proven else "gradient error only: "
         return f"{only}{measured}, {self.pins.training}"
@@ -141,7 +141,7 @@ class Answer:
         return f"{len(worst)} of {len(self.drift)} modules with low-precision ops {verb}: {listed(named, _NAMED)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """As in `diagnosis.json`."""
+        """Return the results as in `diagnosis.json`."""
         return {
             **self.census.as_dict(),
             "precision": self.name,
@@ -155,7 +155,7 @@ class Answer:
 
 @dataclass(repr=False)
 class Diagnosis:
-    """What precision does to a model; `str` of it is the verdict.
+    """The effect of a precision on a model; `str` of it is the verdict.
 
     answers: one per precision, in the order asked; weights: whose they were; notes: what else is to be known.
     """
@@ -171,7 +171,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """What to do, in a few lines."""
+        """The verdict in a few lines: what to do."""
         lines = [answer.verdict for answer in self.answers]
         if self.underflow is not None and "fp16" in [answer.name for answer in self.answers]:
             lines.append(self.underflow.summary())
@@ -195,7 +195,7 @@ class Diagnosis:
     __repr__ = __str__  # what a notebook shows
 
     def as_dict(self) -> dict[str, Any]:
-        """As in `diagnosis.json`: the last precision's findings at the top, those of others below `others`."""
+        """Return as in `diagnosis.json`: the last precision's results at the top, the others below `others`."""
         found = [answer.as_dict() for answer in self.answers]
         main = found[-1] if found else {"census": [], "casts": [], "drift": [], "pins": None, "precision": None}
         return {
@@ -246,7 +246,7 @@ def tolerance_for(dtype: torch.dtype, noise: float) -> float:
 
 
 def _noise_in_fp32(trial: Trial, windows: Sequence[Window], result: Diagnosis) -> float | None:
-    """What the gradients of windows differ by; None, and a note, where fp32 is not finite: that is no precision's."""
+    """Measure how the gradients of windows differ; None, and a note, if fp32 itself is not finite."""
     noise = GradientNoise()
     for index, window in enumerate(windows):
         outcome = trial.run(window)
@@ -261,7 +261,7 @@ def _noise_in_fp32(trial: Trial, windows: Sequence[Window], result: Diagnosis) -
 
 
 def _repeats_within(trial: Trial, window: Window, result: Diagnosis) -> float:
-    """What one fp32 step differs from itself by, taken twice; a note where it is not bit for bit the same."""
+    """Measure how two runs of the same fp32 step differ; adds a note if they are not equal bit for bit."""
     first, second = trial.run(window), trial.run(window)
     if same_bits(first, second):
         return 0.0

@@ -1,4 +1,4 @@
-"""Takes a training step again and again from the same state, at any precision, and leaves nothing behind."""
+"""Repeats a training step from the same state, at any precision, and restores everything afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Window = Sequence[Any]
 
 @dataclass
 class Outcome:
-    """What one window's forward and backward gave.
+    """The result of one window's forward and backward.
 
     losses: of each batch (0-d, detached, on the device), not divided by the window's length; gradients: by the
     parameter's name, unscaled, fp32 (float64 stays), in memory of their own; scale: the loss scale it ran at;
@@ -120,7 +120,7 @@ class _Counted:
         return getattr(self._owner, name)
 
     def step(self, optimizers: Mapping[str, Optimizer], max_grad_norm: float) -> PendingUpdate | None:
-        """As in training; waits for the verdict."""
+        """Step as in training; waits for the result."""
         pending = self._owner.step(optimizers, max_grad_norm)
         self.skipped += pending is not None and not pending.read().taken
         return pending
@@ -184,7 +184,7 @@ class Trial:
     def run_finite(
         self, window: Window, dtype: torch.dtype, scale: float = 1.0, pins: Iterable[str] | None = None
     ) -> Outcome:
-        """As `run`, at a sixteenth of the scale again and again (down to 1) while only the gradients overflow."""
+        """Run as `run` does; while only the gradients overflow, repeat at a sixteenth of the scale (down to 1)."""
         pins = None if pins is None else list(pins)
         while True:
             outcome = self.run(window, dtype, scale, pins)
@@ -200,7 +200,7 @@ class Trial:
         pins: Iterable[str] | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> Course:
-        """Take real updates, one for each window; then weights, optimizers and all else are as before.
+        """Make real updates, one for each window; then restore weights, optimizers and everything else.
 
         scale: where the loss scale begins in float16; prepare: called before the first step (to seed otherwise).
         """
@@ -281,7 +281,7 @@ def gradient_error(outcome: Outcome, reference: Outcome) -> float:
 
 
 def differences(outcome: Outcome, reference: Outcome) -> Iterator[tuple[str, torch.Tensor, float]]:
-    """Of each parameter its name, g - g_ref and |g_ref|^2; a gradient that one side lacks counts as zero there."""
+    """Return for each parameter its name, g - g_ref and |g_ref|^2; a missing gradient counts as zero."""
     for name in outcome.gradients.keys() | reference.gradients.keys():
         given, wanted = outcome.gradients.get(name), reference.gradients.get(name)
         if wanted is None:

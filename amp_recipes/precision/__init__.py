@@ -1,4 +1,4 @@
-"""Gathers every line that knows about dtypes in training."""
+"""Handles dtypes in training: no other room does."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Decides which dtype a precision name means, and whether this device computes in it natively."""
+"""Maps a precision name to its dtype, and decides whether the device computes natively in it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AMPConfig:
 
 @dataclass(frozen=True)
 class Precision:
-    """What a precision name amounts to on a device."""
+    """A precision on a device."""
 
     name: str  # fp32, fp16 or bf16; never auto
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What one device does with the 16-bit dtypes."""
+    """The support of one device for the 16-bit dtypes."""
 
     device_name: str  # as it stands in messages: "this CPU (AMD EPYC)"
     native: frozenset[torch.dtype]  # computed in hardware
@@ -124,7 +124,7 @@ def _dtype_named(name: str | None, accepted: Iterable[str]) -> torch.dtype:
 
 
 def _unknown(option: str, given: object, accepted: Iterable[str]) -> str:
-    """What is wrong with `given`, what is accepted, and the nearest of it."""
+    """Return the message for an unknown value: the value, the accepted ones, and the nearest of them."""
     *others, last = accepted
     message = f"{option} {given!r} is unknown; expected {', '.join(others)} or {last}"
     # 0.4: far enough for "float16" and "bfloat16", too near for "half".
@@ -133,7 +133,7 @@ def _unknown(option: str, given: object, accepted: Iterable[str]) -> str:
 
 
 def _choose(device: torch.device) -> Precision:
-    """What "auto" means on `device`, with the reason."""
+    """Choose the precision for "auto" on `device`, with the reason."""
     try:
         capabilities = device_capabilities(device)
     except PrecisionError as error:
@@ -153,7 +153,7 @@ def _choose(device: torch.device) -> Precision:
 
 
 def _capabilities_or_raise(dtype: torch.dtype, device: torch.device) -> Capabilities:
-    """What `device` can do, given that it can run `dtype` at all."""
+    """Return the capabilities of `device`. Raises PrecisionError if it cannot run `dtype` at all."""
     try:
         capabilities = device_capabilities(device)
     except PrecisionError as error:
@@ -170,7 +170,7 @@ def _capabilities_or_raise(dtype: torch.dtype, device: torch.device) -> Capabili
 
 
 def _warning(dtype: torch.dtype, device: torch.device, capabilities: Capabilities) -> str | None:
-    """What a user should know before training in `dtype` here; None where all is well."""
+    """Return a warning for users who are about to train in `dtype` here; None if there is none."""
     name, device_name = _NAMES[dtype], capabilities.device_name
     if device.type == "mps" and dtype is torch.float16:
         bf16 = "bf16 or " if torch.bfloat16 in capabilities.runs else ""

@@ -1,4 +1,4 @@
-"""Decides where autocast is on, where it is off, and in which dtype tensors cross that border."""
+"""Decides where autocast is on and where it is off, and casts tensors between the two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets optimizers skip an update on the device, so that the host need not wait for the verdict on it."""
+"""Lets optimizers skip an update on the device, so that the host does not wait for its result."""
 
 from __future__ import annotations
 

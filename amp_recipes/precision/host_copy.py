@@ -1,4 +1,4 @@
-"""Brings device scalars to the host without making the host wait for the device.
+"""Copies device scalars to the host without making the host wait for the device.
 
 A step posts the numbers it wants to know; they travel while the next forward is being queued, and are read when
 somebody needs them. The values are read through a NumPy view made once, so reading is no tensor operation.

@@ -1,4 +1,4 @@
-"""Adds to torch's GradScaler what a run needs: a floor, several rounds of one optimizer, a pause."""
+"""Extends torch's GradScaler: a minimum scale, several rounds of one optimizer, a pause."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class LossScaler(torch.amp.GradScaler):
         switch_scaler(self, self._scales and not paused)
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of `GradScaler`, also while paused."""
+        """Return the state as `GradScaler` does, also while paused."""
         return self._unpaused(super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As that of `GradScaler`, also while paused."""
+        """Restore the state as `GradScaler` does, also while paused."""
         self._unpaused(super().load_state_dict, state_dict)
 
     def _unpaused(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -48,7 +48,7 @@ class LossScaler(torch.amp.GradScaler):
             switch_scaler(self, enabled)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """As `GradScaler.update`, then hold the floor; nothing is read from the device."""
+        """Update as `GradScaler` does, then keep the minimum scale; reads nothing from the device."""
         super().update(new_scale)
         if self.scale_tensor is not None:
             self.scale_tensor.clamp_(min=self.min_scale)
@@ -81,7 +81,7 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """As that of `GradScaler`; of sharded gradients this process's part.
+        """Unscale as `GradScaler` does; of sharded gradients, this process's part.
 
         torch's own way over sharded ones lets the processes agree on the spot, in a collective per format and layout.
         """

@@ -1,4 +1,4 @@
-"""Refuses optimizers that cannot be trained safely, before the first step."""
+"""Rejects optimizers that cannot train safely, before the first step."""
 
 from __future__ import annotations
 

@@ -34,11 +34,11 @@ class Patience:
         self._verdict = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """Return the state for a resumed run."""
         return {"in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         self._in_a_row = state["in_a_row"]
 
     def observe(self, update: Update, where: Callable[[], str], skipped_in_all: int, cause: str = "") -> None:
@@ -60,7 +60,7 @@ class Patience:
 
     @property
     def in_a_row(self) -> int:
-        """How many of the latest updates count."""
+        """The number of latest updates in a row that count."""
         return self._in_a_row
 
     @property

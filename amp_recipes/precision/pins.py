@@ -1,4 +1,4 @@
-"""Decides which module instances compute in fp32 whatever autocast says, by patterns of their names."""
+"""Pins modules to fp32 by patterns of their names: they compute in fp32 under autocast, too."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _targets(modules: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
 
 @contextmanager
 def pinned_only(modules: nn.Module, names: Iterable[str]) -> Iterator[Pins]:
-    """Within it, the modules of these names are pinned to fp32, and no others; then those that were before.
+    """Inside this context, only the modules of these names are pinned to fp32; then the earlier ones again.
 
     names: as in `modules.named_modules()`; each must have a forward. A forward that `fwd_default_precision` decorates
     stays as it is. Yields the pins, which know whether they were called.
@@ -162,7 +162,7 @@ def pinned_only(modules: nn.Module, names: Iterable[str]) -> Iterator[Pins]:
 
 
 def _put_forward(module: nn.Module, forward: Callable | None) -> None:
-    """Let `forward` stand on the instance, or the class's own where it is None."""
+    """Set `forward` on the instance, or restore the class's own if it is None."""
     vars(module).pop("forward", None)
     if forward is not None:
         module.forward = forward
@@ -182,7 +182,7 @@ def pinned_modules(modules: nn.Module) -> list[str]:
 
 
 def _no_forward(pattern: str, matched: list[tuple[str, nn.Module]]) -> str:
-    """What is wrong with a pattern that matches only what nobody calls, such as a ParameterList."""
+    """Explain that a pattern matches only modules that are never called, such as a ParameterList."""
     name, module = matched[0]
     return (
         f"fp32_modules: {pattern!r} matches {name!r} ({type(module).__name__}), which cannot be pinned, because it "
@@ -191,7 +191,7 @@ def _no_forward(pattern: str, matched: list[tuple[str, nn.Module]]) -> str:
 
 
 def _with_forward(name: str, module: nn.Module) -> Iterator[nn.Module]:
-    """What to pin for a module: itself, or its children where it has no forward that anybody calls.
+    """Return the modules to pin for a module: itself, or its children if its forward is never called.
 
     An `_orig_mod` is what torch.compile(module) wraps: the wrapper's attributes are not its own.
     """

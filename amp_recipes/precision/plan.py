@@ -1,4 +1,4 @@
-"""Decides, from the options of a run, everything about its precision in one place."""
+"""Decides everything about a run's precision, from its options, in one place."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _announce(found: Precision) -> None:
 
 
 def _float32_precision(asked: str, pinned: list[str], modules: nn.Module) -> str:
-    """What fp32 means in this run: a pin promises ieee, in its backward too, so any pin wins over tf32."""
+    """Choose `float32_precision`: a pin promises ieee, in its backward too, so any pin overrides tf32."""
     pinned = pinned or decorated_modules(modules)
     if asked == "tf32" and pinned:
         logger.warning(

@@ -1,4 +1,4 @@
-"""Puts module buffers back as they were when an update is skipped, without asking the device whether it is.
+"""Restores module buffers when an update is skipped, without waiting for the device.
 
 A batch that overflows has already moved BatchNorm's running statistics when the overflow is found. Where the verdict
 is still on the device, the choice between the kept value and the new one is made there.
@@ -167,7 +167,7 @@ class BufferRollback:
 
     @torch.no_grad()
     def watch(self) -> None:
-        """Take the buffers as they are now for the state to go back to."""
+        """Store the buffers as they are now, as the state to go back to."""
         known, self._watched = self._watched, {}
         self._groups, self._without_copy = [], []
         items = [known.get((id(item.owner), item.key), item) for item in self._find_new()]
@@ -213,7 +213,7 @@ class BufferRollback:
             )
 
     def _learn(self) -> None:
-        """Let go of the large buffers that their first update left alone."""
+        """Release the large buffers that their first update did not change."""
         self._learning = False
         for group in list(self._groups):
             item = group.items[0]

@@ -1,4 +1,4 @@
-"""Owns scale -> backward -> unscale -> clip -> step -> update -> skip, and nobody else does.
+"""Runs scale -> backward -> unscale -> clip -> step -> update -> skip: no other file does.
 
 A nonfinite loss or gradient never reaches the weights, at any precision: the verdict is one 0-d tensor on the device.
 Fused optimizers look at it there; for others the host reads it, once. Either way it travels to the host as a future
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """How one call of `UpdateOwner.step` ended, in host numbers."""
+    """The result of one call of `UpdateOwner.step`, in host numbers."""
 
     taken: bool
     losses: list[float]  # what was handed to `backward` for it, in order
@@ -141,7 +141,7 @@ class _Part:
 
 
 class Averaged(Protocol):
-    """What a backward that averages gradients over the processes tells them with the gradients."""
+    """The flags that a backward sends to the other processes with the averaged gradients."""
 
     def tell(self, losses: Sequence[torch.Tensor]) -> None:
         """Before the backward: let its gradients tell whether any of the `losses` (0-d, detached) is nonfinite."""
@@ -336,7 +336,7 @@ class UpdateOwner:
     def _take_norms(
         self, parts: Sequence[_Part], losses: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """Take the norm of each part's gradients; of sharded gradients, all ranks do so together.
+        """Compute the norm of each part's gradients; of sharded gradients, all ranks do so together.
 
         Returns what the ranks know then (else None and nothing): whether anything failed on any of them, and, in a
         list, whether they have gradients of different parameters (0-d, 1 or 0).
@@ -351,7 +351,7 @@ class UpdateOwner:
         return failed, [differs]
 
     def _leaves(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-        """What to differentiate with respect to: for a sharded parameter, what its module computed with."""
+        """Return the tensors to differentiate with respect to: for a sharded parameter, its gathered form."""
         if self._ranks is None or not any(is_sharded(parameter) for parameter in parameters):
             return parameters
         return self._ranks.leaves(self._modules, parameters)
@@ -359,7 +359,7 @@ class UpdateOwner:
     def _ask_ranks(
         self, ranks: Ranks, parts: Sequence[_Part], losses: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take each optimizer's norm over all parts of its gradients. Returns two numbers (0-d, 1 or 0).
+        """Compute each optimizer's norm over all parts of its gradients. Returns two numbers (0-d, 1 or 0).
 
         They say whether anything failed on any rank, and whether ranks have gradients of different parameters: then
         torch has added up gradients of one with those of another. One collective, which also tells the scaler of
@@ -393,7 +393,7 @@ class UpdateOwner:
         return torch.stack([self._zero, *(number.to(self._zero.device) for number in report)])
 
     def _heard(self, optimizers: Iterable[Optimizer]) -> torch.Tensor | None:
-        """What the latest backward has told all ranks of the losses with the gradients that these optimizers take."""
+        """Return the flags of all ranks that the latest backward sent with the gradients of these optimizers."""
         return None if self._averaged is None else self._averaged.heard_with(_trainable(optimizers))
 
     def _verdict(self, numbers: torch.Tensor, failed: torch.Tensor | None, asks: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Takes norms over gradients of which each process holds a part (DTensors).
+"""Computes norms over gradients that are divided over processes (DTensors).
 
 Scaling, clipping and judging work on the parts; only sums of squares travel.
 """
@@ -20,19 +20,19 @@ from amp_recipes.precision.torch_private import foreach_norm
 
 
 class Ranks(Protocol):
-    """What is asked of the other processes where parameters are sharded over them."""
+    """Queries to the other processes for sharded parameters."""
 
     def world_size(self) -> int:
-        """How many processes there are."""
+        """Return the number of processes."""
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
         """`numbers` (float64, on the device), each summed over all processes."""
 
     def leaves(self, modules: nn.Module, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-        """What stands for `parameters` in the graph of a forward that has run."""
+        """Return the leaves of `parameters` in the graph of a forward that has run."""
 
     def keeping_gathered(self, modules: nn.Module) -> AbstractContextManager[None]:
-        """Within it, a backward leaves gathered what a second one, through its own graph, computes with."""
+        """Inside this context, a backward keeps the gathered tensors that a second one, in its own graph, needs."""
 
 
 def by_format(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
@@ -44,7 +44,7 @@ def by_format(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch
 
 
 def sum_of_squares(gradients: Sequence[torch.Tensor], device: torch.device, processes: int) -> torch.Tensor:
-    """What this process adds to the square of the norm over all `gradients` (0-d float64, on `device`).
+    """Return this process's part of the squared norm over all `gradients` (0-d float64, on `device`).
 
     Summed over all `processes`, each number counts once: what several of them hold is divided by how many do. Each
     part's norm is taken in its own dtype, as a norm that overflows there is to be seen; the squares in float64, where

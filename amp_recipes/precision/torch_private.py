@@ -1,4 +1,4 @@
-"""Reaches torch's private names for scaling, for kernels over lists, and for instruments that watch every op.
+"""Uses torch's private names for scaling, for kernels over lists, and for instruments that watch every op.
 
 All were seen in torch 2.11.0 and 2.13.0 and may change with any release:
 tests/unit/precision/test_torch_private_precision.py says which. What is called in every step or for every op is
@@ -53,7 +53,7 @@ scaler_is_on: Callable[[torch.amp.GradScaler], bool] = attrgetter("_enabled")
 
 
 def switch_scaler(scaler: torch.amp.GradScaler, enabled: bool) -> None:
-    """Let a scaler scale, or pass losses as they are; its state stays."""
+    """Enable or disable a scaler; its state stays."""
     scaler._enabled = enabled
 
 
@@ -145,7 +145,7 @@ COMPILER_FRAMES = (("inner", "_fn"), ("_compile.py", "eval_frame.py"))
 
 
 def node_number(node: Node) -> int:
-    """How many nodes this thread had made when it made this one; 2**64 - 1 for what adds to a leaf's gradient."""
+    """Return the number of nodes this thread made before this one; 2**64 - 1 for one that adds to a leaf's gradient."""
     return node._sequence_nr()
 
 

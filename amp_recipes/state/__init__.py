@@ -1,1 +1,1 @@
-"""Saves and restores what a resume or a rehearsal must put back."""
+"""Saves and restores the state that a resume or a rehearsal needs."""

@@ -7,7 +7,7 @@ from amp_recipes.options import SEED, option, option_group
 
 @option_group("Randomness")
 class RandomnessOptions:
-    """What makes two runs equal."""
+    """The settings that make two runs equal."""
 
     seed: int | None = option(
         None,

@@ -1,4 +1,4 @@
-"""Saves gradients that wait for their update: a recipe may save between a backward and its step."""
+"""Saves gradients whose update is pending: a recipe may save between a backward and its step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps the place of a fit: which epoch, which part of it, and what is left of it after a resume."""
+"""Stores the position of a fit: the epoch, the part of it, and the rest after a resume."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Position:
         return snapshot
 
     def take_place(self) -> Place | None:
-        """Where the epoch that begins goes on, once; None if at its first batch."""
+        """Return where the epoch that begins is resumed, once; None if at its first batch."""
         place, self._place = self._place, None
         return place
 
@@ -112,7 +112,7 @@ class Position:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned; `state` also has the `epoch`, `step` and `data` of the save."""
+        """Restore what `state_dict` returned; `state` also has the `epoch`, `step` and `data` of the save."""
         self.done = self._done_before = state["done"]
         self.epoch_loss_due = state["epoch_loss_due"]
         self.only_validation = state["validating"]

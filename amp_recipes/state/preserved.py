@@ -1,4 +1,4 @@
-"""Puts a model, its optimizers, a recipe's memory and the random generators back, so that a step can be tried."""
+"""Restores a model, its optimizers, the recipe's state and the random generators after a step on trial."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def preserved(
     holders: Iterable[Holder] = (),
     untouched: Iterable[Any] = (),
 ) -> Iterator[None]:
-    """Within it, gradients begin as None; afterwards everything is bit for bit as it was, in the same objects.
+    """Inside this context, gradients begin as None; afterwards everything is restored bit for bit, in the same objects.
 
     Kept: of modules their buffers, attributes, hooks, submodules, modes and which parameters train; gradients; random
     generators, the global ones and those met. holders: of what else is kept, at any depth: tensors, arrays, numbers,
@@ -69,7 +69,7 @@ def preserved(
 
 @contextmanager
 def module_state_kept(module: nn.Module) -> Iterator[None]:
-    """Within it, `module` may be run aside: buffers and attributes are put back, in it and in all inside it."""
+    """Inside this context, `module` may run on trial: buffers and attributes are restored, in it and all inside it."""
     with ExitStack() as undo:
         _Memory(undo, weights=False).keep(module)
         yield
@@ -77,7 +77,7 @@ def module_state_kept(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def values_kept(batches: Any) -> Iterator[None]:
-    """Within it, a recipe may write to its batches; then they hold again what they held."""
+    """Inside this context, a recipe may write to its batches; afterwards they have their earlier values."""
     with ExitStack() as undo:
         _Memory(undo, weights=True).keep(batches)
         yield

@@ -1,4 +1,4 @@
-"""Reads where random generators stand, as plain values, and puts them back there."""
+"""Reads the states of random generators as plain values, and restores them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def torch_random_state(device: torch.device) -> list[torch.Tensor]:
 
 
 def set_torch_random_state(states: list[torch.Tensor], device: torch.device) -> None:
-    """Take what `torch_random_state` returned for the same device."""
+    """Restore what `torch_random_state` returned for the same device."""
     torch.default_generator.set_state(states[0])
     for state in states[1:]:
         _backend(device.type).set_rng_state(state, device)
@@ -118,7 +118,7 @@ def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Take a state that `generator_state` returned for a generator of the same kind."""
+    """Restore a state that `generator_state` returned for a generator of the same kind."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):

@@ -1,4 +1,4 @@
-"""Keeps in checkpoints what a recipe remembers between batches without having said so."""
+"""Saves attributes that a recipe changes between batches, without the recipe registering them."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class RecipeState:
                 yield name, holder
 
     def _holder_of(self, value: Any) -> Any:
-        """What has the state of `value`: itself, or another object for it; None if nothing has."""
+        """Return the object that has the state of `value`: itself, or another one; None if there is none."""
         if isinstance(value, _NEITHER):
             return None
         return value if isinstance(value, GENERATORS) or has_state(value) else self._hooked(value)
@@ -248,7 +248,7 @@ class RecipeState:
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    """What a container, or a dataclass, holds."""
+    """Return the contents of a container or a dataclass."""
     if is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Mapping):
@@ -290,7 +290,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _mark(value: Any) -> Any:
-    """What tells, later, whether `value` has changed, at little cost in memory."""
+    """Return a mark by which a later change of `value` is noticed, at little cost in memory."""
     if isinstance(value, Tensor):
         # By content: a write through `.data`, and those of torch's own kernels, leave the version counter alone.
         return id(value), value.dtype, value.shape, _content(value.detach())

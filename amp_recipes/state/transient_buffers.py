@@ -1,4 +1,4 @@
-"""Saves buffers that modules leave out of their state (`persistent=False`), where training changes them."""
+"""Saves buffers that modules leave out of their state (`persistent=False`), if training changes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TransientBuffers:
         self._kept: dict[str, Tensor] = {}
 
     def keep(self) -> None:
-        """Have copies of the large ones: a load in this process then puts back those that the state leaves out."""
+        """Copy the large buffers: a load in this process then restores those that the state leaves out."""
         large = ((name, buffer) for name, buffer, *_ in self._find() if buffer.nbytes > _SMALL_BYTES)
         self._kept = {name: buffer.detach().clone() for name, buffer in large}
 
@@ -42,7 +42,7 @@ class TransientBuffers:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take buffers that `state_dict` returned; one of another shape (a grown cache) replaces the live one."""
+        """Restore buffers that `state_dict` returned; one of another shape (a grown cache) replaces the live one."""
         for name, live, owner, attribute in self._find():
             saved = state.get(name)
             if saved is None and name in self._kept and _mark(live) != self._at_begin[name]:

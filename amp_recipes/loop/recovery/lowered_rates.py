@@ -1,4 +1,4 @@
-"""Lowers learning rates for the length of each step, so that no schedule and no checkpoint sees the lower ones."""
+"""Lowers learning rates only during each step, so that no schedule and no checkpoint sees the lower ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goes back to the last good checkpoint when a loss or a gradient norm has left its band, and on with more care."""
+"""Goes back to the last good checkpoint after a spike of a loss or gradient norm, and trains on more carefully."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GoingBack(Exception):
 
 
 def recovery_of(run: Any) -> SpikeRecovery | NoRecovery:
-    """What the option `on_spike` asks for. Raises ConfigError where that cannot be done."""
+    """Return the recovery for the option `on_spike`. Raises ConfigError if the run cannot do it."""
     settings = run.settings
     if settings.on_spike == "off" or settings.test_only or not run.task.trains:
         return NoRecovery(run)
@@ -257,7 +257,7 @@ class SpikeRecovery:
         return {"spikes": {**self._watch.state_dict(), **beside}}
 
     def take_numbers(self, state: Mapping[str, Any]) -> None:
-        """Take what `numbers` returned."""
+        """Restore a state that `numbers` returned."""
         run = self._run
         spikes = state.get("spikes")  # None: saved before `on_spike` was set
         _take_counts(run.summary, spikes)
@@ -374,7 +374,7 @@ class SpikeRecovery:
         return of_this_fit and due and calm
 
     def go_back(self) -> None:
-        """Take everything from the newest checkpoint; what it knows nothing of is as it was when the fit began."""
+        """Restore everything from the newest checkpoint; values that it lacks are as at the beginning of the fit."""
         run = self._run
         for loader in run.fit.loaders.values():
             close_loader(loader)

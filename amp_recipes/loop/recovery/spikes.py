@@ -1,4 +1,4 @@
-"""Decides from numbers alone when a loss or a gradient norm has left its band, and what a run remembers of it."""
+"""Decides from numbers alone whether a loss or a gradient norm has left its band, and keeps the history of spikes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_SPREAD_OF_NORM = 0.25
 
 
 class Band:
-    """Where the values of one series usually lie: up to the median of the latest ones plus `factor` times their spread.
+    """The usual range of one series: up to the median of the latest values plus `factor` times their spread.
 
     window: how many values make the band; before there are so many, there is none. The spread is the median absolute
     deviation (MAD) times 1.4826, so that some outliers among the values do not widen it; least_spread: what it is at
@@ -36,7 +36,7 @@ class Band:
         self._ordered: list[float] = []
 
     def add(self, value: float) -> None:
-        """Take in the next value, a finite one; the oldest gives way to it."""
+        """Add the next value, a finite one; the oldest is dropped."""
         if len(self._values) == self._window:
             del self._ordered[bisect_left(self._ordered, self._values.popleft())]
         self._values.append(value)
@@ -78,7 +78,7 @@ class Band:
         return list(self._values)
 
     def load(self, values: Iterable[float]) -> None:
-        """Take what `values` returned; only the latest where the window is smaller now."""
+        """Restore values that `values` returned; only the latest if the window is smaller now."""
         self._values = deque(list(values)[-self._window :])
         self._ordered = sorted(self._values)
 
@@ -134,7 +134,7 @@ class SpikeWatch:
         self.accept_level()
 
     def accept_level(self) -> None:
-        """Take the level of the values as the usual one from now on: the bands are made anew."""
+        """Accept the level of the latest values as the usual one: the bands start anew."""
         self._bands: dict[str, Band] = {}
         self.outside = 0
         self.last: Reading | None = None
@@ -186,7 +186,7 @@ class SpikeWatch:
         return {**self.state_dict(), **calm, **recovery}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain values."""
+        """Return the state for a resumed run, as plain values."""
         return {
             "fit": self.fit,
             "observed": self.observed,
@@ -201,7 +201,7 @@ class SpikeWatch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         self.begin(state["fit"], state["observed"])
         for name, values in state["bands"].items():
             self._band(name).load(values)

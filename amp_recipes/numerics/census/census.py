@@ -1,4 +1,4 @@
-"""Takes the census of a step: which ops ran where in which dtypes, and who asked for which cast, at what cost."""
+"""Takes the census of a step: which ops ran in which dtypes, and who asked for which cast, at what cost."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def take_census(
 
 
 def pins_hold(census: Census, names: Iterable[str]) -> list[dict[str, str]]:
-    """What speaks against these pins, as {module, reason}; empty: proven by this census.
+    """List the pins that this census refutes, as {module, reason}; empty: all are proven.
 
     A pin holds if it was called, and if within it, in forward, recompute and backward, nothing was done in a dtype
     below float32 but to cast it.
@@ -103,7 +103,7 @@ def lies_in(module: str, name: str) -> bool:
 def census_of(
     watch: CensusWatch, modules: nn.Module, dtype: torch.dtype, device_type: str, pins: Sequence[str] | None
 ) -> Census:
-    """What `watch` saw, without what takes other runs."""
+    """Make a census from `watch`, without the parts that need other runs."""
     standing = pinned_modules(modules) if pins is None else pins
     census = Census(
         dtype=dtype_name(dtype),
@@ -233,7 +233,7 @@ def _weight_casts(watch: CensusWatch) -> Tally:
 
 
 def _cast_seconds(watch: CensusWatch, device: torch.device) -> float:
-    """What the casts take when each is run alone, on dense memory; beyond the largest kinds, by their bytes."""
+    """Measure the casts, each run alone on dense memory; the smaller kinds are estimated by their bytes."""
     moved = {
         (elements, from_, to): elements * (from_.itemsize + to.itemsize) * calls
         for (elements, from_, to), calls in watch.cast_sizes.items()

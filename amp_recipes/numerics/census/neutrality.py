@@ -1,4 +1,4 @@
-"""Says whether watching a step changed it, and which modules it changed."""
+"""Decides whether watching a step changed it, and which modules it changed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def differing_modules(modules: nn.Module, run: Callable[..., Outcome]) -> list[s
 
 
 class _Outputs:
-    """Within its `with`, notes what each module's call returned: dtypes, and a sum over the bits."""
+    """Inside its `with`, records the output of each module's call: dtypes, and a sum over the bits."""
 
     def __init__(self, modules: nn.Module) -> None:
         self._names = {module: name for name, module in modules.named_modules()}

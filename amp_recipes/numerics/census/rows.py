@@ -1,4 +1,4 @@
-"""Holds the counts of a census: ops and casts by module and phase, and what is amiss with them."""
+"""Holds the counts of a census: ops and casts by module and phase, and their problems."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class OpCount:
         return self.low is not None and self.doing in ("compute", "move")
 
     def as_dict(self) -> dict[str, Any]:
-        """As in `diagnosis.json`."""
+        """Return the row as in `diagnosis.json`."""
         told = {name: getattr(self, name) for name in ("module", "phase", "op", "calls")}
         return told | {"inputs": list(self.inputs), "outputs": list(self.outputs)}
 
@@ -69,7 +69,7 @@ class CastCount:
     line: Line | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As in `diagnosis.json`."""
+        """Return the row as in `diagnosis.json`."""
         told = {name.rstrip("_"): value for name, value in vars(self).items()}
         return told | {"line": None if self.line is None else str(self.line)}
 
@@ -119,7 +119,7 @@ class RoundTripCount:
 
 @dataclass(frozen=True)
 class CacheEffect:
-    """What autocast's cache of cast weights did: forward casts of weights with it and without.
+    """The effect of autocast's cache of cast weights: forward casts of weights with it and without.
 
     same_gradients: whether the gradients without it are the same, bit for bit. With it, those of a weight that is used
     several times in a region add up in the low dtype.
@@ -133,7 +133,7 @@ class CacheEffect:
 
 @dataclass
 class Census:
-    """What ran in one window's forward and backward.
+    """The ops and casts of one window's forward and backward.
 
     called: names of the modules that ran; pins: of those that were pinned or decorated with `fwd_default_precision`,
     never_called: of the pins whose forward did not run. neutral: whether the watched step gave the losses and gradients
@@ -169,7 +169,7 @@ class Census:
 
     @property
     def outside_low(self) -> list[OpCount]:
-        """What computes in a low dtype outside of all modules: in the recipe's own methods, the loss."""
+        """The rows that compute in low precision outside of all modules: in the recipe's own methods, the loss."""
         return [row for row in self.ops if row.module == OUTSIDE and row.counts_as_low]
 
     @property

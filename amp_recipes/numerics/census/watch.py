@@ -1,4 +1,4 @@
-"""Counts the ops of what runs, and their casts: by whom each was asked for, and what became of its values.
+"""Counts the ops of a step and their casts: who asked for each cast, and what became of its values.
 
 What happens per op is kept as small as it can be: a record of objects that are at hand. They are turned into places,
 counts and words when all is over.
@@ -70,7 +70,7 @@ class RoundTrip(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Signature:
-    """What an op was given and gave: dtypes, and the bytes that it read and wrote; one for all ops alike."""
+    """The inputs and outputs of an op: dtypes, and the bytes read and written; one object for all equal ops."""
 
     kind: OpKind
     inputs: tuple[torch.dtype, ...]
@@ -80,7 +80,7 @@ class Signature:
 
 @dataclass
 class Tally:
-    """How often something happened, and the bytes that it read and wrote."""
+    """The number of times that something happened, and the bytes read and written."""
 
     calls: int = 0
     bytes: int = 0
@@ -111,7 +111,7 @@ class _SeenCast(NamedTuple):
 
 
 class CensusWatch(DispatchMode):
-    """Within its `with`, counts; afterwards it has `counts`, `casts`, `round_trips` and `cast_sizes`.
+    """Inside its `with`, counts; afterwards it has `counts`, `casts`, `round_trips` and `cast_sizes`.
 
     counts: (Place, Signature) -> calls. Views move no bytes, all else those of its elements, whatever the layout in
     memory. cast_sizes: (elements, from, to) -> calls, of dense tensors.
@@ -346,7 +346,7 @@ def _general(
 
 
 def _elements(tensor: torch.Tensor) -> int:
-    """How many values it holds; of a sparse one, those that it stores."""
+    """Return the number of values of a tensor; of a sparse one, of the stored values."""
     if tensor.layout is torch.strided:
         return tensor.numel()
     return sparse_values(tensor).numel() if tensor.is_sparse else 0
@@ -367,7 +367,7 @@ def _is_a_modes(code: CodeType) -> bool:
 
 
 def _line(call: _Call | None) -> Line | None:
-    """Where a cast is written: not in torch, but it may be in a library."""
+    """Return the line that asks for a cast: not in torch, but maybe in a library."""
     if call is None:
         return None
     _, code, offset = call

@@ -1,1 +1,1 @@
-"""Measures where low precision departs from fp32."""
+"""Measures how low precision differs from fp32."""

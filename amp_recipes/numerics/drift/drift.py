@@ -1,4 +1,4 @@
-"""Ranks modules by what it does to the loss that their own ops run in a low precision."""
+"""Ranks modules by the effect on the loss of running their own ops in low precision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from amp_recipes.precision.torch_private import Op
 
 @dataclass
 class ModuleDrift:
-    """What a low precision does to one module.
+    """The effect of low precision on one module.
 
     local_error: |d| / |y|, y the module's outputs in fp32 and d the error that its own ops make in low precision;
     sensitivity: S^2 = sum over channels c of |dL/dy_c|^2 |d_c|^2, how far d can move the loss if errors of different
@@ -43,7 +43,7 @@ class ModuleDrift:
     calls: int
 
     def as_dict(self) -> dict[str, Any]:
-        """As in `diagnosis.json`: numbers that are not finite as strings."""
+        """Return as in `diagnosis.json`: nonfinite numbers as strings."""
         return as_it_is_read(vars(self))
 
 
@@ -97,7 +97,7 @@ def _run_both(
 def _low_run(
     trial: Trial, window: Window, dtype: torch.dtype, scale: float, pins: list[str] | None, dtypes: CallDtypes
 ) -> tuple[Outcome | None, list[str]]:
-    """What the window gives in low precision (None: it raises), and the names of the modules that own low ops."""
+    """Run the window in low precision (None: it raises); also returns the modules that own low ops."""
     owners = _LowOwners(trial.modules)
     try:
         low = trial.run(window, dtype, scale, pins, watch=[dtypes, OpWatch(owners.at, owners.saw)])
@@ -132,7 +132,7 @@ def _measured(
 
 
 def _mean(name: str, seen: list[Measured], gradient_errors: list[float], windows: int) -> ModuleDrift:
-    """What all windows showed of one module: root mean squares, shares, and the largest magnitude."""
+    """Combine the results of all windows for one module: root mean squares, shares, the largest magnitude."""
     values = max(1, sum(one.values for one in seen))
     squares = [error**2 for error in gradient_errors]
     return ModuleDrift(

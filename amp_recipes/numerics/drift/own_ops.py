@@ -1,4 +1,4 @@
-"""Runs a module's own ops in a low precision as a low run would, with those of the modules inside it in fp32."""
+"""Runs a module's own ops in low precision as a low run would, with the modules inside it in fp32."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def hookable(modules: nn.Module) -> dict[str, nn.Module]:
 
 
 class CallDtypes(ExitStack):
-    """Within it, remembers for each call of each module in which dtypes floating tensors went in and came out.
+    """Inside this context, records for each call of each module the dtypes of floating inputs and outputs.
 
     without_gradient: names of the modules that returned floating tensors of which none needs a gradient, while
     gradients were on.
@@ -87,7 +87,7 @@ def _dtypes(tensors: list[torch.Tensor]) -> _Dtypes:
 
 
 class OwnOps(ExitStack):
-    """Within it, in a run that is in fp32, a module can be run as it would in a low run, alone.
+    """Inside this context, in an fp32 run, a single module can be run as it would in a low run.
 
     Its own ops run under autocast to `dtype`. What went into it in low precision in the run of `dtypes` goes in
     rounded; modules inside it compute in fp32, and what they gave in low precision there comes out rounded. So that an

@@ -1,4 +1,4 @@
-"""Compares each module's own ops in low precision with fp32, while a step runs in fp32, and how the loss takes it."""
+"""Compares each module's own ops in low precision with fp32 during an fp32 step, and their effect on the loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FP16_NORMAL = torch.finfo(torch.float16).smallest_normal  # 2**-14 = 6.10e-5
 
 @dataclass
 class Measured:
-    """What one window showed of one module.
+    """The measurements of one module in one window.
 
     calls: of its forward; d, y: squared norms; values, above, below: how many values go in and come out, how many of
     them above 65504 in magnitude and in (0, 6.1e-5); largest: the largest of them, without infinities; inside: the
@@ -90,7 +90,7 @@ class Inside:
 
 
 class Measure(ExitStack):
-    """Within it, each call of a module of `names` is also made with its own ops in low precision, and compared.
+    """Inside this context, each call of a module of `names` is repeated with its own ops in low precision.
 
     let_flow: names of modules whose outputs are given a gradient, where they have none: else nobody knows what the loss
     makes of them. found: by name.

@@ -1,1 +1,1 @@
-"""Lists what is known to be dangerous in low precision, and finds it in a model."""
+"""Lists known dangers of low precision, and finds them in a model."""

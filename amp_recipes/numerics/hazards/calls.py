@@ -1,4 +1,4 @@
-"""Finds hazards in what the user's code calls: what autocast does not touch, refuses, or does otherwise on CUDA."""
+"""Finds hazards in the calls of the user's code that autocast skips, refuses, or treats differently on CUDA."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class CallHazards(TorchFunctionMode):
             self._add("not_autocast", message, "note", what=name)
 
     def _other_on_cuda(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What a CPU runs in fp32 and CUDA does not."""
+        """Report an op that a CPU runs in fp32 and CUDA does not."""
         if name in _MOVES or not (name == "cross_entropy" or _differs_on_cuda(name)):
             return
         does = self._does_on_cuda(name, _floating(args, kwargs))
@@ -154,7 +154,7 @@ class CallHazards(TorchFunctionMode):
             self._add("cpu_is_not_cuda", f"{name} runs in fp32 here; CUDA's autocast {does}.", "note", what=name)
 
     def _does_on_cuda(self, name: str, given: list[torch.Tensor]) -> str:
-        """What CUDA's autocast does with the call; empty where that makes no difference."""
+        """Return in words what CUDA's autocast does with the call; empty if there is no difference."""
         if name in _CAST_ON_CUDA_ALONE:
             return "casts it to low precision" if any(tensor.dtype is torch.float32 for tensor in given) else ""
         if not any(tensor.dtype in NAMES and not self._is_wide_on_cuda(tensor) for tensor in given):
@@ -199,7 +199,7 @@ def _differs_on_cuda(name: str) -> bool:
 
 
 def _calling_frame(func: Any) -> FrameType | None:
-    """Who called `func`: torch's functions in Python come here through their own frame."""
+    """Return the frame that called `func`, without those of torch's own Python functions."""
     passed = (getattr(func, "__code__", None), overrides.handle_torch_function.__code__)
     frames = walk_stack(sys._getframe(3))  # above this, _look and __torch_function__
     return next((frame for frame, _ in frames if frame.f_code not in passed), None)

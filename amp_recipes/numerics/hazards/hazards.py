@@ -1,4 +1,4 @@
-"""Finds what in the user's code is dangerous in low precision, with the line that does it, from one watched step."""
+"""Finds hazards of low precision in the user's code, with their lines, from one watched step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds hazards as they are met: what is wrong with a line of the user's code once, and the worst first."""
+"""Collects hazards: each problem of a line of the user's code once, and the worst first."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Hazard:
         return f"{self.file}:{self.line}" if self.file else self.module or "the model"
 
     def as_dict(self) -> dict[str, Any]:
-        """As in `diagnosis.json`."""
+        """Return the hazard as in `diagnosis.json`."""
         return vars(self) | {"modules": list(self.modules), "also": list(self.also)}
 
 

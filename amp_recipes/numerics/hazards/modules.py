@@ -1,4 +1,4 @@
-"""Finds what the modules tell without a step: parameters in low precision, and precisions that TorchScript lost."""
+"""Finds hazards in modules without a step: parameters in low precision, and pins that TorchScript lost."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _also(lines: list[Line]) -> str:
 
 
 def _note_scripted(modules: nn.Module, found: Found) -> None:
-    """What TorchScript compiled: it leaves out decorators, and cannot be pinned."""
+    """Report modules that TorchScript compiled: it drops decorators, and they cannot be pinned."""
     outermost: list[str] = []
     for name, module in modules.named_modules():
         if not isinstance(module, torch.jit.ScriptModule):
@@ -91,7 +91,7 @@ def _note_scripted(modules: nn.Module, found: Found) -> None:
 
 
 def _line_of_class(kind: type) -> Line | None:
-    """Where a class of the user's begins; None for another's, and where there is no source."""
+    """Return the line where a class of the user begins; None for other classes, and where there is no source."""
     try:
         file = inspect.getsourcefile(kind) or ""
         return Line(file, inspect.getsourcelines(kind)[1]) if file and lies_with_the_user(file) else None

@@ -1,4 +1,4 @@
-"""Finds hazards in what kernels are given: constants, casts, long sums and exponentials in low precision."""
+"""Finds hazards in the inputs of kernels: constants, casts, long sums and exponentials in low precision."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ class OpHazards:
             self._wide_on_cuda.discard(storage)  # the memory may have been another's
 
     def _only_on_cpu(self, low: list[torch.Tensor]) -> str:
-        """What to add where CUDA computes this in fp32; empty where it does not."""
+        """Return a note if CUDA computes this in fp32, else an empty text."""
         if not self._is_cpu:
             return ""
         name = self.calls.calling

@@ -1,4 +1,4 @@
-"""Locates the birth of a nonfinite value, says why, and takes that step again."""
+"""Finds where a NaN or Inf first appeared and why, and repeats that step."""
 
 from amp_recipes.numerics.nonfinite.cause import locate
 from amp_recipes.numerics.nonfinite.report import NonfiniteReport, Replay, read_command, read_replay, write_report

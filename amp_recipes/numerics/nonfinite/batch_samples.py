@@ -1,4 +1,4 @@
-"""Takes a batch apart: how many samples it has, what its tensors are called, and a batch of some samples."""
+"""Analyses a batch: the number of its samples, the names of its tensors, and batches of some samples only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Inseparable(Exception):
 
 
 def samples_in(batch: Any) -> int:
-    """How many samples a batch holds: the items of a list of samples, else its leading dimension."""
+    """Return the number of samples in a batch: the items of a list of samples, else its leading dimension."""
     return len(batch) if is_list_of_samples(batch) else batch_length(batch)
 
 

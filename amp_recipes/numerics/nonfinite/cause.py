@@ -1,4 +1,4 @@
-"""Says why a step went nonfinite: takes it again, watched, at other scales and precisions, until the cause is left.
+"""Finds the cause of a nonfinite step: repeats it, watched, at other scales and precisions.
 
 The first replay, at the scale in force, tells where the value was born. Is it finite at scale 1, the scale was too
 high; is it finite in float32, it is the precision; is it finite without the nonfinite values of a batch or of a weight,
@@ -38,7 +38,7 @@ def locate(
     known_generators: Mapping[str, Any] | None = None,
     most_parts: int = _PARTS,
 ) -> NonfiniteReport:
-    """Where the value was born that makes the step on `window` nonfinite at `dtype` and `scale`, and why.
+    """Find the value that makes the step on `window` nonfinite at `dtype` and `scale`, and its cause.
 
     known_generators: by name, those that the trial puts back to where they stood before the step, whenever it takes it.
     Of others that the step draws from (Python's and NumPy's global ones, attributes of modules) the report says that a
@@ -270,7 +270,7 @@ class _Search:
 
 @contextmanager
 def _repaired(external: External) -> Iterator[None]:
-    """Within it, 0 stands in place of what is nonfinite in the tensor."""
+    """Inside this context, the nonfinite values of the tensor are 0."""
     plain = [tensor.detach() for tensor in plain_tensors(external.tensor)]
     kept = [tensor.clone() for tensor in plain]
     try:

@@ -1,4 +1,4 @@
-"""Keeps the command that started a run, and checks it before anybody runs it again."""
+"""Stores the command that started a run, and checks it before anybody runs it again."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _is_word(value: Any) -> bool:
 
 
 def _not_vouched_for(folder: Path, command: dict[str, Any], digests: Any, is_signed: bool) -> dict[str, str]:
-    """What a command would run that only the folder speaks for, by the name under which a user may trust it: why.
+    """Return the parts of a command that only the folder vouches for: the name to trust it by -> the reason.
 
     A folder may come from anybody, its checksums too. So a command is taken for the user's own where a run of the same
     user signed it, and its script lies below the working folder, outside of the run, unchanged; as a module, where that
@@ -96,7 +96,7 @@ def _not_vouched_for(folder: Path, command: dict[str, Any], digests: Any, is_sig
 
 
 def _why_not_the_users(here: Path, run: Path, cwd: Path, script: Path, digest: Any) -> str | None:
-    """What speaks against a script that is to be run in `cwd`: where it lies, or that it was changed."""
+    """Return the reason against running a script in `cwd`: its place, or that it was changed."""
     if here not in (cwd, *cwd.parents) or here not in script.parents:
         return f"it is not in the working folder, {here}"
     if run in script.parents and run not in (here, *here.parents):
@@ -112,7 +112,7 @@ def _is_module(module: str, cwd: Path, script: Path) -> bool:
 
 
 def _signature(command: Mapping[str, Any], make_key: bool = False) -> str | None:
-    """What a run of this user writes beside a command, and nobody else can; None where there is no key.
+    """Return a signature of a command that only this user's runs can write; None if there is no key.
 
     HMAC (RFC 2104) with SHA-256 of what decides what is run.
     """

@@ -1,4 +1,4 @@
-"""Remembers who wrote which memory, and whether that was finite: what a trace of a step is made of.
+"""Records who wrote which memory, and whether it was finite: the basis of a trace.
 
 Edges go from an op to those that wrote the storages it reads. Views, writes in place and memory that is given out again
 make that more than a matter of names.
@@ -74,7 +74,7 @@ class Written:
 
 @dataclass(slots=True, eq=False)
 class Bad:
-    """What an event wrote that is not finite, and from where to where among the storage's bytes.
+    """A nonfinite write of an event, and the range of bytes of the storage.
 
     kind: None where it is to be looked at whenever it is read.
     """
@@ -120,7 +120,7 @@ class Read:
 
 
 class Facts:
-    """What an op's schema and name say. mutated: position and name of the arguments that it changes."""
+    """Facts from an op's schema and name. mutated: position and name of the arguments that it changes."""
 
     def __init__(self, op: Op) -> None:
         name = op_name(op).rpartition("::")[2]
@@ -145,13 +145,13 @@ facts_of = cache(Facts)
 
 
 def writers_of(memory: Memory, tensor: Tensor) -> list[int]:
-    """Who wrote something nonfinite into the bytes that `tensor` spans."""
+    """Return the events that wrote nonfinite values into the bytes that `tensor` spans."""
     low, high = bytes_of(tensor)
     return [bad.number for bad in memory.bad if bad.first < high and low < bad.end] or [memory.last]
 
 
 def bytes_of(tensor: Tensor) -> tuple[float, float]:
-    """From where to where in its storage the elements lie."""
+    """Return the range of bytes of the elements in their storage."""
     if tensor.is_contiguous():
         first = tensor.storage_offset() * tensor.element_size()
         return first, first + tensor.nbytes

@@ -1,4 +1,4 @@
-"""Takes batches of any structure apart into what a file can hold, and puts them together again.
+"""Splits batches of any structure into parts that a file can hold, and joins them again.
 
 A state file holds dicts, lists, tuples, tensors, arrays and numbers. Named tuples and dataclasses are taken apart, and
 the class is noted by name; it is looked up among what the process has imported, and put together without calling any
@@ -38,7 +38,7 @@ class PlainBatches:
 
     @classmethod
     def of(cls, batches: list[Any]) -> PlainBatches:
-        """Take batches apart; their tensors stay what they are."""
+        """Split batches; their tensors stay as they are."""
         taken = cls([])
         taken.values = [taken._plain(batch, (index,)) for index, batch in enumerate(batches)]
         return taken

@@ -1,4 +1,4 @@
-"""Writes the report of a nonfinite step, and the folder from which the step can be taken again."""
+"""Writes the report of a nonfinite step, and the folder for its replay."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Cause = Literal["scale", "precision", "model", "data", "not replayable"]
 
 @dataclass
 class NonfiniteReport:
-    """Where the value was born that made a step nonfinite, and why.
+    """Where the first nonfinite value of a step appeared, and why.
 
     cause: "scale" (finite at scale 1: benign), "precision" (finite in float32), "model" (nonfinite in float32 too, or
     a parameter or buffer was nonfinite before the step), "data" (the batch holds what is nonfinite), "not replayable"
@@ -112,7 +112,7 @@ class NonfiniteReport:
         return "nonfinite" if self.step is None else f"nonfinite-{self.step}"
 
     def as_dict(self) -> dict[str, Any]:
-        """As strict JSON can hold it: names for dtypes, and "nan", "inf" and "-inf" for such numbers."""
+        """Return the report for strict JSON: names for dtypes, and "nan", "inf" and "-inf" for such numbers."""
         found = {name: value for name, value in vars(self).items() if name != "found"}
         found |= {"precision": dtype_name(self.precision), "message": self.message}
         for key in ("range", "made"):
@@ -194,7 +194,7 @@ def _to_keep(
     random: Sequence[torch.Tensor],
     command: Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the files of the folder hold, and its `meta.json`."""
+    """Return the contents of the folder's files, and its `meta.json`."""
     batches, device = PlainBatches.of(list(window)), trial.device.type
     contents = {
         "window": {"values": batches.values, "forms": batches.forms},
@@ -216,7 +216,7 @@ def _to_keep(
 
 @dataclass
 class Replay:
-    """What a folder holds of a step that went nonfinite.
+    """A nonfinite step as saved in a folder.
 
     window: its batches; random: the states of torch's generators before it; parameters, buffers: by name;
     dtype, scale, pins, command, versions, report: as they were written; changed: files of the command that are not
@@ -258,7 +258,7 @@ class Replay:
                 buffer.data = self.buffers[name].to(buffer.device)
 
     def compared_with(self, report: NonfiniteReport) -> str:
-        """What was found now, and whether it is what was found then."""
+        """Describe the new result, and compare it with the saved report."""
         then = self.report
         # What was uncertain then is so still: the folder holds what the replays had, not what the step had.
         report = replace(report, caveats=list(dict.fromkeys([*report.caveats, *then.get("caveats", [])])))
@@ -305,7 +305,7 @@ def _misfits(kind: str, here: Mapping[str, torch.Tensor], there: Mapping[str, to
 
 
 def read_replay(folder: Path, device: torch.device | str = "cpu") -> Replay:
-    """What `write_report` wrote into the folder, checked against its checksums; runs no code from it.
+    """Read the folder that `write_report` wrote, and verify its checksums; runs no code from it.
 
     device: where the batches come to lie.
     Raises CheckpointError for what is no such folder, is damaged or holds links, and for a step whose batches could
@@ -346,7 +346,7 @@ def read_replay(folder: Path, device: torch.device | str = "cpu") -> Replay:
 
 
 def read_command(folder: Path) -> dict[str, Any]:
-    """How the run was started whose step the folder holds.
+    """Read the command that started the run of the saved step.
 
     "script" (text), "module" (text, or None: for `python -m module`), "words" and "cwd"; "masked": names of the words
     whose values look like secrets and are *** here: they must be given again; "not_vouched_for": what only the

@@ -1,4 +1,4 @@
-"""Finds the samples of a batch that make a step nonfinite: from the rows of what was born, or by trying parts of it."""
+"""Finds the samples of a batch that make a step nonfinite: from the rows of the first value, or by trying parts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _samples_of_merged(rows: Rows, length: int, shapes: Sequence[tuple[int, ...]
 
 
 def _merged_dimensions(shape: tuple[int, ...], size: int) -> int:
-    """How many leading dimensions of `shape`, at least 2, have `size` elements together; 0 if none."""
+    """Return how many leading dimensions of `shape`, at least 2, have `size` elements together; 0 if none."""
     product = 1
     for count, dimension in enumerate(shape, 1):
         product *= dimension

@@ -1,4 +1,4 @@
-"""Records, while a step runs, which op read what others had written, and where a value stopped being finite.
+"""Records during a step which op read the outputs of which others, and where a value stopped being finite.
 
 The first nonfinite value of a step says little: a causal mask is -inf, and harms nobody. So all is recorded, and the
 walk back begins at what must not be nonfinite, a loss or a gradient. Autograd's graph would not do: it knows nothing of
@@ -157,7 +157,7 @@ class NonfiniteTrace:
         self._reads, self._changed = [], []  # they may be freed
 
     def _event(self, op: Op, args: tuple[Any, ...], written: list[Tensor], kinds: list[int]) -> Written:
-        """What is remembered of an op that wrote tensors of these kinds."""
+        """Make the record of an op that wrote tensors of these kinds."""
         kind = max(kinds)
         made = written[kinds.index(kind)]
         sources = tuple({read.memory.last: None for read in self._reads})
@@ -197,7 +197,7 @@ class NonfiniteTrace:
         return found
 
     def _written(self, output: Any) -> list[Tensor]:
-        """What the op changed, and those of its outputs that are not views of what it read."""
+        """Return the tensors that the op changed, and its outputs that are not views of its inputs."""
         written, read = self._changed, {id(each.memory) for each in self._reads}
         for tensor in self._tensors((output,)):
             memory = self._memories.get(storage_id(tensor))
@@ -226,7 +226,7 @@ class NonfiniteTrace:
         return all(dtype.is_floating_point and torch.finfo(dtype).max <= bound for dtype in dtypes)
 
     def _causes(self, kind: int) -> tuple[Cause, ...]:
-        """Who had written what was read and not finite."""
+        """Return the events that wrote the nonfinite inputs."""
         causes = {cause: None for told in self._told for cause in self._read_out.get(told, ())}
         for read in self._reads:
             if read.memory.bad and is_float(read.tensor):
@@ -326,7 +326,7 @@ class NonfiniteTrace:
                 self.causes += tuple((number, kind) for number in writers_of(memory, plain))
 
     def causes_of(self, value: Tensor) -> tuple[Cause, ...]:
-        """Who wrote a nonfinite tensor that the step returned."""
+        """Return the events that wrote a nonfinite tensor that the step returned."""
         with without_modes(), torch.no_grad():
             memory = self._memories.get(storage_id(value))
             kind = kind_of(value)

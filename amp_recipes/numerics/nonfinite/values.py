@@ -1,4 +1,4 @@
-"""Describes nonfinite values while they are at hand: kind, range, rows, and whether somebody wanted them.
+"""Describes nonfinite values while they exist: kind, range, rows, and whether the code wrote them on purpose.
 
 A mask puts -inf where nothing shall count. That is no fault: what is told apart here is an infinity that somebody
 wrote from one that came out of arithmetic.
@@ -30,7 +30,7 @@ _SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax")
 
 @dataclass(frozen=True, slots=True)
 class TensorRange:
-    """What a tensor held. min, max: of its finite values, None where it has none; nonfinite: how many are not."""
+    """The range of a tensor. min, max: of its finite values, None if it has none; nonfinite: the number of others."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class TensorRange:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which rows of a tensor are nonfinite. along: dimension -> indices, for its first two dimensions."""
+    """The nonfinite rows of a tensor. along: dimension -> indices, for its first two dimensions."""
 
     shape: tuple[int, ...]
     along: dict[int, list[int]]
@@ -78,7 +78,7 @@ class External:
 
 @dataclass(slots=True)
 class Birth:
-    """What an op was given and what it made, where it made a nonfinite value of finite ones, or NaN of infinities.
+    """Inputs and output of an op that made a nonfinite value from finite ones, or NaN from infinities.
 
     rows: of the outputs; told_to: a nonfinite number was among its arguments, or it made them of nothing; masked_rows:
     it took a softmax over rows of which all is -inf; node: autograd's node, in the backward; function: the user's

@@ -1,4 +1,4 @@
-"""Walks from a loss or a gradient that is not finite back to where that began, through what a trace has seen."""
+"""Walks back through a trace, from a nonfinite loss or gradient to its origin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHUFFLING = names(
 
 
 class Passage:
-    """What became of the rows of a nonfinite value on its ways from where it was born to the target."""
+    """The rows of a nonfinite value, and how they reach the target from its origin."""
 
     def __init__(self, events: list[Written | External], birth: int, target: int) -> None:
         self._events, self._birth, self._target = events, birth, target
@@ -54,7 +54,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a nonfinite value came from.
+    """The origin of a nonfinite value.
 
     target: what must not have been nonfinite ("loss", "gradient of head.weight"); place, op: of the birth, or of the
     first op that read the external tensor; dtype: of what the op made, or of that tensor; nan: whether it began as NaN;
@@ -106,7 +106,7 @@ class _Root:
 
 
 def find_origin(trace: NonfiniteTrace, outcome: Outcome) -> Origin | None:
-    """Where the first nonfinite loss of a traced run began, or else the gradients; None where that cannot be told."""
+    """Find the origin of the first nonfinite loss of a traced run, or else of the gradients; None if unknown."""
     if trace.target is not None:
         return _origin(trace, trace.target, trace.causes)
     for loss in outcome.losses:
@@ -136,7 +136,7 @@ class _Walk:
         self._events = events
 
     def roots(self, causes: Iterable[Cause]) -> list[_Root]:
-        """Where all the ways back end."""
+        """Return the ends of all ways back."""
         towards: dict[Cause, Cause | None] = {}  # the next step on the way to the target
         queue = deque((cause, None) for cause in causes)
         found: list[_Root] = []
@@ -153,7 +153,7 @@ class _Walk:
         return found
 
     def _further(self, cause: Cause) -> Sequence[Cause]:
-        """Where a nonfinite value came from, as far as it was of the same kind; an infinity may come of NaN, too."""
+        """Follow a nonfinite value back while it is of the same kind; an infinity may come from NaN, too."""
         number, kind = cause
         causes = self._events[number].causes
         return [cause for cause in causes if cause[1] == kind] or (causes if kind == INFINITE else ())
@@ -166,7 +166,7 @@ class _Walk:
         return [_Root(path, kind == INFINITE and event.was_meant)]
 
     def _of_infinities(self, event: Written, path: tuple[Cause, ...]) -> list[_Root]:
-        """Where NaN that came of infinities began: with an infinity that nobody wanted, or else with the NaN itself."""
+        """Find the origin of a NaN made from infinities: an unwanted infinity, or else the NaN itself."""
         roots = [_Root(root.path + path, root.harmless) for root in self.roots(event.causes)]
         masked = event.birth is not None and event.birth.masked_rows
         unwanted = [root for root in roots if not root.harmless and not (masked and self._may_mask(root.number))]
@@ -217,7 +217,7 @@ class _Walk:
         )
 
     def _made_from(self, root: _Root) -> list[Written | External]:
-        """What the root was made from, nearest first; of an external tensor also what was read together with it."""
+        """Return the values from which the root was made, nearest first; of an external tensor also those beside it."""
         numbers = list(self._before(root.number))
         if isinstance(self._events[root.number], External) and len(root.path) > 1:
             numbers += self._before(root.path[1][0])

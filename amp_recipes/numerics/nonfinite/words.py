@@ -1,4 +1,4 @@
-"""Says in words where a nonfinite value was born, and what a person can do about it."""
+"""Says in words where a nonfinite value first appeared, and what a person can do about it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def message_of(origin: Origin, cause: str, samples: Sequence, all_samples: bool,
 
 
 def not_replayable(drawn: Sequence[str], several_optimizers: bool, device_type: str) -> str:
-    """Why a replay may be finite where the step was not."""
+    """Explain why a replay may be finite although the step was not."""
     reasons = []
     if drawn:
         reasons.append(f"the step draws from {' and '.join(drawn)}, which a replay cannot restore")
@@ -59,7 +59,7 @@ def not_replayable(drawn: Sequence[str], several_optimizers: bool, device_type: 
 
 
 def norm_overflows(name: str, widest: TensorRange, cause: str, precision: str) -> str:
-    """What is said where all gradients are finite and their norm is not."""
+    """Describe finite gradients whose norm is not finite."""
     told = (
         f"Every gradient is finite, but their norm is not: the largest value is {widest.largest:.4g}, in the "
         f"gradient of {name}, and its square is too large for float32. "
@@ -98,7 +98,7 @@ def _kind(origin: Origin) -> str:
 
 
 def _given(birth: Birth | None) -> str:
-    """What the op was given."""
+    """Describe the inputs of the op."""
     if birth is None:
         return ": its memory was never initialised, or was changed outside of torch's ops"
     if birth.masked_rows:
@@ -159,7 +159,7 @@ def _why(origin: Origin, cause: str) -> str:
 
 
 def _overflow(origin: Origin) -> str:
-    """What of the dtype was not enough."""
+    """Describe the limit of the dtype that was exceeded."""
     if origin.birth is None or not hasattr(torch, origin.dtype):
         return ""
     if _advice(origin, _EDGES) is not None:
@@ -194,7 +194,7 @@ def _cure(origin: Origin) -> str:
 
 
 def _advice(origin: Origin, advices: dict[str, str]) -> str | None:
-    """What is said of the op whose backward it was, or else of the op itself."""
+    """Return the advice for the op whose backward it was, or else for the op itself."""
     forward = _forward_name(origin.birth)
     if not forward and _is_large_square(origin):
         return None  # not its edge, but a square of something large

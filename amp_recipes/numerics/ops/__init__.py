@@ -1,1 +1,1 @@
-"""Tells what autocast does to each op."""
+"""Lists the effect of autocast on each op."""

@@ -1,4 +1,4 @@
-"""Decides what autocast does to an op: the op is called with and without it, and its kernels are watched."""
+"""Finds the effect of autocast on an op: calls the op with and without it, and watches its kernels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.c
 
 @dataclass(frozen=True)
 class OpFinding:
-    """What autocast did to one op. Dtypes by short name, each once, in the order of the call."""
+    """The effect of autocast on one op. Dtypes by short name, each once, in the order of the call."""
 
     name: str
     documented: str | None  # the policy by the lists; "not eligible"; None: no list of this device type has it
@@ -140,7 +140,7 @@ class _Kernels(DispatchMode):
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What happens in here is not looked at."""
+        """Inside this context, ops are not watched."""
         self._watching = False
         try:
             yield
@@ -172,7 +172,7 @@ class _Prober:
         self._cast_names = {bare_name(kernel) for kernel in autocast_kernels(device_type)}
 
     def finding(self, name: str, call: Call, listed: str | None) -> OpFinding:
-        """What autocast does to one op."""
+        """Return the effect of autocast on one op."""
         wanted = kernels_of(name)
         on, off = {}, {}
         for turn, dtypes in self._turns.items():
@@ -204,7 +204,7 @@ class _Prober:
         return autocast_without_device(self._device.type, self._low, enabled)
 
     def _verdict(self, on: dict[str, _Run], off: dict[str, _Run]) -> tuple[str, str]:
-        """What autocast does, and the turn that shows it."""
+        """Return the effect of autocast, and the turn that shows it."""
         for turn, run in on.items():
             if run.error and not off[turn].error:
                 return (CANNOT_RUN if run.kernel_raised and run.computed == {self._low} else RAISES), turn
@@ -215,7 +215,7 @@ class _Prober:
         return (AS_GIVEN if ran else NOT_SEEN), "low"
 
     def _change(self, turn: str, run: _Run) -> str:
-        """What autocast does to an op that it does something to."""
+        """Return the effect of autocast on an op that it changes."""
         if not run.kernels:
             return NOT_SEEN
         if turn == "fp32":

@@ -1,4 +1,4 @@
-"""Holds which op autocast runs in which precision: torch's documented lists, and what is known beyond them.
+"""Lists the precision of each op under autocast: torch's documented lists, and additions to them.
 
 The lists are those of the torch.amp reference of torch 2.13 ("Autocast Op Reference"), word for word; on CPU they hold
 for bfloat16 and float16 alike. What no list names runs in the dtype of its inputs, as do calls in place, with out= or
@@ -218,7 +218,7 @@ def undocumented(device_type: str) -> Mapping[str, str]:
 
 
 def policy(device_type: str, op_name: str) -> str | None:
-    """What autocast does to an op on this device type; None: it runs in the dtype of its inputs.
+    """Return the effect of autocast on an op on this device type; None: it runs in the dtype of its inputs.
 
     op_name: a documented name, or an aten one as dispatch shows it, with or without namespace and overload ("softmax",
     "aten::softmax.int", "aten._softmax.default", "native_layer_norm"). In-place and out= variants are never cast.

@@ -1,4 +1,4 @@
-"""Decides how each op is called, once, on tiny inputs, and which kernels then show in which dtype it ran."""
+"""Defines for each op one call on tiny inputs, and the kernels that show its dtype."""
 
 from __future__ import annotations
 

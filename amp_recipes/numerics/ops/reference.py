@@ -1,4 +1,4 @@
-"""Tells what autocast does to each op on this machine, beside what torch documents, and explains the differences."""
+"""Compares the effect of autocast on each op on this machine with torch's documentation, and explains differences."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _MISDOCUMENTED_ON_CUDA = {"cross_entropy": PARTLY}
 
 @dataclass(frozen=True)
 class Registry:
-    """Which aten ops have an autocast kernel for a device type in this build of torch, with or without the device."""
+    """The aten ops with an autocast kernel for a device type in this build of torch, even without such a device."""
 
     device_type: str
     kernels: tuple[str, ...]  # "aten::softmax.int": with namespace and overload
@@ -80,7 +80,7 @@ class Registry:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where torch does not do what its reference says; explanation is None where it is not known."""
+    """A difference between torch and its documentation; explanation is None if it is not known."""
 
     name: str
     documented: str
@@ -90,7 +90,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class OpReference:
-    """What autocast does to every op on a device type: the lists, the findings, the registry and the differences."""
+    """The effect of autocast on every op on a device type: the lists, the findings, the registry, the differences."""
 
     torch_version: str
     device_type: str
@@ -103,7 +103,7 @@ class OpReference:
 
     @property
     def differences(self) -> list[Difference]:
-        """Where findings or registry differ from the documentation, in that order."""
+        """The differences of findings or registry from the documentation, in that order."""
         return [*self._differing_findings(), *self._undocumented_kernels(), *self._documented_without_kernel()]
 
     def _differing_findings(self) -> Iterator[Difference]:
@@ -157,7 +157,7 @@ class OpReference:
         return gaps
 
     def _on_cuda(self, finding: OpFinding) -> str | None:
-        """What CUDA does with an op; None for those that are left out."""
+        """Return the effect of CUDA's autocast on an op; None for those that are left out."""
         if finding.documented == EXEMPT or finding.name in KERNEL_OF or finding.name in CPU_ONLY:
             return None
         listed = _MISDOCUMENTED_ON_CUDA.get(finding.name) or policy("cuda", finding.name)
@@ -188,7 +188,7 @@ class OpReference:
 
 
 def op_reference(device_type: str, dtype: torch.dtype) -> OpReference:
-    """What autocast does on this machine and torch; a device type without a device is traced, not run.
+    """Return the effect of autocast on this machine and torch; a device type without a device is traced, not run.
 
     dtype: torch.bfloat16 or torch.float16.
     Raises PrecisionError for a device type without documented lists, for another dtype, and where the device cannot
@@ -212,7 +212,7 @@ def op_reference(device_type: str, dtype: torch.dtype) -> OpReference:
 
 
 def registry(device_type: str) -> Registry:
-    """Which aten ops this build of torch casts on a device type, from its dispatcher; no device is needed.
+    """Return the aten ops that this build of torch casts on a device type, from its dispatcher; needs no device.
 
     Raises PrecisionError for a device type without documented lists.
     """
@@ -229,7 +229,7 @@ def registry(device_type: str) -> Registry:
 
 
 def report_ops(device_type: str | None, dtype_name: str | None, as_json: bool, every: bool = False) -> str:
-    """What `amp-recipes ops` prints.
+    """Return the output of `amp-recipes ops`.
 
     device_type: None for the best device here. dtype_name: "bf16" or "fp16"; None for bf16. every: a row for each op.
     Raises ConfigError for an unknown dtype name, PrecisionError for fp32 and as `op_reference`.
@@ -323,7 +323,7 @@ def _cell(text: str) -> str:
 
 
 def _paragraphs(findings: list[OpFinding]) -> Iterator[str]:
-    """What happens to several ops alike is said once, before their names."""
+    """Group ops with the same behaviour, and name the behaviour once."""
     alike: dict[str, list[str]] = {}
     for finding in findings:
         alike.setdefault(_what_happens(finding), []).append(finding.name)

@@ -1,1 +1,1 @@
-"""Finds the modules that need fp32, and proves that they suffice."""
+"""Finds the modules that need fp32, and proves that pinning them is enough."""

@@ -1,4 +1,4 @@
-"""Measures gradients over windows: how much batches differ among themselves, and what a precision changes of them."""
+"""Measures gradients over windows: how batches differ, and how a precision changes the gradients."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class GradientNoise:
 
 @dataclass(frozen=True)
 class GradientError:
-    """What a precision does to the gradients of some windows.
+    """The effect of a precision on the gradients of some windows.
 
     error: |g_low - g| / |g| over all parameters, of the worst window; tensor, tensor_error: the parameter whose own
     gradient is changed most, as the same ratio over all windows; bias: the part of the error that is the same on every
@@ -120,7 +120,7 @@ class ErrorSums:
         return math.inf
 
     def result(self, judged: Collection[str]) -> GradientError:
-        """What was found; judged: the tensors that are looked at alone."""
+        """Return the errors; judged: the tensors with a bound of their own."""
         if math.isinf(self._worst):
             return GradientError(math.inf, "", math.inf, math.inf, 0.0)
         own = {name: ratio(self._errors[name], self._norms[name]) for name in judged if name in self._errors}

@@ -1,4 +1,4 @@
-"""Finds the pins that do nothing: nobody calls what is pinned, TorchScript compiled it, or it is not there any more."""
+"""Finds pins without effect: the module is not called, is TorchScript, or no longer exists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from amp_recipes.precision.torch_private import Op
 def lost_pins(
     trial: Trial, window: Window, names: Iterable[str], dtype: torch.dtype, scale: float = 1.0, standing: bool = False
 ) -> list[dict[str, str]]:
-    """Which pins of these modules would do nothing in this window, and why, as {module, reason}.
+    """List the pins of these modules without effect in this window, and why, as {module, reason}.
 
     names: of modules, as in `trial.modules.named_modules()`. standing: they are pinned now, as the run's option
     `fp32_modules` did; then one that is not any more was replaced since. Beside them, what TorchScript made of a class
@@ -52,7 +52,7 @@ def lost_pins(
 
 
 def _cannot_hold(name: str, named: dict[str, nn.Module]) -> str | None:
-    """Why a pin of this name does nothing in any step."""
+    """Return why a pin of this name has no effect in any step."""
     module = named.get(name)
     if module is None:
         nearest = difflib.get_close_matches(name, named, n=3)
@@ -82,7 +82,7 @@ def _never_called(name: str, users: list[str]) -> str:
 
 
 class _WeightUses:
-    """Who reads which parameter in the forward."""
+    """Records which module reads which parameter in the forward."""
 
     def __init__(self, modules: nn.Module) -> None:
         self.at = Attribution(modules)

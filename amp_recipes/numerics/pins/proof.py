@@ -1,4 +1,4 @@
-"""Proves a set of pins: by steps of training, by a census, and says what it costs in time and memory."""
+"""Proves a set of pins by training steps and a census, and measures its cost in time and memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FEWEST_STEPS = 10
 
 @dataclass
 class Training:
-    """How training with the pins compares with fp32.
+    """The comparison of training with the pins and in fp32.
 
     steps: that each training took, 0 if none was; curves: loss by step, of each seed in fp32 and in low precision;
     proven: whether the loss fell and the low precision ends no worse; text: the same in words; detail: with the
@@ -79,7 +79,7 @@ def _learns(trial: Trial) -> bool:
 
 
 def _failure(reference: Sequence[Course], low: Sequence[Course], allowed_skips: int, steps: int) -> str | None:
-    """Why the courses cannot be compared by their losses."""
+    """Return why the losses cannot be compared, if they cannot."""
     skipped = max(mine.skipped - its.skipped for mine, its in zip(low, reference, strict=True))
     if not all(course.is_finite for course in reference):
         return f"training gave no evidence: fp32 diverges within {steps} steps"
@@ -91,7 +91,7 @@ def _failure(reference: Sequence[Course], low: Sequence[Course], allowed_skips: 
 
 
 def _compare(found: Training, size: float) -> None:
-    """Let `found` say how the final losses compare; size: the mean |loss| at the end in fp32."""
+    """Compare the final losses, and write the result to `found`; size: the mean |loss| at the end in fp32."""
     first = statistics.fmean(_first(losses) for losses in found.reference)
     last = statistics.fmean(_final(losses) for losses in found.reference)
     gains = [_final(mine) - _final(its) for mine, its in zip(found.low, found.reference, strict=True)]
@@ -117,7 +117,7 @@ def _compare(found: Training, size: float) -> None:
 
 
 def steps_that_fit(steps: int, fp32_seconds: float, low_seconds: float, seconds: float) -> int:
-    """As many steps as fit into `seconds`, at most `steps`; 0 where they are too few to show anything."""
+    """Return the number of steps that fit into `seconds`, at most `steps`; 0 if too few to show anything."""
     fit = int(seconds / max(1e-9, SEEDS * (fp32_seconds + low_seconds)))
     return 0 if min(steps, fit) < min(steps, _FEWEST_STEPS) else min(steps, fit)
 
@@ -162,7 +162,7 @@ def _final(losses: Sequence[float]) -> float:
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within its `with`, counts the bytes that the forward saves for the backward, without the parameters."""
+    """Inside its `with`, counts the bytes that the forward saves for the backward, without the parameters."""
 
     def __init__(self, modules: nn.Module) -> None:
         super().__init__(self._pack, lambda tensor: tensor)
@@ -194,7 +194,7 @@ def cost(
     already: Sequence[str],
     pairs: int,
 ) -> tuple[float, float]:
-    """What the pins cost: (time, memory) of a step with them, each as a ratio to one without the new ones.
+    """Measure the cost of the pins: (time, memory) of a step with them, as ratios to one without the new ones.
 
     Time: median over pairs of runs, one after the other; memory: bytes that are saved for the backward.
     """

@@ -1,4 +1,4 @@
-"""Searches the smallest set of modules whose pinning to fp32 keeps the gradient's error below a tolerance."""
+"""Searches the smallest set of modules that must be pinned to fp32 for a gradient error within tolerance."""
 
 from __future__ import annotations
 
@@ -86,17 +86,17 @@ class PinSearch:
 
     @property
     def training(self) -> str:
-        """How training ended, in words."""
+        """The result of training, in words."""
         return self.proof.text
 
     @property
     def fp32_modules(self) -> list[str]:
-        """What the run option is to be: the pins that there were and are needed, and the new ones if verified."""
+        """The value for the run option: the earlier pins that are needed, and the new ones if verified."""
         new = self.modules if self.verified else []
         return [name for name in self.already if name not in self.superfluous] + new
 
     def as_dict(self) -> dict[str, Any]:
-        """As in `diagnosis.json`: numbers that are not finite as strings."""
+        """Return as in `diagnosis.json`: nonfinite numbers as strings."""
         left_out = ("worst", "without", "needed", "proof", "already")
         found = {name: value for name, value in vars(self).items() if name not in left_out}
         found |= {
@@ -298,7 +298,7 @@ class _Search:
         return error.excess(self.found.tolerance, self.found.bias_tolerance, TENSOR_TOLERANCE)
 
     def _of(self, names: Iterable[str], keep: bool = False) -> GradientError:
-        """What the set gives on the windows searched on."""
+        """Return the errors of the set on the searched windows."""
         key = frozenset(names)
         if key not in self._measured:
             sums = ErrorSums()
@@ -368,7 +368,7 @@ class _Search:
         return not broken
 
     def _look_for_superfluous(self) -> None:
-        """Which of the pins that there were are not needed (with the new ones, and one by one)."""
+        """Find earlier pins that are not needed (with the new ones, and one by one)."""
         kept = list(self._already)
         for name in list(kept):
             fewer = [other for other in kept if other != name]

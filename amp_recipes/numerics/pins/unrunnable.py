@@ -14,7 +14,7 @@ from amp_recipes.numerics.trial import Trial, Window, first_line
 
 @dataclass(frozen=True)
 class Unrunnable:
-    """What keeps a step from running in a precision.
+    """The reason why a step does not run in a precision.
 
     errors: pattern for `fp32_modules` -> (the first module of that pattern that raised, the first line of its error).
     With all patterns pinned the step runs. Empty: no pins help, only fp32.
@@ -27,7 +27,7 @@ class Unrunnable:
 
 
 def find_unrunnable(trial: Trial, window: Window, dtype: torch.dtype, pinned: Iterable[str] = ()) -> Unrunnable | None:
-    """Why `window` cannot be run under autocast to `dtype`; None where it can, or where fp32 cannot run it either.
+    """Find why `window` does not run under autocast to `dtype`; None if it does, or if fp32 does not run either.
 
     pinned: names of the modules that are pinned to fp32 already. Leaves the run unchanged. Takes one step
     where all is well; else one for each kind of module that fails, and two more. Raises what the step raises that is
@@ -42,7 +42,7 @@ def find_unrunnable(trial: Trial, window: Window, dtype: torch.dtype, pinned: It
 
 
 def _cure(trial: Trial, window: Window, dtype: torch.dtype, pinned: list[str]) -> dict[str, tuple[str, str]] | None:
-    """What to pin, as `Unrunnable.errors`; None where the step runs as it is, or does not in fp32 either."""
+    """Find the pins for `Unrunnable.errors`; None if the step runs without, or does not run in fp32 either."""
     pins, errors = list(pinned), {}
     while (failure := _failure(trial, window, dtype, pins)) is not None:
         name, text = failure

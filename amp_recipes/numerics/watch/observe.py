@@ -1,4 +1,4 @@
-"""Tells which module and which phase of a step an op belongs to: what every instrument stands on.
+"""Finds the module and the phase of a step to which an op belongs, for all instruments.
 
 A `DispatchMode` sees ops below autocast, with the dtypes that kernels really get. It does not see modules. So the
 forward keeps a stack of the modules that run. Autograd numbers its nodes in the order in which they come to be; where
@@ -49,7 +49,7 @@ _NO_TASK = -2  # equal to no graph_task()
 
 
 class Place(NamedTuple):
-    """Where in a step an op runs.
+    """The place of an op in a step.
 
     module: name in the root's `named_modules()`; the class in angle brackets for a module that is not in it; OUTSIDE
     where none runs. phase: "recompute" is a forward that runs inside the backward, as checkpointing of activations
@@ -61,7 +61,7 @@ class Place(NamedTuple):
 
 
 class Attribution:
-    """Within its `with`, knows the place of what runs; within `modules` by their names.
+    """Inside its `with`, knows the place of each running op; inside `modules`, by their names.
 
     lines: also remember which line of the user's code each autograd node came from, for `line`.
     A module whose weights are used without calling it (`out_proj` of MultiheadAttention), or whose `forward` is called
@@ -167,7 +167,7 @@ class Attribution:
         return self._last_place
 
     def _holder(self, leaf: torch.Tensor) -> str:
-        """Who holds `leaf`, or the nearest module above that ran; else OUTSIDE."""
+        """Return the module that holds `leaf`, or the nearest module above that ran; else OUTSIDE."""
         name = self._holders.get(id(leaf))
         while name and name not in self.called:
             name = name.rpartition(".")[0]
@@ -243,7 +243,7 @@ class Attribution:
 
 
 class OpWatch(DispatchMode):
-    """Within its `with`, calls `saw(op, args, kwargs, output)` after each op that runs, and changes nothing of it.
+    """Inside its `with`, calls `saw(op, args, kwargs, output)` after each op, and does not change it.
 
     at: entered with it; tells `saw` the place of the op. about_to_see: called with (op, args, kwargs) before each op,
     the last moment to look at what it changes in place.
@@ -290,7 +290,7 @@ class OpWatch(DispatchMode):
 
 
 def _asking_frame(frame: FrameType) -> FrameType:
-    """Whose op is dispatched: the frame outside of the instrument that `frame` belongs to."""
+    """Return the frame that runs the op: the first one outside of the instrument that `frame` belongs to."""
     dispatching = (outer for outer, _ in walk_stack(frame) if outer.f_code.co_name == "__torch_dispatch__")
     outer = next(dispatching, None)
     return frame if outer is None or outer.f_back is None else outer.f_back

@@ -44,7 +44,7 @@ _UNCOUNTED = names("prim profiler")
 
 
 class OpKind:
-    """What instruments want to know of an op.
+    """Facts about an op that instruments need.
 
     name: `aten::mm`, for any overload; base: that without namespace and without the underscore of an in-place op.
     positions: of the arguments that are tensors or hold some (None: they may be anywhere); leading: how many tensors it

@@ -1,4 +1,4 @@
-"""Tells from one step in bf16 what fp16 would lose of the gradients at each loss scale, and where the scale may begin.
+"""Estimates, from one step in bf16, the share of gradients that fp16 would lose at each loss scale.
 
 bf16 has fp32's exponents, so the gradients that flow in its backward show the range that fp16 would need. Of a value
 with exponent e (2^e <= |g| < 2^(e+1)), scaled by 2^k, fp16 keeps nothing if e + k < -25, since half of its smallest
@@ -38,7 +38,7 @@ _MOVED = names(
 
 @dataclass
 class Underflow:
-    """What fp16 would do to the gradients that flow in the backward.
+    """The effect of fp16 on the gradients that flow in the backward.
 
     scales: loss scales, powers of two; flushed, subnormal: shares of all gradients at each; energy_lost: the flushed
     ones' share of the sum of squares; overflows: whether the largest is beyond 65504 at that scale; exact_zeros: share
@@ -59,7 +59,7 @@ class Underflow:
     counted: int
 
     def as_dict(self) -> dict[str, Any]:
-        """As in `diagnosis.json`."""
+        """Return the results as in `diagnosis.json`."""
         return dict(vars(self))
 
     def summary(self) -> str:
@@ -83,7 +83,7 @@ class Underflow:
 
 
 def underflow(trial: Trial, windows: Sequence[Window], pins: Iterable[str] | None = None) -> Underflow:
-    """What fp16 would do to the gradients of these windows, from one run of each in bf16.
+    """Estimate the effect of fp16 on the gradients of these windows, from one run of each in bf16.
 
     pins: as for `Trial.run`. Every gradient that is born in low precision is counted: those that flow between modules,
     and those of weights, which are flushed as well before they are cast to fp32.

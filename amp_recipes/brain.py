@@ -373,7 +373,7 @@ class Brain(OptionFields):
         run = self.__run
         return diagnose(run, train_set, train_loader_kwargs, precisions, tolerance, steps, minutes, windows)
 
-    # ------------------------------------------------------------------ where the run stands
+    # ------------------------------------------------------------------ the state of the run
 
     @property
     def step(self) -> int:

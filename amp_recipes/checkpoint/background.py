@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 logger = logging.getLogger(__name__)
 
-_forks = threading.RLock()  # held by whoever forks, and by a thread for as long as the process must not be forked
+_forks = threading.RLock()  # held by a thread that forks, and by a thread while the process must not be forked
 
 
 @contextmanager
@@ -57,7 +57,7 @@ class Background:
     def start(self, job: Callable[[], object]) -> None:
         """Begin `job`; waits for the one before, and raises its error instead if it failed."""
         self.wait()
-        claim = threading.Lock()  # whoever has it does the job
+        claim = threading.Lock()  # the thread that has it does the job
         self._thread = threading.Thread(target=self._run, args=(job, claim), name="checkpoint")
         try:
             self._thread.start()

@@ -28,7 +28,7 @@ from amp_recipes.files.run_files import regular_only
 META_FILE = "meta.json"
 MANIFEST_FILE = "MANIFEST.sha256"
 BEST_BY = "best_by"  # in meta: the metric that decides which checkpoint of the run is the best, and its mode
-INSIDE_EPOCH = "inside_epoch"  # marks, in meta, what only stands in until the epoch's end
+INSIDE_EPOCH = "inside_epoch"  # marks, in meta, a checkpoint that is only needed until the epoch's end
 STATE_SUFFIX = ".safetensors"
 RANK_MARK = "@"  # between a recoverable's name, which has none, and a process's rank
 TEMPORARY_PREFIX = ".tmp-"

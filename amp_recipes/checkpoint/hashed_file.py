@@ -9,7 +9,7 @@ from pathlib import Path
 from amp_recipes.checkpoint.background import without_forks
 from amp_recipes.files.run_files import regular_only
 
-_CHUNK_BYTES = 4 << 20  # long enough that hashing and writing go on without the interpreter's lock
+_CHUNK_BYTES = 4 << 20  # long enough that hashing and writing run without the interpreter's lock
 _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 

@@ -57,7 +57,7 @@ def clean_state(module: nn.Module, state: Any) -> Any:
     names = clean_names(module, state)
     metadata = versions_of_state(state)
     if metadata is not None:
-        # The wrapper's own entry comes first, and gives way to that of the module inside.
+        # The wrapper's own entry comes first, and that of the module inside replaces it.
         metadata = OrderedDict((clean_name(module, key), value) for key, value in metadata.items())
     return _like(state, {names[key]: value for key, value in state.items()}, metadata)
 

@@ -18,7 +18,7 @@ from amp_recipes.modules.sharded import is_sharded, local
 from amp_recipes.modules.torch_private import storage_id, versions_of_state
 
 VERSIONS = "_metadata"  # of the modules whose state an OrderedDict is; as the first files have it
-MAX_DEPTH = 100  # far below Python's recursion limit, also where the save stands deep in other calls
+MAX_DEPTH = 100  # far below Python's recursion limit, even if the save is called from deep inside other calls
 INT_BOUND = 1 << 63
 
 # The dtypes that every release of the library reads back into torch as what they are.
@@ -221,7 +221,7 @@ def _place_of_shards(value: Any, part: Tensor) -> tuple | None:
     """Equal for sharded tensors that are tied; None for one without elements, which is tied to none."""
     if part.numel():
         return part.device, part.data_ptr(), tuple(value.shape), part.stride(), value.dtype
-    if value.numel():  # the memory tells which are tied, also where nothing of them is here
+    if value.numel():  # shared memory shows which are tied, even if this process has no part of them
         return storage_id(part), part.storage_offset(), tuple(value.shape), value.dtype
     return None
 

@@ -20,8 +20,8 @@ from amp_recipes.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_NEWEST = 2  # so many stay beside the best: one to fall back to if the newest is damaged
-_THEIR_NAMES = {"optimizer.optimizer": "optimizer"}  # so that a run of SpeechBrain's Brain goes on here
+_NEWEST = 2  # so many are kept besides the best: one to fall back to if the newest is damaged
+_THEIR_NAMES = {"optimizer.optimizer": "optimizer"}  # so that a run of SpeechBrain's Brain can be resumed
 
 
 class CheckpointPolicy:
@@ -181,7 +181,7 @@ class CheckpointPolicy:
             return None
         found = self.checkpointer.recover_if_possible()
         if found is not None:
-            # A warning, so that it is seen: whoever changed a setting may not expect the old run to go on.
+            # A warning, so that it is seen: a user who changed a setting may not expect the old run to be resumed.
             logger.warning(
                 "resuming from %s (%s); to start a new run, give another output_folder", found.path, _where(found.meta)
             )
@@ -207,7 +207,7 @@ class CheckpointPolicy:
         self.wait()
         if not self._writes:
             return
-        # All wait until it is done: nobody may look for a checkpoint before.
+        # All ranks wait until it is done: none may look for a checkpoint before.
         number = checkpoint_group().on_main(self._rename_folder)
         if distributed.is_main_process():
             self.set_aside_number = number

@@ -153,7 +153,7 @@ class OtherProcesses:
     def tell_failure(self, error: Exception) -> None:
         """It has failed, here or on another of them."""
         if isinstance(error, Unheard):
-            return  # nor would they be heard now
+            return  # and their answers would not be read now
         if self._writing:
             self._group.to_main(({}, None))
         kind = ConfigError if isinstance(error, ConfigError) else CheckpointError
@@ -247,7 +247,7 @@ def write_folder(
         if no_inodes:
             raise OSError(errno.ENOSPC, no_inodes) from error
         if isinstance(error, OSError) and error.errno in FULL:
-            # After the half-written files are gone, so that it tells what there is to gain.
+            # After the half-written files are gone, so that it shows how much space can be gained.
             raise _disk_full(needed, shutil.disk_usage(target.parent).free) from error
         raise
 

@@ -63,7 +63,7 @@ class PackedState:
 
     document: Any  # what JSON holds
     tensors: dict[str, Tensor]  # name in the file -> detached and strided, on any device
-    # Name -> dtype and shape of a tensor that lies on several processes, and where its parts are (`add_pieces`).
+    # Name -> dtype and shape of a tensor divided over several processes, and its parts (`add_pieces`).
     sharded: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Name -> this process's part of it, if it is the one to write it, and where that begins.
     parts: dict[str, tuple[Tensor, list[int]]] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class _Reducer(DistributedDataParallel):
         self.averaged = list(parameters)
         self.identities = frozenset(map(id, parameters))
         self.reached = False  # by the backward under way
-        self.told: Averaged | None = None  # what the backward under way tells with the gradients
+        self.told: Averaged | None = None  # the flags that the current backward sends with the gradients
         self.owes = False  # gradients of this window's earlier micro-batches, which were not averaged
         # Without a search for unused ones, a backward reaches all of them or none.
         self.marked = next((each for each in self.averaged if each.numel()), self.averaged[0])
@@ -81,7 +81,7 @@ class _Reducer(DistributedDataParallel):
         """Average in the next backward, from `loss`, also where no forward came before."""
         if self.static_graph or self.expects_gradients:
             return
-        # A forward would have looked for what is unused in its outputs; of a method, the loss tells.
+        # A forward would have searched its outputs for unused parameters; for a method, the loss shows them.
         torch_private.expect_gradients(self, [loss] if self.find_unused_parameters else [])
         self.expects_gradients = True
 

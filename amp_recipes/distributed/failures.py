@@ -30,10 +30,10 @@ from amp_recipes.errors import ProcessError
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
-# Time for the main thread to end by itself, with its own error, before its process is ended. With the time to hear of a
+# Time for the main thread to end by itself, with its own error, before its process is ended. With the time to notice a
 # failure this must stay under 10 s, and under the 30 s after which torchrun kills what has not ended.
 _GRACE_SECONDS = 5.0
-# A connection breaks before the watcher of the dead process's machine has told why.
+# A connection breaks before the watcher of the dead process's machine has reported why.
 _REPORT_WITHIN_SECONDS = 2.0
 _TELL_WITHIN_SECONDS = 2.0
 _MESSAGE_LENGTH = 2000
@@ -378,7 +378,7 @@ def _rank_0_says(mistake: str) -> bool:
             return False
         deadline = time.monotonic() + _REPORT_WITHIN_SECONDS
         while not (said := store.check([key])) and time.monotonic() < deadline:
-            time.sleep(0.05)  # its own wait would print that it waited in vain
+            time.sleep(0.05)  # its own wait would print that it timed out
         return said
     except (RuntimeError, ValueError):
         return False

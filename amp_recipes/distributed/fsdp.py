@@ -248,7 +248,7 @@ def _low_precision(modules: nn.ModuleDict, fp32_modules: Collection[str]) -> set
     low: set[nn.Parameter] = set()
     kept: set[nn.Parameter] = set()
     for module in modules.modules():
-        replaced = "forward" in vars(module)  # by whom, and what it reads, nobody knows
+        replaced = "forward" in vars(module)  # its caller, and what it reads, are unknown
         cast = set() if module in pinned or replaced else _CAST_BY_AUTOCAST.get(type(module).forward, set())
         for name, parameter in module.named_parameters(recurse=False):
             (low if name in cast and parameter.dtype is torch.float32 else kept).add(parameter)

@@ -227,7 +227,7 @@ def _end(pid: int) -> None:
     watch.say_done()
     _host_groups.clear()
     gc.collect()
-    # gloo's threads let go of the last tensors now, while they can: those need the interpreter.
+    # gloo's threads release the last tensors now, while the interpreter runs: they need it for that.
     time.sleep(0.02)
     if dist.is_initialized():
         with suppress(RuntimeError):

@@ -14,7 +14,7 @@ from amp_recipes.modules.blocks import chosen_blocks, repeated_blocks
 from amp_recipes.modules.names import check_patterns
 
 BLOCKS = "blocks"
-# Statistics are small; tables (masks, rotary angles) are large, and nobody changes them.
+# Statistics are small; tables (masks, rotary angles) are large, and do not change.
 _SMALL_BYTES = 64 * 1024
 
 

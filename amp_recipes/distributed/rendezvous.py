@@ -160,5 +160,5 @@ class SignOfLife:
         while not self._over.wait(self._SECONDS):
             try:
                 self._store.add(self._key, 1)
-            except RuntimeError:  # the store is gone; whoever waits sees that too
+            except RuntimeError:  # the store has ended; waiting processes see that too
                 return

@@ -124,7 +124,7 @@ class SyncedWindows:
         self._alike = 0 if weighted else certain_batches // per_window  # windows to come, of as many batches each
         self._message: _Message | None = None
         self._sent_at = 0.0
-        self._since = 0  # windows that it has held for, beside its own
+        self._since = 0  # windows for which it has been valid, besides its own
         self._samples_untold = 0
 
     def take(self, weights: Sequence[float], samples: int, requests: Callable[[], tuple[int, bool]]) -> SyncedWindow:

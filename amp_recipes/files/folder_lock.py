@@ -110,7 +110,7 @@ def _take(folder: Path, path: str) -> None:
             if not _try_lock(descriptor):
                 holder = _holder(descriptor)
                 if holder is None:
-                    continue  # it let go in between
+                    continue  # it released the lock in between
                 raise FolderInUseError(_in_use(folder, holder))
             identity = _identity(os.fstat(descriptor))
             if _identity(os.stat(file)) != identity:

@@ -19,7 +19,7 @@ from amp_recipes.errors import ConfigError
 JSON_BYTES = 1 << 22  # environment.json has some kB; a summary.json names every module that is pinned
 JSON_DEPTH = 50  # what recursive functions can follow whatever their depth when they begin
 
-# Without O_NONBLOCK, opening a named pipe waits for whoever is at its other end.
+# Without O_NONBLOCK, opening a named pipe waits for a process at the other end.
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
 _KINDS = {
     stat.S_IFDIR: "a folder",

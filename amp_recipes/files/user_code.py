@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-# Where code lies that a user did not write for this recipe: the interpreter, installed packages, this framework. A
-# recipe that lies in one of them is not found; one whose project holds a virtual environment is.
+# Folders of code that a user did not write for this recipe: the interpreter, installed packages, this framework. A
+# recipe inside one of them is not found; one whose project holds a virtual environment is.
 _LIBRARIES = tuple(
     str(Path(folder).resolve()) + os.sep
     for folder in (

@@ -39,7 +39,7 @@ class SummaryLogger(Logger):
                 write_atomically(self.path, (encode(summary.as_dict(), indent=2) + "\n").encode())
             except OSError as error:
                 log.warning("Could not write %s (%s).", self.path, error)
-        # Printed, not logged: whoever has set up no logging wants to see it most.
+        # Printed, not logged: users without a logging setup need it most.
         if self._table:
             self._stream.write_line(format_summary(summary))
 

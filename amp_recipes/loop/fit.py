@@ -49,7 +49,7 @@ class Fit:
         self.epoch_counter = epoch_counter
         self.loaders = dict(loaders)
         self.position = Position(self._snapshot)
-        # What the log knew of the stage, and where the loggers stood, at the checkpoint that the fit goes on from.
+        # The log's data on the stage, and the loggers' states, in the checkpoint from which the fit resumes.
         self._stage_so_far: Mapping[str, float] = {}
         self._logs_at_save: Mapping[str, Any] = {}
         self.replays = Replays(run)

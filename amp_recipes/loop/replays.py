@@ -23,7 +23,7 @@ from amp_recipes.state.randomness import generator_state, torch_random_state
 
 logger = logging.getLogger(__name__)
 
-# Of one `fit`, beside the step that ends it: whoever trains on with broken samples has seen some named by then.
+# Of one `fit`, beside the step that ends it: a user who trains on with broken samples has seen some of them by then.
 _MOST_REPLAYS = 3
 
 
@@ -38,7 +38,7 @@ class Replays:
         self._run = run
         self._count = 0
         self._untried = True  # the first batch has not been run on copies yet
-        self._reports: dict[tuple[Any, ...], str] = {}  # what was told, and where it is written
+        self._reports: dict[tuple[Any, ...], str] = {}  # the reported facts -> the place of the report
         self._generators: tuple[Any, dict[str, Any]] = (None, {})
 
     # ------------------------------------------------------------------ where a nonfinite value was born
@@ -102,7 +102,7 @@ class Replays:
             return None
         try:
             return numerics.write_report(folder, report, trial, before.batches, before.random, command=_command())
-        except (OSError, ConfigError) as error:  # it is told all the same
+        except (OSError, ConfigError) as error:  # the message is logged all the same
             logger.warning("could not write the report of a nonfinite step: %s", error)
             return None
 

@@ -134,7 +134,7 @@ class LoopState:
             own["average"] = joined_averages([state["average"] for state in joined])
             own["metrics"] = joined_metrics([state.get("metrics", {}) for state in joined])
             self.rng_offset = rank if rank >= saved else 0
-        # A loader of the framework's tells the place of all processes together.
+        # A loader of the framework's stores the place of all processes together.
         is_our_loader = isinstance(self._run.fit.loaders.get("train"), EpochLoader)
         return {**own, "data": states[0]["data"]} if is_our_loader else own
 

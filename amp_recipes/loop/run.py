@@ -110,7 +110,7 @@ class Run:
         self.summary = self._new_summary()
         self.log = self.idle_log = RunLog([], self.summary, self.device, settings.log_interval_steps)
         self.recovery = recovery_of(self)
-        # In the order in which they hear of an update.
+        # In the order in which they are called after an update.
         by_hand = [StepsByHand(self)] if self.own_fit_batch else []
         listeners = (self.totals, *by_hand, Rates(self), Averages(self), StepLog(self), Skips(self), self.recovery)
         self.pending = PendingWindows(self.device, listeners)
@@ -150,7 +150,7 @@ class Run:
         if folder is None or not distributed.is_main_process() or not self.task.trains:
             return
         if self.settings.test_only and os.path.isdir(folder) and not os.access(folder, os.W_OK):
-            return  # somebody else's run, to evaluate
+            return  # another user's run, to evaluate
         lock_folder(folder)
         if not self.settings.debug:
             check_file_system(folder)

@@ -32,7 +32,7 @@ class Schedulers:
         interval: str,
         count_updates: Callable[[], int] | None = None,
     ) -> None:
-        self.total_updates: int | None = None  # that it was told
+        self.total_updates: int | None = None  # the total that the scheduler was given
         self.by_optimizer: dict[str, Any] = {}
         self.optimizers = dict(optimizers)
         self._interval = interval

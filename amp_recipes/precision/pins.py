@@ -58,7 +58,7 @@ class _Pin:
 
     def __init__(self, module: nn.Module, trace_log: _TraceLog) -> None:
         self.module = module
-        self.previous: Callable | None = vars(module).get("forward")  # set by somebody else on the instance
+        self.previous: Callable | None = vars(module).get("forward")  # set by other code on the instance
         self.called = False
         self.trace_log = trace_log
 
@@ -117,7 +117,7 @@ def pin_fp32(modules: nn.Module, patterns: Sequence[str]) -> Pins:
     """
     targets = _targets(modules, patterns)
     trace_log = _TraceLog()
-    # named_modules() gives a module that stands under several names once, under the first.
+    # named_modules() gives a module that has several names only once, under the first.
     return Pins({name: _pin(module, trace_log) for name, module in modules.named_modules() if module in targets})
 
 

@@ -166,7 +166,7 @@ class _Memory:
     def _keep_values(self, tensor: torch.Tensor) -> None:
         if is_lazy(tensor) or tensor.is_meta or tensor.is_inference() or tensor.layout is not torch.strided:
             return
-        if all(tensor.stride()) or tensor.numel() <= 1:  # else several elements are one, and nobody writes there
+        if all(tensor.stride()) or tensor.numel() <= 1:  # else several elements share memory, and are not written to
             copied = tensor.detach().to("cpu", copy=True) if self._weights else tensor.detach().clone()
             self._undo.callback(_put_values, tensor, copied)
 

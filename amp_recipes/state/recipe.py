@@ -162,7 +162,7 @@ class RecipeState:
         """The random generators among the attributes, by name."""
         return {name: value for name, value in self._attributes().items() if isinstance(value, GENERATORS)}
 
-    # ------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------ finding the recipe's values
 
     def _attributes(self) -> dict[str, Any]:
         """Everything that may hold something, under one name each: the Brain's own, and hparams as `hparams.name`."""

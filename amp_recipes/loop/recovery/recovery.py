@@ -246,7 +246,7 @@ class SpikeRecovery:
     def numbers(self) -> dict[str, Any]:
         """The state of the watch, and whether the checkpoint is one to go back to."""
         run = self._run
-        # A recipe may save in the middle of an update, which nobody has judged yet.
+        # A recipe may save in the middle of an update, which has not been judged yet.
         judged = not len(run.pending) and not self._unjudged
         beside = {
             "judged": judged,
@@ -348,7 +348,7 @@ class SpikeRecovery:
             if watch.went_back_to is not None and place <= watch.went_back_to:
                 return f"it already went back to update {place}, and has saved no good checkpoint since", None
             again = watch.last.update if error is None else run.totals.optimizer_step + 1
-            until = max(place + run.settings.spike_steps, again + 1)  # the update after it tells whether that helped
+            until = max(place + run.settings.spike_steps, again + 1)  # the update after it shows whether that helped
             states["brain"]["spikes"] = self._recovering(states["brain"].get("spikes"), place, until)
             newest = make_newest(checkpointer, checkpoint, states)
         except CheckpointError as failed:

@@ -90,7 +90,7 @@ class Tally:
         self.bytes += bytes_
 
 
-# A call of torch that is under way: its frame's id, and where its code stands.
+# A running call of torch: its frame's id, and the place of its code.
 _Call = tuple[int, CodeType, int]
 
 
@@ -135,7 +135,7 @@ class CensusWatch(DispatchMode):
         self._expects_autocast = expects_autocast
         self._records: list[tuple[Any, ...]] = []
         self._signatures: dict[tuple[Any, ...], Signature] = {}
-        # The fields of a _SeenCast, for casts of a forward: the next op tells who asked for them.
+        # The fields of a _SeenCast, for casts of a forward: the next op shows who asked for them.
         self._pending: list[tuple[Any, ...]] = []
         self._settled: list[tuple[Sequence[tuple[Any, ...]], OpKind | None]] = []  # and the op that did, if one did
         self._pending_call: _Call | None = None
@@ -175,7 +175,7 @@ class CensusWatch(DispatchMode):
             place = at.place if at.is_inside else at.here
         elif at.is_inside or is_grad_enabled():
             place = at.here
-        else:  # the number tells the place, later
+        else:  # the number gives the place, later
             place = node_number(node)
             if place == ACCUMULATE_GRAD:
                 place = at.here

@@ -39,7 +39,7 @@ _HARMLESS = names(
 )
 # These let a constant that is too large become infinite; all others refuse it.
 _SILENT = names("add sub rsub mul where index_put scalar_tensor addcmul addcdiv lerp nan_to_num _to_copy copy")
-# Where a tiny constant guards: it is added, is a bound, or stands in for another value.
+# Ops in which a tiny constant is a guard: it is added, is a bound, or replaces another value.
 _GUARDS = names(
     "add sub rsub clamp clamp_min maximum fmax where masked_fill fill full full_like new_full index_put scalar_tensor"
 )
@@ -357,7 +357,7 @@ def _constant(kind: OpKind, schema: Any, value: Any) -> Iterator[tuple[str, floa
     elif kind.base in _TAKES_CONSTANTS and _is_one_number(value):
         number = float(value)
         if abs(number) not in _FOLLOWS_DTYPE:
-            # What a low precision made of -1e9 is told as -1e9.
+            # A constant that low precision rounded from -1e9 is reported as -1e9.
             yield schema.name, float(f"{number:.2g}") if value.dtype in NAMES else number
 
 

@@ -18,7 +18,7 @@ from amp_recipes.files.granted_trust import trust_in
 
 MASK = "***"
 _KEY_BYTES = 32
-# Names of values that are nobody else's business: api_key, hf.token, --db-password. Not monkey, tokenizer, max_tokens.
+# Names of secret values: api_key, hf.token, --db-password. Not monkey, tokenizer, max_tokens.
 _SECRET = re.compile(
     r"(.*[^a-z])?(api|access|auth|private)?(key|token)|.*(secret|password|passwd|passphrase|credential).*",
     re.IGNORECASE,

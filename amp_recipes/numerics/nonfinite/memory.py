@@ -29,7 +29,7 @@ _OVERWRITING = names(
     _foreach_copy_ _foreach_zero_
     """
 )
-# Ops whose outputs are finite if all that they read is (and real), so that nobody needs to look.
+# Ops whose outputs are finite if all that they read is (and real), so no check is needed.
 _HARMLESS = names(
     """
     cat clone constant_pad_nd embedding flip gather index index_select repeat roll select_backward slice_backward sort

@@ -144,7 +144,7 @@ def write_report(
     refuse_link(target)
     for left in folder.glob(f"{_TEMPORARY}*"):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
-    # Its folder lets nobody else in while the files get their modes.
+    # No other user can open its folder while the files get their modes.
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=folder, ignore_cleanup_errors=True) as private:
         if target.exists():
             os.rename(target, Path(private) / "replaced")

@@ -294,7 +294,7 @@ class NonfiniteTrace:
         """Note a tensor that the step reads and has not written, and whether it is finite."""
         named = self._named.get(storage.data_ptr()) if storage.nbytes() else None
         if named is None:
-            # A constant, or what somebody keeps beside the model: looked at whenever it is read.
+            # A constant, or a tensor stored outside of the model: checked at each read.
             memory.bad.append(Bad(len(self.events), None))
             what = "a tensor made outside of the step"
             self.events.append(External("tensor", what, tuple(tensor.shape), tensor.dtype))

@@ -18,14 +18,14 @@ _MOST_NAMED = 8  # samples, modules
 _EDGES = {
     "sqrt rsqrt": "the root has no finite slope at 0, and no value below 0: add an eps inside the root",
     "norm linalg_vector_norm cdist _cdist": "a norm has no slope at 0: add an eps to its input",
-    "log log2 log10 xlogy": "log(0) is -inf, and its slope is infinite: clamp the input, or add an eps",
+    "log log2 log10 xlogy": "the log of 0 is -inf, and its slope is infinite: clamp the input, or add an eps",
     "div reciprocal": "the divisor is 0, or almost 0: add an eps to it",
     "acos asin atanh acosh": "its slope is infinite at the ends of its range: clamp the input to a smaller range",
     "pow": "a power may have no value, or no slope, at 0: clamp the base, or add an eps",
     "binary_cross_entropy": "it computes logs of probabilities: use binary_cross_entropy_with_logits",
 }
 _OVERFLOWS = {
-    "exp exp2 expm1 sinh cosh": "exp of a large number overflows: clamp the input, or subtract its maximum first"
+    "exp exp2 expm1 sinh cosh": "the exp of a large number overflows: clamp the input, or subtract its maximum first"
 }
 
 

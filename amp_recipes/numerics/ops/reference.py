@@ -70,7 +70,7 @@ class Registry:
     device_type: str
     kernels: tuple[str, ...]  # "aten::softmax.int": with namespace and overload
     documented_only: tuple[str, ...]  # documented names that no kernel has
-    registered_only: tuple[str, ...]  # ops with a kernel that no documented name stands for
+    registered_only: tuple[str, ...]  # ops with a kernel that have no documented name
 
     @property
     def names(self) -> frozenset[str]:

@@ -20,7 +20,7 @@ SEEDS = 3
 # Student's t, 95 %, one-sided. With SEEDS - 1 = 2 degrees of freedom the distribution is 1/2 + t / (2 sqrt(2 + t^2)):
 # the quantile is a * sqrt(2 / (1 - a^2)) with a = 2 * 0.95 - 1.
 _T = 0.9 * math.sqrt(2 / (1 - 0.9**2))
-# Final losses that differ by less are not told apart, however alike the pairs are: few batches repeat.
+# Final losses that differ by less count as equal, even if all pairs agree: a few batches repeat.
 _NEGLIGIBLE = 1e-3
 # A loss higher by this share of what fp32 gained must have shown, or the trainings say nothing.
 _RESOLVED = 0.5

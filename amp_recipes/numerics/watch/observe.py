@@ -251,7 +251,7 @@ class OpWatch(DispatchMode):
     are not seen; neither is what runs inside a higher-order op.
     """
 
-    supports_higher_order_operators = True  # they run as if nobody watched
+    supports_higher_order_operators = True  # they run as if no instrument watched
 
     def __init__(
         self, at: Attribution, saw: Callable[..., None], about_to_see: Callable[..., None] | None = None

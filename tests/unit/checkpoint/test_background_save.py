@@ -273,7 +273,7 @@ def test_an_error_is_logged_at_once_and_raised_once_at_the_next_call_that_reads(
     called = []
     checkpointer.start_saving({"optimizer_step": 2}, then=called.append)
     message = (
-        "Checkpoint CKPT+000002 (step 2) not written: Input/output error. CKPT+000001 (step 1) is intact. "
+        "Checkpoint CKPT+000002 (step 2) was not written: Input/output error. CKPT+000001 (step 1) is intact. "
         f"Folder: {str(tmp_path)!r}."
     )
     eventually(lambda: message in caplog.text)  # without anybody asking
@@ -320,7 +320,7 @@ def test_a_save_after_one_that_failed_raises_if_the_disk_is_still_bad(tmp_path, 
     checkpointer = Checkpointer(tmp_path, {"x": Holder(torch.ones(3))})
     failing_disk(monkeypatch, "CKPT+000001")
     checkpointer.start_saving({"optimizer_step": 1})
-    with pytest.raises(CheckpointError, match=r"\(step 2\) not written: Input/output error"):
+    with pytest.raises(CheckpointError, match=r"\(step 2\) was not written: Input/output error"):
         getattr(checkpointer, save)({"optimizer_step": 2})
     checkpointer.wait()  # both errors have been told
     assert finished(tmp_path) == []
@@ -337,7 +337,7 @@ def test_an_error_of_what_was_to_follow_is_raised_too(tmp_path):
 
 def test_a_state_that_cannot_be_saved_is_refused_at_the_call(tmp_path):
     checkpointer = Checkpointer(tmp_path, {"x": Holder(object())})
-    with pytest.raises(CheckpointError, match="not written"):
+    with pytest.raises(CheckpointError, match="was not written"):
         checkpointer.start_saving()
     checkpointer.wait()
 

@@ -136,7 +136,7 @@ def test_losses_too_small_for_any_scale(subtests):
             found = underflow(network(gain), windows())
             assert found.init_scale == 2.0**24 and found.counted
             flushed = found.flushed[found.scales.index(found.init_scale)] - found.exact_zeros
-            assert f"flushes {100 * flushed:.2g} %" in found.summary()
+            assert f"{100 * flushed:.2g} % of the gradients become zero" in found.summary()
             assert flushed > 0.5 or gain > 1e-15
             if flushed > 0.5 and found.flushed[-1] - found.exact_zeros >= 1e-3:
                 assert found.window_octaves is None and "every scale loses" in found.summary()

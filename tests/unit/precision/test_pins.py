@@ -223,13 +223,13 @@ def test_patterns_that_match_nothing_are_all_reported_with_the_nearest_names():
 
 
 def test_a_string_instead_of_a_list_is_refused():
-    with pytest.raises(ConfigError, match=r"use \['embed'\]"):
+    with pytest.raises(ConfigError, match=r"expected a list of patterns: \['embed'\]"):
         pin_fp32(Net(), "embed")
 
 
 def test_what_has_no_forward_and_no_children_is_refused_by_name():
     module = nn.ModuleDict({"bias": nn.ParameterList([nn.Parameter(torch.ones(1))]), "spy": Spy()})
-    with pytest.raises(ConfigError, match=r"'bias' \(ParameterList\).*nothing to pin"):
+    with pytest.raises(ConfigError, match=r"'bias' \(ParameterList\).*cannot be pinned"):
         pin_fp32(module, ["spy", "bias"])
     assert "forward" not in vars(module["spy"])
     assert pin_fp32(module, ["*"]).names == ["spy", "spy.linear"]  # beside others it is no mistake

@@ -225,7 +225,7 @@ def test_patience_counts_only_what_is_not_ordinary_back_off(caplog):
     for step in range(10):
         patience.observe(skipped(1024.0), lambda: "here", step)
     patience.observe(skipped(1.0), lambda: "epoch 1, batch 3", 11)
-    assert "floor" in caplog.text and "epoch 1, batch 3" in caplog.text
+    assert "at its minimum" in caplog.text and "epoch 1, batch 3" in caplog.text
     patience.observe(Update(True, [1.0], {}, 1.0), lambda: "here", 11)
     patience.observe(skipped(1.0), lambda: "here", 12)
     patience.check()

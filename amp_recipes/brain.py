@@ -167,7 +167,7 @@ class Brain(OptionFields):
         self.__run.task.fit(self.__run, call)
 
     def on_fit_start(self) -> None:
-        """Get ready to train: wrap modules, make optimizers and schedulers, go on from a checkpoint if there is one."""
+        """Get ready to train: wrap modules, make optimizers and schedulers, resume from a checkpoint if any."""
         run = self.__run
         run.processes.share_modules()
         if not self.optimizers_dict:

@@ -52,7 +52,7 @@ class FolderInUseError(AmpRecipesError, RuntimeError):
 
 
 class ProcessError(AmpRecipesError, RuntimeError):
-    """The processes of a run could not meet, lost each other, or waited for each other in vain."""
+    """The processes of a run could not connect, lost each other, or waited too long for each other."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -153,7 +153,7 @@ _unsaid: list[_thread.LockType] = []  # a lock for each line that a thread logs,
 
 
 def is_default(signum: int) -> bool:
-    """Whether that signal does what it does to every Python program: it is not ignored, and nobody handles it."""
+    """Whether the signal has Python's default action: it is not ignored, and has no handler."""
     handler = signal.getsignal(signum)
     # Python does not know of the handlers of C libraries, nor of those of faulthandler.
     return handler is signal.default_int_handler or (handler == signal.SIG_DFL and not _getsig(signum))

@@ -101,7 +101,7 @@ class RunSummary:
         return {name: getattr(self, name) for name in _TOTALS}
 
     def take_totals(self, totals: Mapping[str, Any]) -> None:
-        """Go on counting from what `totals` returned."""
+        """Continue counting from what `totals` returned."""
         for name, value in totals.items():
             setattr(self, name, value)
 
@@ -133,7 +133,7 @@ class Logger(Protocol):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The run goes on from a checkpoint, and will log again what came after it."""
+        """Restore the log's state: the run resumes from a checkpoint, and logs again what came after it."""
 
     def close(self) -> None:
         """Release files and terminals, also after an exception. May be called twice."""

@@ -442,7 +442,7 @@ class Checkpointer:
             raise
 
     def _refuse_to_start_afresh(self, lacking: list[Checkpoint], damaged: dict[Path, str], key: str | None) -> None:
-        """A run that has checkpoints must not begin anew, or be evaluated untrained, without a word."""
+        """Raise if there are checkpoints: a run must not start again, or be evaluated untrained, without a message."""
         if not lacking and not damaged:
             return
         text = f"No usable checkpoint in {str(self.checkpoints_dir)!r}."

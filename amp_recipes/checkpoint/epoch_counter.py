@@ -9,7 +9,7 @@ from amp_recipes.errors import CheckpointError, ConfigError
 
 
 class EpochCounter:
-    """Epochs from 1 to `limit`; as a recoverable it goes on after the epoch that a checkpoint was saved in.
+    """Epochs from 1 to `limit`; after a restore it continues with the epoch after the saved one.
 
     limit: number of epochs; 0: none. It is not part of the state, so a resumed run may raise it.
     `current` is the epoch that runs (0 before the first). A counter that reached its limit yields no more.

@@ -111,7 +111,7 @@ def check_writable(path: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what saves and deletions that were killed have left. Nobody else may be writing in `parent`."""
+    """Remove leftovers of killed saves and deletions. No other process may be writing in `parent`."""
     for path in parent.glob(f"{TEMPORARY_PREFIX}CKPT+*"):
         shutil.rmtree(path, ignore_errors=True)
 

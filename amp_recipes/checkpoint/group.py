@@ -22,12 +22,12 @@ from amp_recipes.errors import CheckpointError, ConfigError
 _KINDS: tuple[type[Exception], ...] = (ConfigError, CheckpointError, Damaged)
 
 
-class Unheard(CheckpointError):
+class NoAnswer(CheckpointError):
     """Another process has ended, or did not come."""
 
 
 class CheckpointGroup:
-    """The processes that save and load together. Those that cannot be heard are a CheckpointError.
+    """The processes that save and load together. A process that does not answer causes a CheckpointError.
 
     group: None, where there is one process: every method is then done at once.
     """
@@ -47,7 +47,7 @@ class CheckpointGroup:
         if self._group is None:
             return [value]
         found = [None] * self.count if self.is_main else None
-        self._speak(lambda: dist.gather_object(value, found, dst=0, group=self._group))
+        self._communicate(lambda: dist.gather_object(value, found, dst=0, group=self._group))
         return found or []
 
     def from_main(self, value: Any = None) -> Any:
@@ -55,7 +55,7 @@ class CheckpointGroup:
         if self._group is None:
             return value
         box = [value]
-        self._speak(lambda: dist.broadcast_object_list(box, src=0, group=self._group))
+        self._communicate(lambda: dist.broadcast_object_list(box, src=0, group=self._group))
         return box[0]
 
     def of_all(self, value: Any) -> list[Any]:
@@ -63,11 +63,11 @@ class CheckpointGroup:
         if self._group is None:
             return [value]
         found = [None] * self.count
-        self._speak(lambda: dist.all_gather_object(found, value, group=self._group))
+        self._communicate(lambda: dist.all_gather_object(found, value, group=self._group))
         return found
 
     def meet(self, what: str) -> None:
-        """Go on when all processes have come to do the same. Raises CheckpointError on all if they do not."""
+        """Wait until all processes are here to do the same. Raises CheckpointError on all if they are not."""
         came = self.of_all(what)
         if len(set(came)) > 1:
             listed = ", ".join(f"rank {rank} wants to {what}" for rank, what in enumerate(came))
@@ -78,26 +78,26 @@ class CheckpointGroup:
         if self._group is None:
             return job()
         done, error = _tried(job)
-        met = self.of_all(None if error is None else _told(error))
+        met = self.of_all(None if error is None else _as_text(error))
         bad = [(told[0], rank, told) for rank, told in enumerate(met) if told is not None]
         if bad:
             _, rank, told = min(bad)
-            raise error if rank == self.rank else _heard(told, "" if rank == 0 else f"rank {rank}: ")
+            raise error if rank == self.rank else _error_from(told, "" if rank == 0 else f"rank {rank}: ")
         return done
 
     def on_main(self, job: Callable[[], Any]) -> Any:
         """Run `job` on the main process only, and return its result on all; its error is raised on all."""
         done, error = _tried(job) if self.is_main else (None, None)
-        done, told = self.from_main((done, None if error is None else _told(error)))
+        done, told = self.from_main((done, None if error is None else _as_text(error)))
         if told is not None:
-            raise error or _heard(told)
+            raise error or _error_from(told)
         return done
 
-    def _speak(self, act: Callable[[], object]) -> None:
+    def _communicate(self, act: Callable[[], object]) -> None:
         try:
             act()
         except RuntimeError as error:
-            raise _unheard(error) from error
+            raise _no_answer(error) from error
 
 
 ALONE = CheckpointGroup()
@@ -114,7 +114,7 @@ def checkpoint_group() -> CheckpointGroup:
         try:
             _groups[world] = dist.new_group(backend="gloo", timeout=_timeout())
         except RuntimeError as error:
-            raise _unheard(error) from error
+            raise _no_answer(error) from error
     return CheckpointGroup(_groups[world])
 
 
@@ -131,18 +131,18 @@ def _tried(job: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _told(error: Exception) -> tuple[int, str]:
-    """An error as the other processes hear of it."""
+def _as_text(error: Exception) -> tuple[int, str]:
+    """Return an error as data that can be sent to the other processes."""
     index = next((index for index, kind in enumerate(_KINDS) if isinstance(error, kind)), None)
     return (1, f"{type(error).__name__}: {error}") if index is None else (index, str(error))
 
 
-def _heard(told: tuple[int, str], before: str = "") -> Exception:
+def _error_from(told: tuple[int, str], before: str = "") -> Exception:
     return _KINDS[told[0]](before + told[1])
 
 
-def _unheard(error: RuntimeError) -> Unheard:
-    return Unheard(
+def _no_answer(error: RuntimeError) -> NoAnswer:
+    return NoAnswer(
         f"The other processes did not answer ({str(error).partition(chr(10))[0]}). Either one of them has ended, or "
         "not all of them came here. With several processes, every rank must call the functions that save or load a "
         "checkpoint, so do not call them under `if is_main_process()`. Only rank 0 writes what is not sharded. The "

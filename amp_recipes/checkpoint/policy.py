@@ -197,13 +197,13 @@ class CheckpointPolicy:
         self._resumed, self._may_resume_again = False, True
 
     def reload(self) -> None:
-        """Load the newest checkpoint in the midst of a fit, which goes on from there."""
+        """Load the newest checkpoint during a fit, which continues from there."""
         self._save_again = None
         self._note_save()
         self.checkpointer.recover_if_possible()
 
     def _set_aside(self) -> None:
-        """Rename the folder of the old checkpoints: a run that starts afresh neither takes nor deletes them."""
+        """Rename the folder of the old checkpoints: a new run neither uses nor deletes them."""
         self.wait()
         if not self._writes:
             return

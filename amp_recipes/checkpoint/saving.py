@@ -24,7 +24,7 @@ from amp_recipes.checkpoint.folder import (
     TEMPORARY_PREFIX,
     Checkpoint,
 )
-from amp_recipes.checkpoint.group import ALONE, CheckpointGroup, Unheard
+from amp_recipes.checkpoint.group import ALONE, CheckpointGroup, NoAnswer
 from amp_recipes.checkpoint.hashed_file import HashedFile
 from amp_recipes.checkpoint.loading import nonfinite_parameters
 from amp_recipes.checkpoint.state_format import PackedState, write_state
@@ -33,7 +33,7 @@ from amp_recipes.files.file_system import FULL, fsync_folder, out_of_inodes, siz
 
 
 def meet_to_save(recoverables: Mapping[str, Any], group: CheckpointGroup) -> None:
-    """Go on when all have come to save; the main one knows then what `part_of_process` returned in each.
+    """Wait until all processes are here to save; sends the results of `part_of_process` to the main one.
 
     They are told before any `state_dict` is asked, so that none of these asks other processes itself: where another
     raises, they would wait.
@@ -122,7 +122,7 @@ def without(files: Mapping[str, PackedState], unwanted: Mapping[str, list[str]])
 
 
 class OtherProcesses:
-    """The others as the main process sees them from the moment it has heard what they hold."""
+    """The other processes, for the main one, once it has received the facts about their files."""
 
     def __init__(self, group: CheckpointGroup, of_ranks: list[Held]) -> None:
         self._group = group
@@ -152,7 +152,7 @@ class OtherProcesses:
 
     def tell_failure(self, error: Exception) -> None:
         """It has failed, here or on another of them."""
-        if isinstance(error, Unheard):
+        if isinstance(error, NoAnswer):
             return  # and their answers would not be read now
         if self._writing:
             self._group.to_main(({}, None))

@@ -28,7 +28,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._buffers: dict[_Slot, Tensor] = {}
-        self._told = False
+        self._reported = False
 
     def prepare(self, states: Mapping[str, PackedState]) -> None:
         """Allocate the pinned memory for copies of these states, if there is enough; `take` uses it later.
@@ -93,14 +93,14 @@ class Snapshot:
         return None
 
     def _tell(self, needed: int, why: str) -> bool:
-        if not self._told:
+        if not self._reported:
             logger.warning(
                 "training waits while a checkpoint is written: a copy of the state in host memory needs %.0f MB, and "
                 "twice as much must be free (%s)",
                 needed / 1e6,
                 why,
             )
-        self._told = True
+        self._reported = True
         return False
 
 

@@ -65,7 +65,7 @@ class SpeechBrainCheckpointer:
     def save_checkpoint(
         self, meta: Mapping[str, Any] | None = None, then: Callable[[Any], object] | None = None
     ) -> Any:
-        """Save everything, and call `then` with it; meta: plain values. Counters hear whether it is inside an epoch."""
+        """Save everything, and call `then` with it; meta: plain values. Counters are told if it is inside an epoch."""
         inside = bool((meta or {}).get(INSIDE_EPOCH))
         meta = {**(meta or {}), **({_THEIR_FLAG: True} if inside else {})}
         saved = self.original.save_checkpoint(meta=meta, end_of_epoch=not inside)

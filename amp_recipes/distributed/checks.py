@@ -19,7 +19,7 @@ from amp_recipes.modules.blocks import chosen_blocks
 
 logger = logging.getLogger(__name__)
 
-# Option -> the value at which it asks for nothing. Those that only make a run faster are left unheeded with a warning,
+# Option -> the value at which it asks for nothing. Those that only make a run faster are ignored with a warning,
 # so that one YAML serves both; the others would change what is trained, or whether it fits.
 _OF_FSDP = {"shard_replicas": 1, "cpu_offload": False, "tensor_parallel": 1}
 _ONLY_SPEED_OF_FSDP = {"shard_modules": [], "reshard_after_forward": True}

@@ -25,7 +25,7 @@ def agree(flag: torch.Tensor) -> torch.Tensor:
 
 
 class AsyncGather:
-    """Numbers that each process gives, all as many and at the same moment; on their way until somebody reads them."""
+    """Gathers numbers of all processes in the background; each process passes as many, at the same point."""
 
     def __init__(self, numbers: Sequence[float]) -> None:
         self._mine = torch.tensor(numbers, dtype=torch.float64)
@@ -86,7 +86,7 @@ def from_main_process(value: Any) -> Any:
 
 
 def wait_for_all() -> None:
-    """Go on when every rank has come here."""
+    """Wait until every rank is here."""
     if initialized():
         with collective("waiting for all ranks"):
             dist.barrier(group=host_group())

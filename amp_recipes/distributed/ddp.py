@@ -50,7 +50,7 @@ class _Reducer(DistributedDataParallel):
         self.identities = frozenset(map(id, parameters))
         self.reached = False  # by the backward under way
         self.told: Averaged | None = None  # the flags that the current backward sends with the gradients
-        self.owes = False  # gradients of this window's earlier micro-batches, which were not averaged
+        self.has_unsynced_gradients = False  # gradients of this window's earlier micro-batches, which were not averaged
         # Without a search for unused ones, a backward reaches all of them or none.
         self.marked = next((each for each in self.averaged if each.numel()), self.averaged[0])
         for parameter in self.averaged if self.find_unused_parameters else [self.marked]:
@@ -67,7 +67,7 @@ class _Reducer(DistributedDataParallel):
 
     @property
     def marked_gradient(self) -> torch.Tensor | None:
-        """After a backward that averaged: the gradient that told the others; None where none can, on any rank."""
+        """The gradient that carried the flag to the other ranks in the last backward; None if none can."""
         gradient = self.marked.grad
         # Where unused parameters are looked for, this may be one of them, on one rank or on all.
         return gradient if self.reached and not self.find_unused_parameters and _can_be_marked(gradient) else None
@@ -86,13 +86,13 @@ class _Reducer(DistributedDataParallel):
         self.expects_gradients = True
 
     def not_averaged(self) -> list[nn.Parameter]:
-        """After a backward: the parameters whose gradients of this window nobody has averaged, though they are due."""
+        """After a backward: the parameters whose gradients of this window are due, but were not averaged."""
         due: list[nn.Parameter] = []
         if not self.reached:
             self.expect_none()  # the loss does not depend on the module
-            if self.owes:  # but an earlier one of the window did
+            if self.has_unsynced_gradients:  # but an earlier one of the window did
                 due = self.averaged
-        self.expects_gradients = self.owes = False
+        self.expects_gradients = self.has_unsynced_gradients = False
         return due
 
     def expect_none(self) -> None:
@@ -111,7 +111,7 @@ class Averaged:
 
     def __init__(self) -> None:
         self._factor: torch.Tensor | None = None
-        self._told: list[tuple[frozenset[int], torch.Tensor]] = []
+        self._sent_flags: list[tuple[frozenset[int], torch.Tensor]] = []
 
     def tell(self, losses: Sequence[torch.Tensor]) -> None:
         """Before the backward: let its gradients tell whether any of the `losses` (0-d, detached) is nonfinite."""
@@ -128,7 +128,7 @@ class Averaged:
         """After the backward: the gradients of `reducer` are averaged."""
         if self._factor is not None and reducer.marked_gradient is not None:
             # Read at once: what a recipe does to gradients before the update (a mask, nan_to_num) may take it away.
-            self._told.append((reducer.identities, reducer.marked_gradient.as_strided((), ()) * 0))
+            self._sent_flags.append((reducer.identities, reducer.marked_gradient.as_strided((), ()) * 0))
 
     def heard_with(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor | None:
         """0-d, the same on all ranks: NaN if a loss was nonfinite on any of them, or their first gradient; else 0.
@@ -137,7 +137,7 @@ class Averaged:
         depends on the course of the step alone and not on numbers, so that either all ranks ask or none.
         """
         left, heard = set(map(id, parameters)), None
-        for identities, told in self._told:
+        for identities, told in self._sent_flags:
             if heard is None and not left.isdisjoint(identities):
                 heard = told
             left -= identities
@@ -242,7 +242,7 @@ def no_sync(modules: nn.Module, use: bool = True) -> Iterator[None]:
     for reducer in reducers:
         reducer.require_backward_grad_sync = False
         if isinstance(reducer, _Reducer):
-            reducer.owes = True
+            reducer.has_unsynced_gradients = True
             reducer.expect_none()
     try:
         yield
@@ -435,13 +435,13 @@ def _refuse_other_models(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         for ours, theirs in zip_longest(shapes[0], of_rank):
             if ours != theirs:
                 raise ConfigError(
-                    f"the modules differ between processes: rank 0 has {_told(ours)}, rank {rank} has {_told(theirs)}"
-                    ". Every process must build the same model. Check whether the model depends on the rank, on "
-                    "random numbers, or on the data that a rank reads."
+                    f"the modules differ between processes: rank 0 has {_tensor_text(ours)}, rank {rank} has "
+                    f"{_tensor_text(theirs)}. Every process must build the same model. Check whether the model depends "
+                    "on the rank, on random numbers, or on the data that a rank reads."
                 )
 
 
-def _told(tensor: tuple[str, tuple[int, ...], str, bool] | None) -> str:
+def _tensor_text(tensor: tuple[str, tuple[int, ...], str, bool] | None) -> str:
     if tensor is None:
         return "nothing more"
     name, shape, dtype, trainable = tensor

@@ -75,7 +75,7 @@ class Watch:
         self.rank, self.world_size, self.timeout_minutes = rank, world_size, timeout_minutes
         self.exit_code: int | None = None  # of a process that fails
         self.store = store.clone()
-        self._heard = threading.Event()
+        self._received = threading.Event()
         self._report: Report | None = None
         self._host_is_done = self._store_is_gone = False
         # A descriptor that can be read when the process has ended -> its rank; -1: torchrun, which started this one.
@@ -89,7 +89,7 @@ class Watch:
 
     def report(self, within_seconds: float = 0.0) -> Report | None:
         """The first failure of the run, if one is known by then."""
-        self._heard.wait(within_seconds)
+        self._received.wait(within_seconds)
         return self._report
 
     def tell(self, report: Report) -> None:
@@ -108,7 +108,7 @@ class Watch:
             self.store.set(f"done/{self.rank}", "")
             waiting = set(range(self.world_size)) if self.rank == 0 and hosted_by_rank_0() else set()
             deadline = time.monotonic() + _REPORT_WITHIN_SECONDS + 2 * _LOOK_SECONDS
-            while waiting and time.monotonic() < deadline and not self._heard.is_set():
+            while waiting and time.monotonic() < deadline and not self._received.is_set():
                 waiting = {rank for rank in waiting if not self.store.check([f"done/{rank}"])}
                 time.sleep(0.02 if waiting else 0)
 
@@ -186,7 +186,7 @@ class Watch:
             self._report = Report(
                 0, "", "its process, which hosts the store of the run, ended without an error message"
             )
-            self._heard.set()
+            self._received.set()
         elif not hosted_by_rank_0():
             logger.warning(
                 "lost the connection to torchrun's store: failures of other ranks are noticed only when a wait times "
@@ -199,7 +199,7 @@ class Watch:
 
     def _take(self, told: bytes) -> None:
         self._report = Report(**json.loads(told))
-        self._heard.set()
+        self._received.set()
 
     def _end_without_launcher(self) -> None:
         """Save and end when torchrun has died: this process would train on, and keep its folder from a new start.

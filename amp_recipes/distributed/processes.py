@@ -194,11 +194,11 @@ def _meet() -> dist.Store:
         failures.start_watch(_store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _timeout_minutes)
         atexit.register(_end, os.getpid())
         if int(os.environ["RANK"]) != 0:
-            _speak_of_errors_only()
+            _log_errors_only()
     return _store
 
 
-def _speak_of_errors_only() -> None:
+def _log_errors_only() -> None:
     """What rank 0 says too is not said again by the others."""
     logging.getLogger("amp_recipes").setLevel(logging.ERROR)
     if logging.lastResort is not None:  # what prints a recipe's warnings where no logging is set up
@@ -281,7 +281,7 @@ def main_process_first(each_machine: bool = False) -> Iterator[None]:
 
 
 def _any_store() -> dist.Store:
-    """The store that the processes share, whoever made their group."""
+    """Return the store that the processes share, even if the recipe made their group."""
     if _store is None and dist.is_initialized():
         return dist.PrefixStore("amp_recipes", default_store())
     check_environment()

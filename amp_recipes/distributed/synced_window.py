@@ -143,12 +143,12 @@ class SyncedWindows:
             self._since += 1
             self._samples_untold += samples - message.own_samples
             return SyncedWindow(weights, message, self._weighted, asked=False)
-        covers = min(self._alike, self._unheard())
+        covers = min(self._alike, self._windows_until_message())
         self._message = _Message(weights, samples + self._samples_untold, *requests(), covers)
         self._since, self._samples_untold = 0, 0
         return SyncedWindow(weights, self._message, self._weighted, asked=True)
 
-    def _unheard(self) -> int:
+    def _windows_until_message(self) -> int:
         """Return the number of windows until the next message, from the duration of those since the last one."""
         before, self._sent_at = self._sent_at, time.monotonic()
         if self._message is None:

@@ -26,7 +26,7 @@ except ImportError:  # Windows
 
 
 class RunLog:
-    """The running stage's clock and counts, and the loggers that hear of them.
+    """The running stage's clock and counts, and the loggers that receive them.
 
     summary: filled in as stages end; memory_interval_steps: how often the device is asked for its peak memory.
     recovery: may be set to what the updates from then on are to be marked with; None: with nothing.

@@ -39,7 +39,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin the average anew at the parameters as they are now."""
+        """Restart the average from the current parameters."""
         for average, parameter in zip(self._averages, self._parameters, strict=True):
             average.copy_(parameter)
 

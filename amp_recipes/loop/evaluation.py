@@ -85,7 +85,7 @@ def evaluate_set(
     progressbar: bool | None,
     loader_kwargs: Mapping[str, Any],
 ) -> float:
-    """Evaluate a test set; inside `fit` training goes on afterwards as if this had not been."""
+    """Evaluate a test set; inside `fit`, training continues afterwards as if nothing had happened."""
     loader = run.feed.batches_of(test_set, Stage.TEST, loader_kwargs)
     run.pending.settle()
     run.processes.share_untrained()

@@ -114,7 +114,7 @@ def _examination(run: Any) -> Iterator[str]:
 
 
 class _NoResume:
-    """Looks at a run, and does not go on with it."""
+    """Does not resume: an examination only reads the run."""
 
     def __init__(self, resume: Any) -> None:
         self.init_from_run = resume.init_from_run

@@ -68,7 +68,7 @@ class Fit:
         return cls(run, as_epochs(call.epoch_counter), {"train": train, "valid": valid})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the place that a checkpoint holds."""
+        """Continue from the place in a checkpoint."""
         self.position.load_state_dict(state)
         self._stage_so_far, self._logs_at_save = state["stage_so_far"], state.get("logs", {})
 

@@ -22,7 +22,7 @@ class Totals:
         self.trained = False
 
     def load(self, state: Mapping[str, int]) -> None:
-        """Go on counting from what a checkpoint holds."""
+        """Continue counting from the totals in a checkpoint."""
         self.optimizer_step, self.skipped_steps = state["optimizer_step"], state["skipped_steps"]
 
     @contextmanager

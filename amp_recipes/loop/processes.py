@@ -108,15 +108,15 @@ class OneProcess:
         self._run.wrap_modules()
 
     def share_untrained(self) -> None:
-        """There is nobody to share them with."""
+        """Do nothing: there is no other process."""
 
     def warn_of_differing_weights(self) -> None:
-        """There is nobody to differ from."""
+        """Do nothing: there is no other process."""
 
     def averaged(
         self, loss: torch.Tensor, optimizers: Sequence[Optimizer] | None
     ) -> AbstractContextManager[Averaged | None]:
-        """Around a backward; gradients are averaged with nobody."""
+        """Context around a backward; one process averages with no other."""
         return nullcontext()
 
     def no_sync(self, use: bool) -> AbstractContextManager[None]:
@@ -191,7 +191,7 @@ class ManyProcesses:
         return False
 
     def is_to_end(self) -> bool:
-        """Whether all know that they are to end: one that has just been sent a signal has not told the others yet."""
+        """Whether all processes know that they must end: after a signal, a process first has to tell the others."""
         return self._run.current.asked_to_end
 
     def share_modules(self) -> None:

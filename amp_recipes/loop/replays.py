@@ -41,7 +41,7 @@ class Replays:
         self._reports: dict[tuple[Any, ...], str] = {}  # the reported facts -> the place of the report
         self._generators: tuple[Any, dict[str, Any]] = (None, {})
 
-    # ------------------------------------------------------------------ where a nonfinite value was born
+    # ------------------------------------------------------------------ where a nonfinite value first appeared
 
     def before_step(self, batches: Sequence[Any]) -> BeforeStep | None:
         """Return the data that a replay of this window would need."""

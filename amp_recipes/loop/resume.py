@@ -140,7 +140,7 @@ class LoopState:
 
 
 class Resume:
-    """Goes on from the newest checkpoint, or begins with the weights of another run."""
+    """Resumes from the newest checkpoint, or starts from the weights of another run."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -148,7 +148,7 @@ class Resume:
         run.checkpoints.register("brain", self._state)
 
     def from_newest(self) -> None:
-        """Register what else training adds to a checkpoint, and go on from the newest one, once.
+        """Register training's own state for checkpoints, and resume from the newest one, once.
 
         One that a later `fit` of this process's course saved waits for that `fit`.
         """

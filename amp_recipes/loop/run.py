@@ -405,7 +405,7 @@ class Run:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """A fit is under way; if it fails, whoever calls `fit` again goes on with this one."""
+        """Inside this context a fit runs; if it fails, the next call of `fit` continues it."""
         self.in_fit = True
         try:
             with self.totals.fit():

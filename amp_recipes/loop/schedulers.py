@@ -56,7 +56,7 @@ class Schedulers:
             )
 
     def _count(self, count_updates: Callable[[], int]) -> int:
-        """The updates of the run, for a scheduler that is to be told them."""
+        """Count the updates of the run, for a scheduler that needs the total."""
         if self._interval == "epoch":
             raise ConfigError(
                 "lr_scheduler takes total_updates, but lr_scheduler_interval is epoch, so it would advance once per "

@@ -12,7 +12,7 @@ _with_autocast: dict[str, tuple[str, ...]] = {}  # by the name of what is out of
 
 
 def queues_work(device: torch.device) -> bool:
-    """Whether kernels, and copies to and from pinned memory, go on while the host does; an event tells their end.
+    """Whether kernels, and copies to and from pinned memory, run asynchronously to the host; an event marks their end.
 
     On any other device the host waits for a copy. One out of torch's own tree is taken to have events.
     """

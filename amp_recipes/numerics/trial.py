@@ -85,7 +85,7 @@ class Recorder:
         return getattr(self._owner, name)  # `backward`, `losses` and all else
 
     def begin(self) -> None:
-        """Buffers are put back by whoever tries the step."""
+        """Do nothing: the code that tries the step restores the buffers."""
 
     def step(self, optimizers: Mapping[str, Optimizer], max_grad_norm: float) -> PendingUpdate | None:
         """Keep what the optimizers would have been given; a later step of the same window adds `#2` to the names."""

@@ -29,7 +29,7 @@ class Patience:
         self.reset()
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Restart the count."""
         self._in_a_row = 0
         self._verdict = None
 
@@ -42,7 +42,7 @@ class Patience:
         self._in_a_row = state["in_a_row"]
 
     def observe(self, update: Update, where: Callable[[], str], skipped_in_all: int, cause: str = "") -> None:
-        """Count `update`. where: says which batch it was; cause: where the nonfinite value was born, if known."""
+        """Count `update`. where: says which batch it was; cause: where the nonfinite value first appeared, if known."""
         if update.taken:
             self._in_a_row = 0
             return
@@ -69,7 +69,7 @@ class Patience:
         return self._verdict is not None
 
     def take_verdict(self) -> NonfiniteError:
-        """The error that `check` would raise; counting begins anew."""
+        """Return the error that `check` would raise, and restart the count."""
         error = NonfiniteError(self._verdict)
         self.reset()
         return error

@@ -97,7 +97,7 @@ class PrecisionPlan:
         return plan
 
     def report_missing_context(self) -> None:
-        """Warn if training does not run at its precision: nobody has entered `training_ctx`."""
+        """Warn if training does not run in its precision, because `training_ctx` was not entered."""
         if self.widened:
             return
         if self.training.dtype != torch.float32 and not self._low_ctx.was_entered:

@@ -109,7 +109,7 @@ class _Group:
         return [item for item in map(self.items.__getitem__, replaced) if not item.fits(item.current)]
 
     def keep(self, replaced: Iterable[int]) -> None:
-        """Go on from the buffers as they are."""
+        """Keep the buffers as they are."""
         self._take(replaced)
         foreach_copy(self.parts, self.aliases)
 

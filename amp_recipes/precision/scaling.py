@@ -281,11 +281,11 @@ class UpdateOwner:
                     self._stepped.add(id(part.optimizer))
             failed, marks = self._take_norms([*parts.values()], losses)
             norms = [part.norm for part in parts.values()]
-            heard = self._heard(optimizers.values())
-            if heard is not None:
-                norms[0] = norms[0] + heard.to(norms[0].device)
+            received = self._received_flags(optimizers.values())
+            if received is not None:
+                norms[0] = norms[0] + received.to(norms[0].device)
             numbers = self._gather([*losses, *norms, *scales, *marks])
-            asks = self._agree is not None and heard is None
+            asks = self._agree is not None and received is None
             # On a CPU the host sees the numbers as soon as the device does.
             on_host = self._host.immediate
             skip = None if on_host and not asks else self._verdict(numbers, failed, asks)
@@ -311,7 +311,7 @@ class UpdateOwner:
         self.losses, self._averaged = [], None
 
     def forget_state(self) -> None:
-        """Optimizer states or buffers were replaced from outside: look at them afresh."""
+        """Read optimizer states and buffers again: they were replaced from outside."""
         self._initialized.clear()
         self.buffers.watching = False
 
@@ -392,7 +392,7 @@ class UpdateOwner:
         """
         return torch.stack([self._zero, *(number.to(self._zero.device) for number in report)])
 
-    def _heard(self, optimizers: Iterable[Optimizer]) -> torch.Tensor | None:
+    def _received_flags(self, optimizers: Iterable[Optimizer]) -> torch.Tensor | None:
         """Return the flags of all ranks that the latest backward sent with the gradients of these optimizers."""
         return None if self._averaged is None else self._averaged.heard_with(_trainable(optimizers))
 

@@ -155,7 +155,7 @@ def users_function(context: Any) -> type | None:
 
 
 def weak_storage(tensor: Tensor) -> int:
-    """The address of the tensor's storage, which nobody else gets until `free_weak_storage`. Raises for sparse ones."""
+    """The address of the tensor's storage, which is not reused until `free_weak_storage`. Raises for sparse ones."""
     return tensor.untyped_storage()._weak_ref()
 
 

@@ -12,7 +12,7 @@ Snapshot = dict[str, Any]
 
 @dataclass(frozen=True)
 class Place:
-    """The place inside an epoch's training that a resumed run goes on from.
+    """The place inside an epoch's training from which a run resumes.
 
     step: batches that are done; data: the loader's own state, if it has one; stage_start: the snapshot taken just
     before the loader was first asked, for loaders whose order comes from the global generators; now: that of the save.
@@ -25,7 +25,7 @@ class Place:
 
 
 class Position:
-    """The place of one fit, from its first epoch or from the checkpoint that it goes on from.
+    """The place of one fit, from its first epoch or from the checkpoint that it resumes from.
 
     snapshot: takes the present `Snapshot`, of the generators alone if its argument is false.
     epoch_loss_due: loss of an epoch whose end has not followed yet (its schedulers have not moved); None otherwise.

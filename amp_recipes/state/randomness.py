@@ -44,7 +44,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def set_apart(number: int) -> None:
-    """Seed every global generator anew by what it would draw now and `number`, so that processes draw differently.
+    """Reseed every global generator from its next draw and `number`, so that processes draw different numbers.
 
     0: all stay as they are.
     """

@@ -59,7 +59,7 @@ class RecipeState:
         self._hooked = hooked
         self._at_begin: dict[str, Any] | None = None
         self._moved: set[str] = set()
-        self._told = False
+        self._reported = False
         self._kept: dict[str, Any] | None = None  # copies of what was there at `begin`
         self._names: set[str] = set()
 
@@ -241,8 +241,8 @@ class RecipeState:
         return self._recipe if attribute == name else self._recipe.hparams, attribute
 
     def _tell(self, left_out: Mapping[str, str]) -> None:
-        if left_out and not self._told:
-            self._told = True
+        if left_out and not self._reported:
+            self._reported = True
             listed = "; ".join(f"{name} ({problem})" for name, problem in left_out.items())
             logger.info("these are not saved in checkpoints, so a resumed run creates them anew: %s", listed)
 

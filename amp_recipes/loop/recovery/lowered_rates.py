@@ -23,7 +23,7 @@ class LoweredRates:
         return {**vars(self), "_lowered": {}}  # identities mean nothing in a copy
 
     def attach(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """Mind the steps of these optimizers from now on, whoever calls them. May be called again."""
+        """Lower the rates in all steps of these optimizers from now on. May be called again."""
         for optimizer in optimizers.values():
             optimizer.register_step_pre_hook(self._before)
             optimizer.register_step_post_hook(self._after)

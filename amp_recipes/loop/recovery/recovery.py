@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class GoingBack(Exception):
-    """The epoch ends here: the run goes on from an earlier checkpoint, which is the newest now."""
+    """The epoch ends here: the run continues from an earlier checkpoint, which is now the newest."""
 
 
 def recovery_of(run: Any) -> SpikeRecovery | NoRecovery:
@@ -194,7 +194,7 @@ class SpikeRecovery:
         self._take_care(False)
 
     def counters(self, epoch_counter: Iterable[int]) -> Iterator[Iterable[int]]:
-        """The counter, again for each time that the fit goes back; one without a state begins anew."""
+        """Yield the counter, again each time that the fit goes back; one without a state starts again."""
         if hasattr(epoch_counter, "state_dict"):
             while True:
                 yield epoch_counter

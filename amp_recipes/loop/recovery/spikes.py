@@ -127,7 +127,7 @@ class SpikeWatch:
         self.begin(0, 0)
 
     def begin(self, fit: int, updates: int) -> None:
-        """A fit begins after so many updates, of which nothing is known yet; the counts go on."""
+        """Begin a fit after so many updates, with empty bands; the counts continue."""
         self.fit, self.observed = fit, updates
         self.until: int | None = None
         self.went_back_to: int | None = None

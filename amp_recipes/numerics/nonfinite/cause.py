@@ -1,8 +1,8 @@
 """Finds the cause of a nonfinite step: repeats it, watched, at other scales and precisions.
 
-The first replay, at the scale in force, tells where the value was born. Is it finite at scale 1, the scale was too
-high; is it finite in float32, it is the precision; is it finite without the nonfinite values of a batch or of a weight,
-it is these; else it is the model.
+The first replay, at the current scale, shows where the value first appeared. If the step is finite at scale 1, the
+cause is the scale. If it is finite in float32, the cause is the precision. If it is finite without the nonfinite values
+of a batch or of a weight, these are the cause. Otherwise it is the model.
 """
 
 from __future__ import annotations

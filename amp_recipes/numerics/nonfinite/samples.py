@@ -13,7 +13,7 @@ from amp_recipes.numerics.nonfinite.walk import Origin
 def samples_in_rows(
     origin: Origin, length: int, is_list: bool, parameter_shapes: frozenset[tuple[int, ...]]
 ) -> list[int] | None:
-    """The samples of the batch whose rows were born nonfinite; None where rows do not tell.
+    """Return the samples of the batch with nonfinite rows where NaN or Inf first appeared; None if rows do not show it.
 
     length: how many samples it has; is_list: it is a list of them; parameter_shapes: for births in the backward.
     """

@@ -81,7 +81,7 @@ class NonfiniteTrace:
         self.target: str | None = None
         self.causes: tuple[Cause, ...] = ()
         self.drawn: list[str] = []
-        self._told: set[str] = set()  # nonfinite numbers among the arguments of the op
+        self._nonfinite_arguments: set[str] = set()  # nonfinite numbers among the arguments of the op
         self._read_out: dict[str, tuple[Cause, ...]] = {}  # and where such a number came from: `tensor.item()`
         self._memories: dict[int, Memory] = {}
         self._prune_at = _FEW
@@ -108,7 +108,7 @@ class NonfiniteTrace:
         if self.target is not None:
             return
         facts = self._facts = facts_of(op)
-        self._told.clear()
+        self._nonfinite_arguments.clear()
         self._reads = [Read(tensor, self._memory_of(tensor)) for tensor in self._tensors((*args, *kwargs.values()))]
         self._changed: list[Tensor] = []
         for position, name in facts.mutated:
@@ -193,7 +193,7 @@ class NonfiniteTrace:
             elif isinstance(value, dict):
                 found += self._tensors(value.values())
             elif isinstance(value, float) and not math.isfinite(value):
-                self._told.add(str(value))
+                self._nonfinite_arguments.add(str(value))
         return found
 
     def _written(self, output: Any) -> list[Tensor]:
@@ -211,8 +211,8 @@ class NonfiniteTrace:
         return list(map(kind_of, written))
 
     def _keeps_finite(self, facts: Facts, written: list[Tensor]) -> bool:
-        """Whether all that was read is finite, and the op makes nothing else of that; so nobody need look."""
-        if self._told or not (facts.is_harmless or (facts.is_cast and self._widens(written[0]))):
+        """Whether all that was read is finite, and the op keeps it finite, so that no check is needed."""
+        if self._nonfinite_arguments or not (facts.is_harmless or (facts.is_cast and self._widens(written[0]))):
             return False
         reads = [read for read in self._reads if not read.overwritten]
         return not any(read.memory.bad or read.tensor.is_complex() for read in reads)
@@ -227,7 +227,7 @@ class NonfiniteTrace:
 
     def _causes(self, kind: int) -> tuple[Cause, ...]:
         """Return the events that wrote the nonfinite inputs."""
-        causes = {cause: None for told in self._told for cause in self._read_out.get(told, ())}
+        causes = {cause: None for told in self._nonfinite_arguments for cause in self._read_out.get(told, ())}
         for read in self._reads:
             if read.memory.bad and is_float(read.tensor):
                 found = _kind_for(read, kind)
@@ -236,7 +236,7 @@ class NonfiniteTrace:
         return tuple(causes)
 
     def _unseen(self, kind: int) -> tuple[Cause, ...]:
-        """The same for memory that somebody changed out of sight (NumPy, an extension) or that nobody ever wrote."""
+        """The same for memory that was changed outside of torch's ops (NumPy, an extension) or never written."""
         reads = [read for read in self._reads if not read.memory.bad and is_float(read.tensor)]
         return tuple((read.memory.last, min(found, kind)) for read in reads if (found := read.kind()) != FINITE)
 
@@ -244,7 +244,7 @@ class NonfiniteTrace:
         reads = [read for read in self._reads if not read.overwritten]
         ranges = [read.range or range_of(read.tensor) for read in reads if is_float(read.tensor)]
         whole = [read.tensor for read in reads if read.range is None]
-        birth = witness(op, args, ranges, whole, bad, kind, told_to=bool(self._told) or not reads)
+        birth = witness(op, args, ranges, whole, bad, kind, told_to=bool(self._nonfinite_arguments) or not reads)
         if self.at.here.phase == "recompute":
             birth.node = None  # that of the checkpoint, whose forward runs again
         return birth
@@ -265,7 +265,7 @@ class NonfiniteTrace:
             memory.bad.append(Bad(number, kind, *bytes_of(tensor)))
 
     def _forget_what_is_gone(self) -> None:
-        """Nobody can read a storage that was freed; what wrote it stays among the events."""
+        """Forget freed storages, which cannot be read any more; their writers stay among the events."""
         self._memories = {key: memory for key, memory in self._memories.items() if not memory.weak.expired()}
         self._prune_at = 2 * len(self._memories) + _FEW
 

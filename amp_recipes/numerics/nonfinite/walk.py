@@ -79,7 +79,7 @@ class Origin:
 
     @property
     def is_put_there(self) -> bool:
-        """Whether it is an infinity that the code wrote as it was told to, such as a mask."""
+        """Whether it is an infinity that the code wrote on purpose, such as a mask."""
         return not self.nan and self.birth is not None and self.birth.told_to
 
     @property

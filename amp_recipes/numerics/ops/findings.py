@@ -119,7 +119,7 @@ class _Run:
 
 
 def _computes_in(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.dtype]:
-    """The dtypes that a kernel is to compute in: those of its tensors, unless it is told to widen them itself."""
+    """Return the dtypes in which a kernel computes: those of its tensors, unless an argument widens them."""
     if kwargs.get("dtype") is not None:  # a sum of bf16 with dtype=float32 adds up in float32
         return [kwargs["dtype"]]
     if bare_op_name(func) in ("_softmax", "_log_softmax") and args[2]:  # half_to_float: what fp16 gets on a GPU

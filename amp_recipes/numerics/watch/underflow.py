@@ -85,8 +85,8 @@ class Underflow:
 def underflow(trial: Trial, windows: Sequence[Window], pins: Iterable[str] | None = None) -> Underflow:
     """Estimate the effect of fp16 on the gradients of these windows, from one run of each in bf16.
 
-    pins: as for `Trial.run`. Every gradient that is born in low precision is counted: those that flow between modules,
-    and those of weights, which are flushed as well before they are cast to fp32.
+    pins: as for `Trial.run`. Every gradient that is computed in low precision counts: those that flow between modules,
+    and those of weights, which lose small values before they are cast to fp32.
     """
     histogram = _Histogram(trial.modules)
     for window in windows:
@@ -95,7 +95,7 @@ def underflow(trial: Trial, windows: Sequence[Window], pins: Iterable[str] | Non
 
 
 class _Histogram:
-    """Counts the exponents of the low-precision values that are born in the backward."""
+    """Counts the exponents of the low-precision values that the backward creates."""
 
     def __init__(self, modules: nn.Module) -> None:
         self.at = Attribution(modules)

@@ -42,8 +42,7 @@ class OptimizationOptions:
         None, "Stop training after this many updates, over all epochs.", AT_LEAST_ONE
     )
     lr_scheduler_interval: Literal["step", "epoch"] = option(
-        "When `lr_scheduler` advances: after each update or after each epoch.",
-        "When the hparam `lr_scheduler` advances: after each update or each epoch.",
+        "step", "When `lr_scheduler` advances: after each update or after each epoch."
     )
     ema_decay: float | None = option(
         None, "Decay per update of an exponential moving average of the weights. Absent: no average.", FRACTION

@@ -319,7 +319,7 @@ def test_arguments_of_another_kind_say_what_is_expected(subtests):
     }.items():
         with subtests.test(said), pytest.raises(RecipeError, match=said):
             Regression(*arguments, run_opts={"device": DEVICE})
-    with pytest.raises(RecipeError, match=r"^modules\['model'\] is <class .*`!new:` makes one"):
+    with pytest.raises(RecipeError, match=r"^modules\['model'\] is <class .*`!new:` creates an object"):
         Regression({"model": nn.Linear}, run_opts={"device": DEVICE})
 
 
@@ -873,7 +873,7 @@ def test_an_option_that_a_recipe_assigns_in_a_run_holds_also_where_its_class_has
     bounded, same = make(Settings, {"bound": 1e-4}), make(max_grad_norm=1e-4)
     for brain in (bounded, same):
         brain.fit(range(1), batches())
-    assert torch.equal(weights(bounded), weights(same)) and "run option: max_grad_norm" in caplog.text
+    assert torch.equal(weights(bounded), weights(same)) and "run options: max_grad_norm" in caplog.text
 
 
 def test_an_evaluation_in_a_hook_of_an_evaluation_has_a_pass_of_its_own():

@@ -228,7 +228,7 @@ class _Prober:
 
     def _note(self, name: str, found: str, run: _Run) -> str:
         if found == NOT_SEEN:
-            return "none of its kernels ran" if run.error else "none of its kernels was seen"
+            return "" if run.error else "none of its kernels ran"
         has_kernel = not {bare_name(name), *STANDS_FOR.get(name, ())}.isdisjoint(self._cast_names)
         if found not in (AS_GIVEN, RAISES, CANNOT_RUN) and not has_kernel:
             return f"{BY_PARTS}: {', '.join(sorted(run.kernels))}"

@@ -184,7 +184,7 @@ def test_parameters_that_each_stand_in_one_place_can_be_sharded():
     ("modules", "message"),
     [
         (lambda: {"a": (a := Net()), "b": tied(a)}, "a.embedding.weight is in more than one entry"),
-        (lambda: {"a": nn.ParameterList([torch.ones(2)])}, "a.0 stands in a module without a forward"),
+        (lambda: {"a": nn.ParameterList([torch.ones(2)])}, "a.0 is in a module without a forward"),
         (lambda: {"a": Scalar()}, "a.temperature is a 0-dimensional tensor"),
     ],
 )

@@ -239,7 +239,7 @@ def test_torchs_own_error_keeps_its_traceback_and_gets_our_words(hook, capsys, t
     hook(RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation"))
     printed = capsys.readouterr().err
     assert "[rank 1] RuntimeError: [gloo/transport" in printed and 'test_process_failures.py", line' in printed
-    assert "ProcessError: rank 1 waited (distributed_timeout_minutes) for the others, in vain" in printed
+    assert "ProcessError: rank 1 waited (distributed_timeout_minutes) for the others, and the wait timed out" in printed
     dated = int(json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["timestamp"])
     assert dated > now + 5, "torchrun would call it the root cause"
 

@@ -161,7 +161,7 @@ def test_each_device_takes_its_own_state_and_another_number_is_one_line(monkeypa
             assert [int(each) for each in devices.states.values()] == [*range(both), *[99] * (there - both)]
             said = [record.getMessage() for record in caplog.records]
             assert len(said) == (saved != there)
-            assert all(f"{saved} cuda" in line and f"{there} here" in line for line in said)
+            assert all(f"{saved} cuda" in line and f"has {there}:" in line for line in said)
 
 
 def test_devices_that_are_not_in_use_are_not_asked(monkeypatch):

@@ -213,7 +213,7 @@ def _text_of(file: Path) -> str:
 
 def warn_of_damage(path: Path, what: str) -> None:
     """Say that a checkpoint is passed over."""
-    warnings.warn(f"Skipping checkpoint {path}, which is damaged: {what}.", stacklevel=3)
+    warnings.warn(f"Checkpoint {path} is damaged, so it is skipped: {what}.", stacklevel=3)
 
 
 def read_manifest(path: Path) -> dict[str, str]:

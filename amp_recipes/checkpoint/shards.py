@@ -95,7 +95,7 @@ class Stored:
             made[there] = part
             filled += part.numel()
         if filled != made.numel():
-            raise ValueError(f"its pieces cover {filled} of {made.numel()} elements")
+            raise ValueError(f"its pieces hold {filled} of {made.numel()} elements")
         return made
 
     def _pieces(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Piece]:

@@ -212,9 +212,9 @@ def _owners(modules: nn.ModuleDict, roots: list[nn.Module], units: set[nn.Module
     problems = [f"{name} {problem}" for name, each in whole.items() if (problem := _why_unowned(each, ways))]
     if problems:
         raise ConfigError(
-            f"strategy fsdp cannot shard: {'; '.join(problems)}. A parameter is gathered when the module that holds it is "
-            "called, and only one module may hold it. Put the modules that share it into one module with a forward, or "
-            "use --strategy ddp."
+            f"strategy fsdp cannot shard: {'; '.join(problems)}. A parameter is gathered when the module that holds it "
+            "is called, and only one module may hold it. Put the modules that share it into one module with a forward, "
+            "or use --strategy ddp."
         )
     return {parameter: way[-1] for parameter, way in ways.items()}
 

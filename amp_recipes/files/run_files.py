@@ -133,7 +133,7 @@ def path_below(folder: Path, name: str | os.PathLike[str], taken: Iterable[str])
     if not below or below[0] == "..":
         raise ConfigError(f"output_path('{name}') is not inside {folder}: give the name of a file inside it.")
     if below[0] in taken:
-        raise ConfigError(f"output_path('{name}') is the name of the run's own {below[0]}: give another name.")
+        raise ConfigError(f"output_path('{name}') is reserved for the run's own {below[0]}: give another name.")
     if folder.is_dir() and not os.access(folder, os.W_OK):
         return None
     try:

@@ -313,7 +313,7 @@ def _check_order(tally: Tally, save: Path, calls: Iterator[tuple[str, str, str]]
 
 _FULL = re.compile(
     # In the background step 6 is told in the log; the next save, of step 10, tries again, and ends the run.
-    r"Checkpoint CKPT\+\d+ \(step (?:6|10)\) not written: disk full "
+    r"Checkpoint CKPT\+\d+ \(step (?:6|10)\) was not written: the disk is full "
     r"\(needs [\d.]+ (?:bytes|[kMG]B), free [\d.]+ (?:bytes|[kMG]B)\)\. "
     r"CKPT\+\d+ \(step 4\).* is intact\."
 )

@@ -514,7 +514,7 @@ def test_a_signal_whose_save_fails_still_ends_the_run_with_its_code_and_says_so(
     monkeypatch.setattr(os, "rename", full)
     with pytest.raises(RunInterrupted) as ended:
         fit(brain)
-    assert ended.value.code == 143 and "NOT saved" in caplog.text and "disk full" in caplog.text
+    assert ended.value.code == 143 and "NOT saved" in caplog.text and "disk is full" in caplog.text
 
 
 def test_the_records_know_every_update_that_a_checkpoint_knows(tmp_path):

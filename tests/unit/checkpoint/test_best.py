@@ -48,7 +48,7 @@ def test_a_checkpoints_own_folder_means_that_one(tmp_path):
 
 
 def test_a_folder_without_checkpoints_is_refused_and_not_made(tmp_path):
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="No checkpoint"):
         best_checkpoint(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
 

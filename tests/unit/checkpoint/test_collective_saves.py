@@ -145,7 +145,9 @@ def test_what_fails_on_rank_0_is_raised_on_all_and_the_next_save_works(tmp_path,
     for how, background in of_ranks[0]:
         with subtests.test(f"{how}, {'background' if background else 'foreground'}"):
             for text, number, left in (found[how, background] for found in of_ranks):
-                assert REASONS[how] in text and "CKPT+000002 not written" in text and "CKPT+000001 is intact" in text
+                assert (
+                    REASONS[how] in text and "CKPT+000002 was not written" in text and "CKPT+000001 is intact" in text
+                )
                 assert (number, left) == (2, ["CKPT+000001", "CKPT+000002"])
 
 
@@ -182,7 +184,7 @@ def crossed(rank, folder):
 
 def test_a_save_that_meets_a_load_is_refused_on_both(tmp_path):
     for text in in_processes(crossed, 2, tmp_path):
-        assert "rank 0 came to save a checkpoint, rank 1 came to load a checkpoint" in text
+        assert "rank 0 wants to save a checkpoint, rank 1 wants to load a checkpoint" in text
 
 
 # -------------------------------------------------------------- loads

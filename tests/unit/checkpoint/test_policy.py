@@ -176,7 +176,7 @@ def test_if_the_newest_is_damaged_the_one_before_is_there_to_go_on_from(tmp_path
 def test_a_new_checkpoint_is_whole_before_the_old_one_goes(tmp_path):
     class Failing(Holder):
         def state_dict(self):
-            raise OSError("disk full")
+            raise OSError("disk is full")
 
     made = owned(tmp_path, model=Holder())
     made.save_inside_epoch({"epoch": 1, "step": 10})
@@ -382,7 +382,7 @@ def test_the_last_epochs_save_is_tried_once_more_at_the_end(tmp_path, disk, capl
     disk.full = False
     made.finish()
     assert kept(tmp_path) == [1, 3, 4]  # what was to go has gone
-    assert "tried once more" in caplog.text and "disk full" in caplog.text
+    assert "trying once more" in caplog.text and "disk is full" in caplog.text
     assert made.checkpointer.find_checkpoint().meta["loss"] == 4.0
     made.finish()
     assert kept(tmp_path) == [1, 3, 4]
@@ -394,7 +394,7 @@ def test_it_is_tried_only_once(tmp_path, disk):
     made.wait()
     disk.full, before = True, disk.tried
     save_epochs(made, [2.0], first=2)
-    with pytest.raises(CheckpointError, match="disk full"):
+    with pytest.raises(CheckpointError, match="disk is full"):
         made.finish()
     assert disk.tried - before == 2
     made.finish()
@@ -411,7 +411,7 @@ def test_a_save_whose_moment_has_passed_is_not_tried_again(tmp_path, disk, how):
         made.save_inside_epoch({"epoch": 2, "step": 10})
     else:
         save_epochs(made, [2.0], first=2)
-    with pytest.raises(CheckpointError, match="disk full"):
+    with pytest.raises(CheckpointError, match="disk is full"):
         getattr(made, how)()
     assert disk.tried - before == 1
     made.wait()

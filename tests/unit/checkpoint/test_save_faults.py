@@ -206,7 +206,7 @@ def test_room_is_told_in_units_that_fit(tmp_path, monkeypatch, subtests):
     ]:
         checkpointer = Checkpointer(tmp_path, {"a": Holder(torch.empty(values))})
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        with subtests.test(told), pytest.raises(CheckpointError, match=rf"disk full \({told}\)"):
+        with subtests.test(told), pytest.raises(CheckpointError, match=rf"disk is full \({told}\)"):
             checkpointer.save_checkpoint()
 
 
@@ -239,7 +239,7 @@ def test_a_limit_on_the_size_of_files_is_reported_as_that(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"CKPT\+000002 not written: File too large"):
+        with pytest.raises(CheckpointError, match=r"CKPT\+000002 was not written: File too large"):
             checkpointer.save_checkpoint()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -296,11 +296,11 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(tmp_path, file, how
     for _ in range(25):
         path.write_bytes(damaged(content, how, random_))
         assert path.read_bytes() != content
-        with pytest.warns(UserWarning, match=r"CKPT\+000002, which is damaged: ") as warned:
+        with pytest.warns(UserWarning, match=r"CKPT\+000002 is damaged, so it is skipped: ") as warned:
             assert found_in(tmp_path) == 1
         assert any(name in str(warned[0].message) for name in (file, "MANIFEST.sha256"))
     path.unlink()
-    with pytest.warns(UserWarning, match=r"CKPT\+000002, which is damaged: "):
+    with pytest.warns(UserWarning, match=r"CKPT\+000002 is damaged, so it is skipped: "):
         assert found_in(tmp_path) == 1
     path.write_bytes(content)
     assert found_in(tmp_path) == 2
@@ -311,7 +311,7 @@ def test_of_the_best_the_next_best_is_taken(tmp_path):
         run_of(tmp_path, value).save_checkpoint({"loss": loss})
     (tmp_path / "CKPT+000002" / "b.safetensors").write_bytes(b"")
     a, b = Holder(), Holder()
-    with pytest.warns(UserWarning, match=r"CKPT\+000002 is damaged .*b\.safetensors \(0 bytes\)"):
+    with pytest.warns(UserWarning, match=r"CKPT\+000002 is damaged, .*b\.safetensors \(0 bytes\)"):
         found = Checkpointer(tmp_path, {"a": a, "b": b}).recover_if_possible(min_key="loss")
     assert (found.number, b.state) == (3, {"value": 3})
 
@@ -326,7 +326,7 @@ def test_if_all_are_damaged_it_refuses_and_lists_each(tmp_path):
         with pytest.warns(UserWarning), pytest.raises(CheckpointError) as error:
             live.recover_if_possible(min_key=key)
         lines = str(error.value).splitlines()
-        assert "can be used" in lines[0]
+        assert "No usable checkpoint" in lines[0]
         assert "CKPT+000001: a.safetensors (1 bytes) has sha256" in str(error.value)
         assert "CKPT+000002: meta.json cannot be read" in str(error.value)
         assert "CKPT+000003: MANIFEST.sha256" in str(error.value)

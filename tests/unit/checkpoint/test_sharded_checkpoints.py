@@ -327,7 +327,7 @@ def full(descriptor, content):
 
 def test_a_disk_that_is_full_for_one_rank_leaves_nothing_and_is_told_to_all(tmp_path):
     for text, left, number in in_processes(disk_full, 2, tmp_path):
-        assert "disk full" in text and "CKPT+000001 is intact" in text
+        assert "disk is full" in text and "CKPT+000001 is intact" in text
         assert (left, number) == (["CKPT+000001"], 2)
 
 

@@ -232,7 +232,7 @@ def test_goes_on_from_a_checkpoint_of_the_original_brain(tmp_path, caplog):
 
 
 def test_spike_recovery_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="leave `checkpointer` out"):
+    with pytest.raises(ConfigError, match="Leave `checkpointer` out"):
         experiment(tmp_path, on_spike="lower_lr", output_folder=str(tmp_path / "run"))
 
 

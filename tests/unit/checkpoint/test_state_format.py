@@ -358,7 +358,7 @@ def test_why_a_value_would_not_come_back_as_it_is_is_told_and_never_raised(subte
 def test_what_holds_itself_by_way_of_a_dict_is_told(tmp_path):
     loop = {}
     loop["x"] = (1, [loop])
-    assert "holds itself" in plain_problem(loop)
+    assert "contains itself" in plain_problem(loop)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=UNHURRIED)

@@ -43,7 +43,7 @@ def said(caplog, model, recipe=Recipe, epochs=1, prepare=lambda brain: None, **o
     )
     prepare(brain)
     brain.fit(range(epochs), BATCHES)
-    return [record.getMessage() for record in caplog.records if "parameters, which" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "these parameters" in record.getMessage()]
 
 
 def test_a_layer_in_a_list_and_one_that_is_not_called_are_named_once(caplog):
@@ -110,6 +110,6 @@ def test_what_recomputation_hides_is_not_called_idle(caplog):
 def test_a_diagnosis_before_it_neither_reports_nor_takes_the_report(caplog):
     def prepare(brain):
         brain.diagnose(BATCHES, steps=2)
-        assert not [it for it in caplog.records if "parameters, which" in it.getMessage()]
+        assert not [it for it in caplog.records if "these parameters" in it.getMessage()]
 
     assert len(said(caplog, Net(), prepare=prepare, precision="bf16")) == 2

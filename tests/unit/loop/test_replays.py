@@ -293,7 +293,7 @@ def test_a_replay_that_fails_does_not_hide_the_nonfinite_step(monkeypatch, caplo
     monkeypatch.setattr(numerics, "locate", broken)
     with pytest.raises(NonfiniteError, match="What to try"):
         brain_of(network(1e6), precision="fp16").fit(range(1, 50), data())
-    assert "could not be taken again" in caplog.text and "out of memory" in caplog.text
+    assert "could not repeat the step" in caplog.text and "out of memory" in caplog.text
 
 
 def test_a_nonfinite_step_is_replayed_from_its_folder(tmp_path, capsys):

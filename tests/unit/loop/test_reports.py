@@ -167,7 +167,7 @@ def test_contributions_that_are_left_out_are_told(caplog):
             return super().compute_objectives(predictions, batch, stage)
 
     brain_of(Nan).evaluate(batches(3, 3))
-    assert "metric share: 2 contributions" in caplog.text
+    assert "metric share: 2 values" in caplog.text
 
 
 def test_stage_seconds_are_those_of_the_stage(monkeypatch):
@@ -219,7 +219,7 @@ def test_nor_in_a_process_that_is_not_the_main_one(tmp_path, monkeypatch):
 
 NAMES_REFUSED = {
     "is not inside": ["../a.png", "/tmp/a.png", "b/../../a.png", "", ".", "b/.."],
-    "keeps its own": ["metrics.jsonl", "save/a.png", "b/../summary.json", "hyperparams.yaml"],
+    "is reserved for": ["metrics.jsonl", "save/a.png", "b/../summary.json", "hyperparams.yaml"],
 }
 
 

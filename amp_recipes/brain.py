@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from amp_recipes.numerics import Diagnosis
 
     class Modules(nn.ModuleDict):
-        """The modules as attributes: to torch, each could be a tensor, which cannot be called."""
+        """Types the modules as attributes; torch types each as a module or a tensor, which cannot be called."""
 
         def __getattr__(self, name: str) -> Any: ...
 else:
@@ -73,16 +73,16 @@ _FILES_OF_THE_RUN = {
 class Brain(OptionFields):
     """Trains and evaluates `modules`; subclass it with `compute_forward` and `compute_objectives`.
 
-    modules: name -> nn.Module, moved to the device; opt_class: takes parameters, returns an optimizer; hparams:
-    what `load_hparams` returned (keys named like run options are run options); run_opts: a dict or `RunOptions`,
-    wins over `hparams`; checkpointer: the recipe's own, which then decides itself when to save. Without one, and
-    with `output_folder`, the Brain keeps its own: saved after every epoch, the best and the newest kept.
+    modules: name -> nn.Module, moved to the device. opt_class: a function of parameters that returns an optimizer.
+    hparams: the result of `load_hparams`; its keys with the names of run options are run options. run_opts: a dict or
+    `RunOptions`, which overrides `hparams`. checkpointer: the recipe's own, which decides when to save. Without it, the
+    Brain saves after every epoch if there is an `output_folder`, and keeps the best and the newest checkpoint.
+    loggers: the recipe's own, in addition to the framework's. nonfinite_count: for recipes that count in their own
+    `fit_batch`, as SpeechBrain's Brain does.
 
-    Every run option is an attribute of its name, unless the subclass has something of its own there. A subclass may use
-    every name that this class does not have, also those that begin with an underscore.
-    loggers: the recipe's own, beside the framework's; nonfinite_count: for recipes that count in a `fit_batch` of their
-    own, as the original Brain does.
-    Raises ConfigError, PrecisionError, RecipeError for what cannot run.
+    Every run option is an attribute, unless the subclass has an attribute of that name. A subclass may use every name
+    that this class does not have, also names that begin with an underscore.
+    Raises ConfigError, PrecisionError or RecipeError if the run cannot work.
     """
 
     modules: Modules
@@ -158,16 +158,16 @@ class Brain(OptionFields):
         train_loader_kwargs: Mapping[str, Any] = {},
         valid_loader_kwargs: Mapping[str, Any] = {},
     ) -> None:
-        """Train over the epochs of `epoch_counter`, validating after each.
+        """Train for the epochs of `epoch_counter`, and validate after each.
 
-        train_set, valid_set: a torch Dataset, or a list for which loader kwargs are given, yields samples (a loader is
-        made of it); a DataLoader or any other iterable yields batches. progressbar: default, not `noprogressbar`.
+        train_set, valid_set: a torch Dataset, or a list with loader kwargs, holds samples: a loader is made from it. A
+        DataLoader or any other iterable yields batches. progressbar: default, not `noprogressbar`.
         """
         call = FitCall(epoch_counter, train_set, valid_set, progressbar, train_loader_kwargs, valid_loader_kwargs)
         self.__run.task.fit(self.__run, call)
 
     def on_fit_start(self) -> None:
-        """Get ready to train: wrap modules, make optimizers and schedulers, resume from a checkpoint if any."""
+        """Prepare training: wrap modules, make optimizers and schedulers, resume from a checkpoint if any."""
         run = self.__run
         run.processes.share_modules()
         if not self.optimizers_dict:
@@ -185,17 +185,17 @@ class Brain(OptionFields):
             run.resume.from_newest()
 
     def init_optimizers(self) -> None:
-        """Make `optimizer` from `opt_class` over all parameters, and enter it in `optimizers_dict`."""
+        """Make `optimizer` with `opt_class` from all parameters, and add it to `optimizers_dict`."""
         if self.opt_class is not None:
             self.optimizer = self.opt_class(self.modules.parameters())
             self.optimizers_dict = {"optimizer": self.optimizer}
 
     def freeze_optimizers(self, optimizers: dict[str, Optimizer]) -> Mapping[str, Optimizer]:
-        """The optimizers that may step now; leave out those that are to wait."""
+        """Return the optimizers that may step now; override it to leave some out."""
         return optimizers
 
     def fit_batch(self, batch: Any) -> torch.Tensor:
-        """Train on one batch; the update follows at the window's end. Returns the detached loss (0-d)."""
+        """Train on one batch; the update follows at the end of its window. Returns the detached loss (0-d)."""
         self.__run.plan.updates.begin()
         self.on_fit_batch_start(batch, self.should_step)
         with self.no_sync(not self.should_step):
@@ -209,21 +209,21 @@ class Brain(OptionFields):
         return loss.detach()
 
     def backward(self, loss: torch.Tensor, *names: str) -> None:
-        """Differentiate this batch's share of its window's loss, scaled where the precision asks for it.
+        """Compute gradients of this batch's share of its window's loss, scaled if the precision needs it.
 
-        names: of the optimizers whose parameters it is for (a generator's loss goes through the critic, and would
-        leave gradients there); default: all.
+        names: only the parameters of these optimizers get gradients (a generator's loss goes through the critic, and
+        would leave gradients there); default: those of all.
         """
         self.__run.window.backward(loss, names)
 
     def gradients(self, loss: torch.Tensor, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Any:
-        """Gradients of `loss` with respect to `inputs`: unscaled and differentiable, for a gradient penalty."""
+        """Return gradients of `loss` with respect to `inputs`: unscaled, differentiable, for a gradient penalty."""
         return self.__run.plan.updates.gradients(loss, inputs)
 
     def optimizers_step(self, *names: str) -> None:
-        """Unscale, clip and step all optimizers, or the named ones; none of them if anything is nonfinite.
+        """Unscale, clip and step all optimizers, or the named ones; none of them if a value is nonfinite.
 
-        Gradients of the optimizers that were to step are cleared; without names, those of frozen ones as well.
+        Clears the gradients of these optimizers; without names, also those of frozen optimizers.
         """
         self.__run.window.optimizers_step(names)
 
@@ -247,21 +247,21 @@ class Brain(OptionFields):
         progressbar: bool | None = None,
         test_loader_kwargs: Mapping[str, Any] = {},
     ) -> float:
-        """The average loss on `test_set`, weighted by `batch_weight`; NaN if no batch had a finite one.
+        """Return the average loss on `test_set`, weighted by `batch_weight`; NaN if no batch has a finite loss.
 
-        NaN at once, too, where the script was started with --diagnose or --replay.
+        If the script was started with --diagnose or --replay, returns NaN at once.
 
-        max_key, min_key: load the checkpoint that is best in that metric first. Called from a hook of `fit`, training
-        goes on afterwards as if it had not been.
+        max_key, min_key: first load the checkpoint with the best value of this metric. In a hook of `fit`, training
+        continues afterwards as if there had been no evaluation.
         """
         return self.__run.task.evaluate(self.__run, test_set, max_key, min_key, progressbar, test_loader_kwargs)
 
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
-        """Load the best checkpoint by a key; without one, the newest if this process has not trained."""
+        """Load the best checkpoint by a key; without a key, the newest one if this process has not trained."""
         load_weights_to_evaluate(self.__run, max_key, min_key)
 
     def evaluate_batch(self, batch: Any, stage: Stage) -> torch.Tensor:
-        """The detached loss (0-d) of one batch, under `eval_precision`."""
+        """Return the detached loss (0-d) of one batch, in `eval_precision`."""
         with self.evaluation_ctx:
             outputs = self.compute_forward(batch, stage)
             loss = self.compute_objectives(outputs, batch, stage)
@@ -270,83 +270,83 @@ class Brain(OptionFields):
     # ------------------------------------------------------------------ what a recipe writes
 
     def compute_forward(self, batch: Any, stage: Stage) -> Any:
-        """The model's predictions for a batch on the device; runs under the stage's precision."""
+        """Return the model's predictions for a batch on the device; runs in the stage's precision."""
         raise NotImplementedError(f"{type(self).__name__} must define compute_forward(batch, stage)")
 
     def compute_objectives(self, predictions: Any, batch: Any, stage: Stage) -> torch.Tensor:
-        """The loss (0-d) of the predictions; runs under the stage's precision."""
+        """Return the loss (0-d) of the predictions; runs in the stage's precision."""
         raise NotImplementedError(f"{type(self).__name__} must define compute_objectives(predictions, batch, stage)")
 
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
-        """A stage begins; modules are already in the stage's mode."""
+        """Called when a stage begins; the modules are already in train or eval mode."""
 
     def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> Mapping[str, float] | None:
-        """A stage ended. May return metrics: early stopping, keep-best and the summary read them."""
+        """Called when a stage ends. May return metrics for early stopping, the best checkpoint and the summary."""
 
     def on_fit_batch_start(self, batch: Any, should_step: bool) -> None:
-        """Before a training batch's forward."""
+        """Called before the forward of a training batch."""
 
     def on_fit_batch_end(self, batch: Any, outputs: Any, loss: torch.Tensor, should_step: bool) -> None:
-        """After a training batch's backward, and after its update where `should_step`.
+        """Called after the backward of a training batch, and after its update if `should_step`.
 
-        On a device that queues its work the verdict on that update is still under way: counters wait for it when read,
-        and the optimizer's learning rate moves just before the next update.
+        On a GPU, the result of that update may not be known yet: counters wait for it when they are read, and the
+        learning rate changes just before the next update.
         """
 
     def batch_weight(self, batch: Any) -> float | torch.Tensor:
         """Return the weight of a batch in averages: its leading dimension.
 
-        Overridden, it is also what the batch counts for in the accumulation window (tokens, frames); by default the
-        batches of a window count the same. Gets the batch as the loader yields it, before it moves to the device.
+        If overridden (number of tokens, of frames), it is also the weight of the batch in its window; by default the
+        batches of a window have the same weight. Gets the batch from the loader, before it moves to the device.
         """
         return batch_length(batch)
 
     def update_average(self, loss: float, avg_loss: float) -> float:
-        """The stage's running average after one more loss, weighted by `batch_weight`. Nonfinite ones never come."""
+        """Return the stage's average after one more (finite) loss, weighted by `batch_weight`."""
         average = self.__run.current.average
         return avg_loss + (loss - avg_loss) * (average.weight / (average.seen or average.weight))
 
     def make_dataloader(
         self, dataset: Dataset, stage: Stage, ckpt_prefix: str | None = None, **loader_kwargs: Any
     ) -> DataLoader:
-        """A loader over the samples of `dataset`; its order depends on `seed` and the epoch alone.
+        """Make a loader over the samples of `dataset`; its order depends only on `seed` and the epoch.
 
-        ckpt_prefix: without effect, for recipes that give it: checkpoints hold every loader's place anyway.
+        ckpt_prefix: has no effect; accepted for older recipes. Checkpoints store the place of every loader anyway.
         """
         return self.__run.feed.make_loader(dataset, stage, loader_kwargs)
 
     # ------------------------------------------------------------------ what a recipe asks and reports
 
     def add_metric(self, name: str, total: Any, count: Any = 1) -> None:
-        """Add to a metric of the running stage, which is the sum of all `total` over the sum of all `count`.
+        """Add to a metric of the running stage: the sum of all `total` divided by the sum of all `count`.
 
         total, count: numbers, or tensors of any shape, which are summed: `add_metric("accuracy", scores.argmax(1) ==
-        labels, len(labels))`. They stay on the device: nothing waits for them before the stage ends. The stage reports
-        the metric, over all processes, beside what `on_stage_end` returns (which wins). Batches whose update is skipped
-        do not count, as in the average loss; a contribution that is not finite is left out as a whole, with a warning.
-        Outside a stage it does nothing. Raises RecipeError for the name `loss`, which the stage's average has.
+        labels, len(labels))`. They stay on the device until the stage ends, so nothing waits for them. The stage
+        reports the metric over all processes; a metric of the same name from `on_stage_end` replaces it. Batches whose
+        update is skipped do not count, as in the average loss. A value that is not finite is left out, with a warning.
+        Outside a stage it does nothing. Raises RecipeError for the name `loss`, which is the stage's average.
         """
         if name == "loss":
             raise RecipeError("add_metric('loss') would replace the average loss of the stage: use another name.")
         self.__run.window.metric_sums().add(name, total, count)
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every process, in the order of their ranks; of one process, a list of its own.
+        """Return the `value` of every process, by rank; with one process, a list of its own value.
 
-        Of processes that share layers, and so the data (`tensor_parallel`), the first gives for all.
+        Processes that share layers (`tensor_parallel`) have the same data: only the first of them counts.
 
-        For figures that no ratio of sums gives, such as a macro F1 over all predictions. Every process must call it, as
-        often and in the same order: in `on_stage_end`, say, and not for each batch, of which one may have more than
-        another. `value` is pickled on the way, its tensors on the CPU.
+        Use it for metrics that are not a ratio of sums, such as a macro F1 over all predictions. Every process must
+        call it equally often and in the same order. So call it in `on_stage_end`, and not for each batch: processes may have
+        different numbers of batches. `value` is pickled, with its tensors on the CPU.
         """
         return gather_values(value)
 
     def output_path(self, name: str | os.PathLike[str]) -> Path | None:
         """Return the path for a file of the recipe: below `output_folder`; creates the folders on the way.
 
-        None where nothing is to be written: without an `output_folder`, in all processes but the main one, in a folder
-        that may only be read, and where the script was started with --diagnose or --replay. Raises ConfigError for a
-        name that leads out of the folder, or is that of a file of the run's own.
+        Returns None if the recipe must not write: without an `output_folder`, in all processes but the main one, in a
+        read-only folder, and if the script was started with --diagnose or --replay. Raises ConfigError for a name
+        outside of the folder, or of one of the run's own files.
         """
         return self.__run.path_of_the_recipe(name, _FILES_OF_THE_RUN)
 
@@ -362,11 +362,11 @@ class Brain(OptionFields):
     ) -> Diagnosis:
         """Diagnose the effect of a precision on this model, on a few batches of `train_set`; changes nothing.
 
-        train_set, train_loader_kwargs: as for `fit`. precisions: names of those to look at; by default the run's own,
-        and bf16 beside fp16 (both if the run is fp32). tolerance: bound on the relative error of the gradient (default:
-        a fifth of what batches differ by, and at least ten times the precision's eps); steps: of training that prove a
-        set of pins, at most; minutes: that all of it may take, about; windows: to look at.
-        The weights are those of the newest checkpoint of `output_folder`, or of `init_from`, where there are any.
+        train_set, train_loader_kwargs: as for `fit`. precisions: names of the precisions to test; by default the run's
+        own, and bf16 besides fp16 (both if the run is fp32). tolerance: bound on the relative error of the gradient
+        (default: a fifth of the difference between batches, and at least ten times the precision's eps). steps: maximum
+        number of training steps to prove a set of pins. minutes: approximate time limit. windows: number of windows.
+        Uses the weights of the newest checkpoint of `output_folder`, or of `init_from`, if there is one.
         With `output_folder`, `diagnosis.json` and `diagnosis.png` are written there. The verdict is `str(result)`.
         Raises DataError if there are not three windows, RecipeError inside `fit`.
         """
@@ -377,7 +377,7 @@ class Brain(OptionFields):
 
     @property
     def step(self) -> int:
-        """Batches done in the running stage; a recipe may set it."""
+        """Number of finished batches of the running stage; a recipe may set it."""
         return self.__run.current.step
 
     @step.setter
@@ -386,7 +386,7 @@ class Brain(OptionFields):
 
     @property
     def should_step(self) -> bool:
-        """Whether the batch at hand is the last of those that accumulate, so that the update follows."""
+        """Whether this batch is the last one of its window, so that the update follows."""
         return self.__run.window.should_step
 
     @should_step.setter
@@ -395,29 +395,29 @@ class Brain(OptionFields):
 
     @property
     def optimizer_step(self) -> int:
-        """Updates really taken, in all. Reading it waits for the last verdict."""
+        """Number of updates so far, without skipped ones. Reading it waits for the result of the last update."""
         return self.__run.optimizer_step
 
     @property
     def skipped_steps(self) -> int:
-        """Updates skipped because something was nonfinite, in all. Reading it waits for the last verdict."""
+        """Number of updates skipped because a value was nonfinite. Reading it waits for the last result."""
         return self.__run.skipped_steps
 
     @property
     def avg_train_loss(self) -> float:
-        """The running average loss of the epoch, over the batches whose update was taken; waits for the last one."""
+        """Average loss of the epoch so far, without batches whose update was skipped; waits for the last result."""
         self.__run.pending.settle()
         average = self.__run.train_pass.average
         return average.value if average.seen > 0 else math.nan
 
     @property
     def stage_metrics(self) -> dict[str, float]:
-        """In `on_stage_end`, the metrics that `add_metric` added up, by name."""
+        """In `on_stage_end`: the metrics of `add_metric`, by name."""
         return self.__run.stage_metrics
 
     @property
     def stage_seconds(self) -> float:
-        """Seconds that the running stage has taken so far; also those before an interruption."""
+        """Seconds of the running stage so far, including those before an interruption."""
         return self.__run.log.seconds
 
     @property

@@ -2,15 +2,15 @@
 
     AmpRecipesError
     ├── ConfigError (also a ValueError)       a YAML, an override or a run option is wrong
-    ├── PrecisionError (also a RuntimeError)  a precision that the device, the model or the optimizer cannot do
+    ├── PrecisionError (also a RuntimeError)  the device, the model or the optimizer does not support the precision
     │   └── NonfiniteError                    losses or gradients stayed nonfinite; the run ended
-    ├── DataError (also a ValueError)         a data set that is empty or has not the expected form
-    ├── RecipeError (also a TypeError)        a recipe's method returned, or called, what the loop cannot use
-    ├── CheckpointError (also a RuntimeError) a checkpoint that cannot be written, found or read
-    ├── FolderInUseError (also a RuntimeError) another run writes in the output folder
-    └── ProcessError (also a RuntimeError)    the processes of a run could not meet, or lost each other
+    ├── DataError (also a ValueError)         a data set is empty, or not in the expected form
+    ├── RecipeError (also a TypeError)        a method of the recipe returned, or called, something wrong
+    ├── CheckpointError (also a RuntimeError) a checkpoint cannot be written, found or read
+    ├── FolderInUseError (also a RuntimeError) another run is using the output folder
+    └── ProcessError (also a RuntimeError)    the processes of a run could not connect, or lost each other
 
-Each message says where, what was given, what is accepted and what to do.
+Each message says what is wrong and where, what was given, what is accepted and what to do.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class ConfigError(AmpRecipesError, ValueError):
 
 
 class PrecisionError(AmpRecipesError, RuntimeError):
-    """The device, the model or an optimizer cannot do what the precision asks."""
+    """The device, the model or an optimizer does not support the precision."""
 
 
 class NonfiniteError(PrecisionError):
-    """Losses or gradients stayed nonfinite until patience ran out."""
+    """Losses or gradients were nonfinite for `nonfinite_patience` updates in a row; the run ended."""
 
 
 class DataError(AmpRecipesError, ValueError):
-    """A data set is empty, or not what the loader expects."""
+    """A data set is empty, or not in the expected form."""
 
 
 class RecipeError(AmpRecipesError, TypeError):
-    """A recipe's method returned, or called, what the loop cannot use."""
+    """A method of the recipe returned something that the loop cannot use, or called something at the wrong time."""
 
 
 class CheckpointError(AmpRecipesError, RuntimeError):
@@ -48,7 +48,7 @@ class CheckpointError(AmpRecipesError, RuntimeError):
 
 
 class FolderInUseError(AmpRecipesError, RuntimeError):
-    """Another process runs in the output folder."""
+    """Another run is using the output folder."""
 
 
 class ProcessError(AmpRecipesError, RuntimeError):
@@ -56,13 +56,13 @@ class ProcessError(AmpRecipesError, RuntimeError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the nearest of the known names; empty if none is near."""
+    """Return ` Did you mean 'x'?` for the nearest of the known names; empty if none is near."""
     near = get_close_matches(name, list(known), n=1)
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def listed(names: Iterable[object], most: int = 5) -> str:
-    """The names in a row, as in `a, b, c`; of more than `most` the first, as in `a, b, c, d, e and 7 more`."""
+    """Join names, as in `a, b, c`; if there are more than `most`, as in `a, b, c, d, e and 7 more`."""
     shown = list(map(str, names))
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + more

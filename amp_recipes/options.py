@@ -39,9 +39,9 @@ SEED = Range(lambda x: 0 <= x <= MAX_SEED, f"from 0 to {MAX_SEED}")
 def option(
     default: Any, text: str, within: Range | None = None, *, changes_training: bool | None = None, rare: bool = False
 ) -> Any:
-    """The default of an option, with its meaning, in a class that `option_group` makes a group.
+    """Declare an option by its default and meaning, in a class that `option_group` makes a group.
 
-    within: the numbers that it takes; changes_training: whether a resumed run must keep it (default: as the group
+    within: the numbers that it accepts; changes_training: whether a resumed run must keep it (default: as the group
     says); rare: whether only `--help all` shows it.
     """
     metadata = {"help": text, "within": within, "changes_training": changes_training, "rare": rare}

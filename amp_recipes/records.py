@@ -20,22 +20,22 @@ class StepRecord:
     stage: str
     epoch: int | None
     step: int  # batches done in this epoch
-    optimizer_step: int  # updates taken in all
-    loss: float  # mean over the window, as it was differentiated
+    optimizer_step: int  # all updates so far, without skipped ones
+    loss: float  # mean over the window, as used for the backward
     lr: dict[str, float]  # per optimizer: the rate of its first group that this update used
     grad_norm: float | None  # L2 over all gradients of the update, before clipping
     scale: float | None  # loss scale that the update used; None unless fp16
     skipped: bool
-    skipped_steps: int  # skipped updates in all
+    skipped_steps: int  # all skipped updates so far
     samples: int  # in the window
     samples_per_second: float  # since the stage began
     seconds: float  # since the stage began
-    memory_bytes: int | None  # peak allocated on the device so far; None where the device does not tell
+    memory_bytes: int | None  # peak allocated on the device so far; None if the device does not report it
     wall_time: float  # seconds since 1970 (UTC)
-    recovery: str | None = None  # in the recovery from a spike: what it does with more care, as `on_spike` has it
+    recovery: str | None = None  # during the recovery from a spike: the value of `on_spike`
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as one flat `metrics.jsonl` object; `recovery` is in it during one."""
+        """Return the record as one flat object of `metrics.jsonl`; has `recovery` only during a recovery."""
         record = {"kind": "step", **{name: getattr(self, name) for name in self.__slots__}}
         if self.recovery is None:
             del record["recovery"]
@@ -48,17 +48,17 @@ class StageRecord:
 
     stage: str
     epoch: int | None
-    loss: float | None  # None: nothing finite was seen
+    loss: float | None  # None: no finite loss
     metrics: dict[str, float]  # what `on_stage_end` returned
     seconds: float
     batches: int
     samples: int
-    optimizer_step: int  # updates taken in all
-    data_seconds: float  # of the stage's seconds, those that the loop waited for batches
+    optimizer_step: int  # all updates so far, without skipped ones
+    data_seconds: float  # seconds that the loop waited for batches
     wall_time: float  # seconds since 1970 (UTC)
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as one `metrics.jsonl` object."""
+        """Return the record as one object of `metrics.jsonl`."""
         return {"kind": "stage", **asdict(self)}
 
 
@@ -84,13 +84,13 @@ class RunSummary:
     peak_memory_bytes: int | None = None
     peak_memory_of: str = "process"  # what the peak counts: the device's allocator, or the process
     last: dict[str, dict[str, float]] = field(default_factory=dict)  # stage -> loss and metrics
-    best: dict[str, float | int] | None = None  # {"metric": value, "epoch": n} where a metric is watched
+    best: dict[str, float | int] | None = None  # {"metric": value, "epoch": n} if a metric is watched
     # With the option `on_spike`; None without it.
-    spikes: int | None = None  # how often loss or gradient norm left its band, or nonfinite_patience ran out
-    went_back: int | None = None  # how often the run went back to a checkpoint for it
+    spikes: int | None = None  # number of spikes: a loss or gradient norm left its band, or nonfinite_patience ran out
+    went_back: int | None = None  # number of times that the run went back to a checkpoint
 
     def as_dict(self) -> dict[str, Any]:
-        """The summary as one JSON object, with the schema version; the counts of spikes where they are counted."""
+        """Return the summary as one JSON object, with the schema version; spikes only if they are counted."""
         summary = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         if self.spikes is None:
             del summary["spikes"], summary["went_back"]
@@ -114,19 +114,19 @@ class Logger(Protocol):
     """
 
     def start_stage(self, stage: str, epoch: int | None, batches: int | None) -> None:
-        """A stage begins; `batches` is its length where the loader knows it."""
+        """Called when a stage begins; `batches` is its length if the loader knows it."""
 
     def advance(self, step: int) -> None:
-        """`step` batches of the running stage are done. Called often: must be cheap."""
+        """Called after `step` batches of the running stage. It is called often, so it must be fast."""
 
     def log_step(self, record: StepRecord) -> None:
-        """An update was taken or skipped. Comes at most one update late."""
+        """Called after an update, also a skipped one; at most one update later."""
 
     def log_stage(self, record: StageRecord) -> None:
-        """The running stage ended."""
+        """Called when the running stage ends."""
 
     def log_summary(self, summary: RunSummary) -> None:
-        """A fit or an evaluation ended."""
+        """Called when a fit or an evaluation ends."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the log for a checkpoint, as plain data. Called on the main process only."""

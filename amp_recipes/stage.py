@@ -8,8 +8,7 @@ from enum import Enum, auto
 class Stage(Enum):
     """The uses of a batch.
 
-    Equal to the stage of the same name of SpeechBrain's `Stage`: a recipe that still compares with that one would
-    otherwise take every stage for another.
+    Equal to the stage of the same name of SpeechBrain's `Stage`, so that recipes which compare with that one still work.
     """
 
     TRAIN = auto()

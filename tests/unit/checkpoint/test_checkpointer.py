@@ -621,7 +621,7 @@ def test_a_state_that_cannot_be_taken_is_named(tmp_path):
     checkpointer.add_recoverable("bad", Broken())
     with pytest.raises(
         CheckpointError,
-        match=r"CKPT\+000002 \(step 9\) was not written: .*'bad' \(Broken\) raised KeyError.*CKPT\+000001 \(step 7\) is",
+        match=r"CKPT\+000002 \(step 9\) was not written: .*'bad' \(Broken\) raised KeyError.*CKPT\+000001 \(step 7\)",
     ):
         checkpointer.save_checkpoint({"optimizer_step": 9})
 

@@ -336,8 +336,8 @@ class Brain(OptionFields):
         Processes that share layers (`tensor_parallel`) have the same data: only the first of them counts.
 
         Use it for metrics that are not a ratio of sums, such as a macro F1 over all predictions. Every process must
-        call it equally often and in the same order. So call it in `on_stage_end`, and not for each batch: processes may have
-        different numbers of batches. `value` is pickled, with its tensors on the CPU.
+        call it equally often and in the same order. So call it in `on_stage_end`, and not for each batch: processes may
+        have different numbers of batches. `value` is pickled, with its tensors on the CPU.
         """
         return gather_values(value)
 

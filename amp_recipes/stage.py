@@ -8,7 +8,7 @@ from enum import Enum, auto
 class Stage(Enum):
     """The uses of a batch.
 
-    Equal to the stage of the same name of SpeechBrain's `Stage`, so that recipes which compare with that one still work.
+    Equal to the stage of the same name of SpeechBrain's `Stage`, so that recipes that compare with it still work.
     """
 
     TRAIN = auto()

@@ -122,7 +122,7 @@ class LoopState:
             own = states[rank]
         else:
             logger.warning(
-                "the checkpoint was saved by %d process(es), and now there are %d: the data is divided anew, and an "
+                "the checkpoint was saved by %d process(es), and now there are %d: the data is divided again, and an "
                 "update now covers the batches of all of them. To keep the size of an update, change batch_size or "
                 "grad_accumulation_factor (with --accept_changes).",
                 saved,

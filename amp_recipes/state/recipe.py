@@ -244,7 +244,7 @@ class RecipeState:
         if left_out and not self._reported:
             self._reported = True
             listed = "; ".join(f"{name} ({problem})" for name, problem in left_out.items())
-            logger.info("these are not saved in checkpoints, so a resumed run creates them anew: %s", listed)
+            logger.info("these are not saved in checkpoints, so a resumed run creates them again: %s", listed)
 
 
 def _inside(value: Any) -> Iterable[Any]:

@@ -314,7 +314,7 @@ def test_where_nothing_is_saved_or_trained_it_does_nothing():
 
 def test_a_training_set_that_can_be_read_once_is_refused_before_the_first_step(tmp_path):
     brain = make(tmp_path)
-    with pytest.raises(DataError, match="can be read once"):
+    with pytest.raises(DataError, match="can be read only once"):
         fit(brain, iter(batches()), epochs=1)
     assert brain.optimizer_step == 0
     fit(make(tmp_path / "overfit", overfit_batches=5), iter(batches()), epochs=1)

@@ -129,12 +129,12 @@ class _Run:
         if not any(map(_stands, (folder / RESOLVED_FILE, folder / ENVIRONMENT_FILE, summary))):
             raise ConfigError(_no_run(folder))
         resolved, overrides = folder / RESOLVED_FILE, folder / OVERRIDES_FILE
-        self.settings = read_settings(resolved) if self._has(resolved, "the run has kept no settings") else None
+        self.settings = read_settings(resolved) if self._has(resolved, "the run saved no settings") else None
         refuse_irregular(overrides)
         given = _stands(overrides) and overrides.stat().st_size > 0
         self.overrides = read_settings(overrides) if given else None
         environment = folder / ENVIRONMENT_FILE
-        self.environment = _json(environment) if self._has(environment, "the run has not kept its versions") else {}
+        self.environment = _json(environment) if self._has(environment, "the run saved no versions") else {}
         self.summary = _json(summary) if self._has(summary, "the run has not finished") else {}
 
     def about(self, section: str) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _no_run(folder: Path) -> str:
             return f"{folder}: belongs to the run {above}; {expected}."
     below = sorted({file.parent for pattern in ("*", "*/*") for file in folder.glob(f"{pattern}/{ENVIRONMENT_FILE}")})
     listed = one_line(", ".join(map(str, below[:_RUNS_NAMED]))) + (", ..." if len(below) > _RUNS_NAMED else "")
-    hint = f" Runs lie below it: {listed}." if below else ""
+    hint = f" It contains the runs {listed}." if below else ""
     return f"{folder}: {expected}, but it has none of {RESOLVED_FILE}, {ENVIRONMENT_FILE}, {SUMMARY_FILE}.{hint}"
 
 

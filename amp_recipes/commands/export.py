@@ -47,9 +47,9 @@ class Exported:
         for name in self.files:
             lines.append(f"  wrote {self.folder / name} ({(self.folder / name).stat().st_size / 1e6:.2f} MB)")
         if RESOLVED_FILE not in self.files:
-            lines.append(f"  no {RESOLVED_FILE}: the run has none (a Brain keeps what load_hparams returned)")
+            lines.append(f"  no {RESOLVED_FILE}: the run saved none (a Brain saves what load_hparams returned)")
         if self.left_out:
-            lines.append(f"  left out, as they are no tensors: {', '.join(self.left_out)}")
+            lines.append(f"  left out, since they are not tensors: {', '.join(self.left_out)}")
         strict = ", strict=False" if self.left_out else ""
         lines += [
             "To load it, where `modules` is the dict of modules that the recipe gives to its Brain:",
@@ -88,10 +88,10 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
     try:
         files = _write_export(folder, home, tensors, about)
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that it does not know
-        raise CheckpointError(f"{checkpoint.path}: safetensors does not hold its weights: {error}") from error
+        raise CheckpointError(f"{checkpoint.path}: safetensors cannot hold its weights: {error}") from error
     except OSError as error:
         raise CheckpointError(
-            f"The export to {str(folder)!r} was not written: {error.strerror or error}. Give another folder with --to."
+            f"The export to {str(folder)!r} failed: {error.strerror or error}. Give another folder with --to."
         ) from error
     return Exported(folder, files, about, tuple(name for name in weights if name not in tensors))
 

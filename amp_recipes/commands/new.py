@@ -26,8 +26,8 @@ from amp_recipes.errors import ConfigError
 PLACEHOLDER = "my_task"
 # name -> what the recipe shows; the first is the default
 TEMPLATES = {
-    "basic": "one model, one loss, a metric: what most recipes are",
-    "own_step": "a fit_batch of its own: two optimizers that take turns (a small GAN)",
+    "basic": "one model, one loss, one metric, as in most recipes",
+    "own_step": "its own fit_batch, with two optimizers that take turns (a small GAN)",
 }
 _LONGEST_NAME = 40  # characters; a longer one would not fit into the template's lines
 _MAY_BE_THERE = {".git"}  # in the folder that is to be filled
@@ -39,7 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(listed_recipes())
         return 0
     if arguments.name is None:
-        raise ConfigError("a recipe needs a name: amp-recipes new my_task. --list shows what it can be made from.")
+        raise ConfigError(
+            "the name of the recipe is missing: amp-recipes new my_task. --list shows the recipes and templates."
+        )
     folder = arguments.to if arguments.to is not None else Path(arguments.name)
     made = new_recipe(arguments.name, folder, arguments.template, arguments.recipe)
     print(report(arguments.name, folder, made, arguments.recipe))
@@ -75,7 +77,7 @@ def new_recipe(name: str, folder: Path, template: str, recipe: str | None = None
         check_folder(folder, name)
         _write_all(renamed, folder)
     except OSError as error:
-        raise ConfigError(f"{folder} was not made: {error.strerror or error}. Give another with --to.") from error
+        raise ConfigError(f"{folder} cannot be created: {error.strerror or error}. Give another with --to.") from error
     return sorted(renamed)
 
 
@@ -151,7 +153,7 @@ def _wrong_form(name: str) -> str | None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         return "expected small letters a to z, digits and _, with a letter first"
     if len(name) > _LONGEST_NAME:
-        return f"it has {len(name)} characters, and at most {_LONGEST_NAME} fit"
+        return f"it has {len(name)} characters, and at most {_LONGEST_NAME} are allowed"
     if name.endswith("_") or "__" in name:
         return "every _ must stand between two words"
     return "this is a keyword of Python" if keyword.iskeyword(name) else None
@@ -194,11 +196,11 @@ def check_folder(folder: Path, name: str) -> None:
         there = sorted({path.name for path in folder.iterdir()} - _MAY_BE_THERE)
         if there:
             raise ConfigError(
-                f"{folder} is not empty (it holds {there[0]}), and nothing is overwritten. Give a new folder: "
+                f"{folder} is not empty (it holds {there[0]}), and files are never overwritten. Give a new folder: "
                 f"amp-recipes new {name} --to {shlex.quote(str(_free_folder(folder, name)))}"
             )
     elif os.path.lexists(folder):
-        raise ConfigError(f"{folder} is there, and is no folder. Give another with --to.")
+        raise ConfigError(f"{folder} exists and is not a folder. Give another with --to.")
 
 
 def _free_folder(folder: Path, name: str) -> Path:
@@ -243,7 +245,7 @@ def report(name: str, folder: Path, made: list[str], recipe: str | None = None) 
     if recipe is None:
         steps[train] = "# trains on random data, in seconds"
     else:
-        steps[recipe_called(recipe).needs] = "# what it imports beside the package"
+        steps[recipe_called(recipe).needs] = "# installs what the recipe imports"
         steps[f"{train} --debug"] = "# tries everything on a few batches"
         steps[train] = "# trains; the head of the YAML says how long that takes"
     steps[f"{train} --help"] = "# every setting"

@@ -37,9 +37,9 @@ def report(settings: Settings, overrides: Overrides) -> str:
 
 def summary(settings: Settings) -> str:
     """What was checked, in a line, and which keys nothing seems to read: a misspelt one may be among them."""
-    text = f"{settings.file}: nothing is wrong ({len(settings.sources)} values, {settings.objects} objects to build)."
+    text = f"{settings.file}: no mistakes ({len(settings.sources)} values, {settings.objects} objects to build)."
     if settings.unread:
-        text += f"\nRead by nothing that the check can see: {', '.join(map(printable, settings.unread))}."
+        text += f"\nKeys that nothing seems to read: {', '.join(map(printable, settings.unread))}."
     return text
 
 

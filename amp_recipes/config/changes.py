@@ -127,14 +127,14 @@ def accepted_changes(folder: Path, resolved_file: Path, new_text: str, accept: b
     try:
         changes = setting_changes(read_settings(resolved_file), new)
     except ConfigError as error:
-        changes = [f"the settings of that run cannot be read: {error}"]
+        changes = [f"the saved settings cannot be read: {error}"]
     if not changes or accept:
         return changes
     listed = "\n  ".join(changes)
     raise ConfigError(
-        f"{folder} holds a run that began with other settings (was -> would be):\n  {listed}\n"
-        f"To resume it with the new settings: --allow-config-change. To leave it as it is: another --output_folder. To "
-        f"start anew in this folder and set the old checkpoints aside: --resume never."
+        f"The settings differ from those of the run in {folder} (saved -> now):\n  {listed}\n"
+        "To resume with the new settings: --allow-config-change. To keep that run and start another one: another "
+        "--output_folder. To start again in this folder and move the old checkpoints aside: --resume never."
     )
 
 
@@ -194,7 +194,8 @@ class _Flat:
     def add(self, path: KeyPath, node: Node, free: bool) -> None:
         """Add what stands at and below a node. Raises ConfigError for a path that is longer than any person's."""
         if sum(map(len, path)) > _PATH_CHARACTERS:
-            raise ConfigError(f"{node.source}: the keys that lead here have more than {_PATH_CHARACTERS:,} characters.")
+            limit = f"{_PATH_CHARACTERS:,} characters"
+            raise ConfigError(f"{node.source}: the path of this key has more than {limit}; use shorter names.")
         reference = self._reference(path, node)
         free_below = _free_below(path, node)
         if reference:
@@ -284,7 +285,8 @@ def _check_size(root: Mapping) -> None:
             characters = len(str(node.value)) if isinstance(node, Scalar) else 0
             sizes[node] = 1 + characters // _CHARACTERS_PER_VALUE + sum(sizes[child] for child in below)
     if sizes[root] > EXPANDED_NODES:
-        raise ConfigError(f"{root.source.file}: more than {EXPANDED_NODES:,} values once its anchors are written out.")
+        limit = f"{EXPANDED_NODES:,} values"
+        raise ConfigError(f"{root.source.file}: the settings have more than {limit} when each alias is written out.")
 
 
 # ---------------------------------------------------------------------- values as text

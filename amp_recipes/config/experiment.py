@@ -170,7 +170,7 @@ def ensure_experiment_directory(
         return
     loaded = find_loaded(hparams.path, hparams.overrides)
     if loaded is None and not os.path.isfile(hparams.path):
-        logger.warning("%s is gone: the settings of this run are neither kept nor compared.", hparams.path)
+        logger.warning("%s no longer exists: the settings of this run were neither saved nor compared.", hparams.path)
         return
     overrides = _with_options(hparams.overrides, run_opts)
     original = loaded.original if loaded else Path(hparams.path).read_bytes()
@@ -209,13 +209,13 @@ def _changes(folder: Path, resolved: bytes | None, accepts_changes: bool, enviro
     if resolved is not None:
         changes = accepted_changes(folder, folder / RESOLVED_FILE, resolved.decode(), accepts_changes)
         if changes:
-            lines.append("\n  ".join([f"{folder}: going on with other settings (was -> given):", *changes]))
+            lines.append("\n  ".join([f"{folder}: resuming with changed settings (saved -> now):", *changes]))
             lines.append(
-                "What optimizers and schedulers were made with (lr, T_max, ...) stays as it was saved; to train on "
-                f"with another schedule, start a new run with --init_from {folder}."
+                "Arguments of optimizers and schedulers (lr, T_max, ...) keep their saved values. To train with "
+                f"another schedule, start a new run with --init_from {folder}."
             )
     for change in environment_changes(folder / ENVIRONMENT_FILE, environment):
-        lines.append(f"{folder}: going on in another environment than the run began in: {change}")
+        lines.append(f"{folder}: the environment has changed since the run began: {change}")
     return lines
 
 

@@ -105,7 +105,7 @@ class Loaded:
     results: list[Any] = field(default_factory=list)
 
 
-RESOLVED_HEADER = "Resolved settings of a run: in place of each reference stands its value"
+RESOLVED_HEADER = "Resolved settings of a run: each reference is replaced by its value"
 
 # The newest loads, each by the YAML and the text of its overrides: for `create_experiment_directory`, which gets those.
 _loaded: dict[tuple[str, str], Loaded] = {}
@@ -301,8 +301,8 @@ def _warn_of_resolved(path: str | os.PathLike[str], original: bytes, overrides: 
     keys = [key for key in as_mapping(overrides, Mistakes()) if key not in OPTION_NAMES]
     if keys and original.startswith(f"# {RESOLVED_HEADER}".encode()):
         logger.warning(
-            "%s holds resolved settings: an override (%s) changes nothing but that key itself. To have references "
-            "follow it, load the YAML that they came from (hyperparams_original.yaml beside it).",
+            "%s holds resolved settings, without references: an override (%s) changes only that key. To change the "
+            "values that referred to it too, load the original YAML (hyperparams_original.yaml in the same folder).",
             os.fspath(path),
             ", ".join(map(str, keys)),
         )

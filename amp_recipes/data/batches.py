@@ -39,7 +39,7 @@ def as_epochs(counter: Any) -> Iterable[int]:
         return counter
     number = counter if type(counter) is int else 10
     raise RecipeError(
-        f"fit: the epochs are {counter!r:.200}; expected what counts them: EpochCounter({number}), or "
+        f"fit: the epochs must be an iterable, but are {counter!r:.200}; give EpochCounter({number}), or "
         f"range(1, {number + 1})."
     )
 

@@ -77,11 +77,11 @@ class EpochLoader(DataLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration of that epoch begins after those samples, without reading them."""
         if not isinstance(state, Mapping) or not {"epoch", "samples"} <= state.keys():
-            raise DataError(f"{self.name}: a position has 'epoch' and 'samples'; got {state!r:.200}")
+            raise DataError(f"{self.name}: a saved position needs 'epoch' and 'samples', but is {state!r:.200}")
         generators = self._generators()
         for name, saved in state.get("generators", {}).items():
             if name not in generators:
-                raise DataError(f"{self.name}: the position has a generator {name} that these samplers do not have")
+                raise DataError(f"{self.name}: the saved position has a generator {name}, which these samplers lack")
             set_generator_state(generators[name], saved)
         self.set_epoch(state["epoch"])
         samples = state["samples"]

@@ -26,8 +26,8 @@ _BY_CODE = re.compile(r"exited unexpectedly with exit code (?P<code>\d+)")
 _SIGNALS = {int(number): number.name for number in signal.Signals}
 _NOTICE_SECONDS = 2.0  # a process is gone a moment before its parent knows
 _ADVICE = {
-    "SIGKILL": "The system does this when memory runs out: fewer workers, a smaller prefetch_factor or smaller batches "
-    "need less.",
+    "SIGKILL": "The system usually does this when memory runs out: use fewer workers, a smaller prefetch_factor or "
+    "smaller batches.",
     "SIGBUS": "Shared memory ran out: enlarge /dev/shm, or use fewer workers or a smaller prefetch_factor.",
     "SIGSEGV": "A library crashed while it read: read that sample with num_workers=0 to see where.",
 }
@@ -123,7 +123,8 @@ def let_go(error: BaseException | None) -> None:
 def read_fault(failure: Failure, name: str) -> DataError:
     """The DataError of a sample that raised, with the original error and its traceback as the cause."""
     where = "" if failure.worker is None else f" It was read by loader worker {failure.worker}."
-    error = DataError(f"{name}: {failure.what}: {failure.summary}.{where} Mend it, or leave it out of the data set.")
+    advice = "Repair this sample, or leave it out of the data set."
+    error = DataError(f"{name}: {failure.what}: {failure.summary}.{where} {advice}")
     error.__cause__ = failure.error if failure.error is not None else RemoteTraceback(f'\n"""\n{failure.traceback}"""')
     return error
 

@@ -73,7 +73,7 @@ def make_loader(
         else:
             loader = EpochLoader(dataset, seed=seed, name=name, rank=rank, world_size=world_size, **loader_kwargs)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name}: its loader cannot be made: {error}") from error
+        raise ConfigError(f"{name}: the loader cannot be created: {error}") from error
     return _checked(loader, name)
 
 
@@ -110,7 +110,7 @@ def _bound_workers(loader_kwargs: dict[str, Any], name: str) -> None:
     if isinstance(given, int) and given > most:
         loader_kwargs["num_workers"] = most
         logger.warning(
-            "%s: num_workers=%d is too many for %d cores; %d are started (%d for each)",
+            "%s: num_workers=%d is too many for %d CPU cores; started %d workers (%d for each core)",
             name,
             given,
             cores,
@@ -125,7 +125,7 @@ def _refuse_unknown(loader_kwargs: dict[str, Any], name: str) -> None:
         return
     hints = [f"did you mean {match!r}?" for key in unknown for match in get_close_matches(key, _ACCEPTED, n=1)]
     raise ConfigError(
-        f"{name}: DataLoader takes no {', '.join(map(repr, unknown))}; "
+        f"{name}: DataLoader has no argument {', '.join(map(repr, unknown))}; "
         + (f"{' '.join(hints)} It takes " if hints else "it takes ")
         + f"{', '.join(_ACCEPTED)}."
     )

@@ -95,11 +95,11 @@ def replay_reason(loader: Any) -> str | None:
     """Why a resume inside an epoch does not just go on: it reads batches again; and what to do. None if it goes on."""
     if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
         return (
-            "some batches may be read twice and others not at all: with in_order=False they come as the workers finish "
-            "them, in no order that repeats; leave it out"
+            "some batches may be read twice and others not at all: with in_order=False their order depends on which "
+            "worker is faster; leave in_order out"
         )
     reason = _cannot_tell(loader)
-    return f"the batches already done are read again, which takes time: {reason}" if reason is not None else None
+    return f"the batches already used are read again, which takes time: {reason}" if reason is not None else None
 
 
 def _cannot_tell(loader: Any) -> str | None:
@@ -110,20 +110,17 @@ def _cannot_tell(loader: Any) -> str | None:
     if has_state(loader) or isinstance(loader, Sequence):
         return None
     if not isinstance(loader, DataLoader):
-        return (
-            f"a {kind} cannot tell its place: give a torch Dataset instead, or give it state_dict and load_state_dict"
-        )
+        return f"a {kind} cannot save its position: give a torch Dataset, or give it state_dict and load_state_dict"
     if _tells_by_dataset(loader):
         return None
     if isinstance(loader.dataset, IterableDataset):
         advice = "give the IterableDataset itself, with state_dict and load_state_dict, instead of a DataLoader"
-        return (
-            f"a DataLoader over an IterableDataset cannot tell its place: {advice}, or torchdata's StatefulDataLoader"
-        )
+        advice = f"{advice}, or torchdata's StatefulDataLoader"
+        return f"a DataLoader over an IterableDataset cannot save its position: {advice}"
     if not is_plain_loader(loader):
-        return f"a {kind} may order its batches as it likes: give a torch Dataset instead, or give it state_dict"
+        return f"a {kind} may give its batches in any order: give a torch Dataset instead, or give it state_dict"
     if not _can_skip(loader):
-        return "what a DataLoader's workers draw depends on all that they read before: give the Dataset itself instead"
+        return "the draws of a DataLoader's workers depend on all that they read before: give the Dataset itself"
     return None
 
 
@@ -131,9 +128,9 @@ def _stream_cannot_tell(loader: StreamLoader) -> str | None:
     if loader.knows_its_place:
         return None
     if has_state(loader.dataset):
-        return "an IterableDataset read by workers tells its place only through torchdata: pip install torchdata"
+        return "an IterableDataset read by workers can save its position only through torchdata: pip install torchdata"
     kind = type(loader.dataset).__name__
-    return f"{kind} is an IterableDataset that cannot tell its place: give it state_dict and load_state_dict"
+    return f"{kind} is an IterableDataset that cannot save its position: give it state_dict and load_state_dict"
 
 
 def _from_dataloader(loader: DataLoader, step: int, state: Mapping[str, Any]) -> Iterator[Any]:

@@ -97,7 +97,7 @@ class Reader(Dataset):
         except Exception as error:
             if not self._batched:
                 return failure_of(samples_of(indices), error)
-            failure = failure_of(f"{samples_of(indices)} cannot be put into a batch", error)
+            failure = failure_of(f"{samples_of(indices)} cannot be collated into a batch", error)
             return replace(failure, summary=failure.summary + self._unfit(samples, indices))
 
     def _unfit(self, samples: Sequence[Any], indices: Sequence[Any]) -> str:
@@ -111,10 +111,10 @@ class Reader(Dataset):
         if len(alone) == len(samples):  # the fault may be the collate_fn's
             return ""
         if alone:
-            return f"; {alone[0]} cannot be put into one alone"
+            return f"; {alone[0]} cannot be collated even alone"
         other = next((name for name, sample in named[1:] if not self._fit([samples[0], sample])), None)
         advice = " (give a collate_fn that pads them)" if self._collate is default_collate else ""
-        return "" if other is None else f"; {other} does not fit with {named[0][0]}{advice}"
+        return "" if other is None else f"; {other} does not match {named[0][0]}{advice}"
 
     def _fit(self, samples: list[Any]) -> bool:
         try:

@@ -75,16 +75,15 @@ class StreamLoader(DataLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration of that epoch goes on from there."""
         if not isinstance(state, Mapping) or not {"epoch", "batches", "num_workers"} <= state.keys():
-            raise DataError(f"{self.name}: a stream's position has 'epoch' and 'batches'; got {state!r:.200}")
+            raise DataError(f"{self.name}: a saved position needs 'epoch' and 'batches', but is {state!r:.200}")
         if state["batches"] and state["num_workers"] != self.num_workers:
             raise DataError(
                 f"{self.name}: the position in this IterableDataset was saved with num_workers={state['num_workers']}, "
-                f"but there are {self.num_workers} now, which read other samples. Resume with as many as then."
+                f"but now there are {self.num_workers} workers, which would read other samples. Resume "
+                "with the saved number."
             )
         if "stream" in state and not has_torchdata():
-            raise DataError(
-                f"{self.name}: this position needs torchdata, with which it was saved: pip install torchdata"
-            )
+            raise DataError(f"{self.name}: this position was saved with torchdata and needs it: pip install torchdata")
         self.set_epoch(state["epoch"])
         self._resumed, self._progress = state, _Progress(state["batches"])
 
@@ -267,7 +266,7 @@ def _collate(collate: Callable[[Any], Any], samples: Any) -> Any:
     try:
         return collate(samples)
     except Exception as error:
-        return failure_of("samples of the stream cannot be put into a batch", error)
+        return failure_of("samples of the stream cannot be collated into a batch", error)
 
 
 class _StreamIterator:

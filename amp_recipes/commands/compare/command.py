@@ -64,7 +64,7 @@ def _run(arguments: argparse.Namespace, say: Any) -> int:
     with runs_in(plan.folder) as children:
         outcomes = _train(plan, children, say)
         if children.requested is not None:
-            say(f"{children.requested.name}: ends here; the same command goes on with the comparison.")
+            say(f"{children.requested.name}: comparison stopped; run the same command again to continue it.")
             return 128 + children.requested
         found = compared(plan, outcomes, _command(arguments))
         _write(plan.folder, found, say, arguments.json)
@@ -91,7 +91,7 @@ def _outcome(plan: Plan, ended: Ended) -> Outcome:
     outcome.script = ended.script
     if outcome.finished and not outcome.epochs:
         raise CannotCompare(
-            f"{run} finished, but left no records in {records}: does the script give its Brain the run options (or "
+            f"{run} finished, but wrote no records to {records}: does the script give its Brain the run options (or "
             "hparams) that it was started with, output_folder among them?"
         )
     return outcome

@@ -138,7 +138,7 @@ def read_precisions(text: str) -> tuple[str, ...]:
     names = _words(text, "--precisions", "such as fp32,bf16,fp16")
     for name in names:
         if name == "auto":
-            raise ConfigError("--precisions: auto is one of the others on each machine; name the precision.")
+            raise ConfigError("--precisions: auto depends on the machine; name a precision, such as bf16.")
         try:
             AMPConfig.from_name(name)
         except ConfigError as error:
@@ -160,8 +160,8 @@ def read_seeds(text: str) -> tuple[int, ...]:
     if "," not in text:
         if not 1 <= numbers[0] <= _MANY_SEEDS:
             raise ConfigError(
-                f"--seeds {text}: as a number of seeds, expected 1 to {_MANY_SEEDS}. For the one seed {text}, put a "
-                f"comma behind it: --seeds {text},"
+                f"--seeds {text}: the number of seeds must be 1 to {_MANY_SEEDS}. For the one seed {text}, "
+                f"add a comma: --seeds {text},"
             )
         return tuple(range(1, numbers[0] + 1))
     if max(numbers) > MAX_SEED:
@@ -195,7 +195,7 @@ def setting_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         found = [str(change) for change in changes if change.name.partition(".")[0] not in _HARMLESS]
         before, after = dict(was["options"]), dict(now["options"])
     except (ConfigError, KeyError, TypeError, ValueError) as error:
-        return [f"the settings that were noted cannot be read ({error})"]
+        return [f"the saved settings cannot be read ({error})"]
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):
             found.append(f"{name}: {before.get(name, '(absent)')} -> {after.get(name, '(absent)')}")
@@ -214,7 +214,7 @@ def _tree(text: str) -> MappingNode:
     root = read_text(text, "the settings", mistakes, Budget())
     mistakes.raise_if_any("the settings")
     if not isinstance(root, MappingNode):
-        raise ConfigError("they are no mapping")
+        raise ConfigError("they are not a mapping")
     return root
 
 
@@ -224,5 +224,5 @@ def _words(text: str, option: str, expected: str) -> list[str]:
     if not all(words):
         raise ConfigError(f"{option} {text!r}: expected {expected}.")
     if twice := sorted(word for word, count in Counter(words).items() if count > 1):
-        raise ConfigError(f"{option} {text}: {', '.join(twice)} is there twice.")
+        raise ConfigError(f"{option} {text}: {', '.join(twice)} is given twice.")
     return words

@@ -95,12 +95,12 @@ class Runs:
                 break
             if count == 1 and not ended.is_result:
                 raise CannotCompare(
-                    f"The reference, {run}, did not finish: {ended.message}\nThe end of what it said is in "
+                    f"The reference run ({run}) did not finish: {ended.message}\nIts output is in "
                     f"{run.folder / OUTPUT_FILE}."
                 )
             if not ended.message:
                 self._seconds.setdefault(run.precision, []).append(ended.seconds)
-            told = f"{_outcome(ended)}{', as before' if is_there else ''}{self._left(count, before)}"
+            told = f"{_outcome(ended)}{', in an earlier call' if is_there else ''}{self._left(count, before)}"
             self._say(f"{f'{count}/{len(self.plan.runs)}':>7}  {run!s:<{self._shown}}  {told}")
             yield ended
 
@@ -120,7 +120,7 @@ class Runs:
         if child.status != 0 and self._children.requested is not None:
             return None
         if child.status in _ASKED_TO_END:
-            raise CannotCompare(f"{run} was asked to end by somebody else; the same command goes on with it.")
+            raise CannotCompare(f"{run} was stopped by a signal; run the same command again to continue it.")
         kind, message = ("", "") if child.status == 0 else why_it_failed(child)
         ended = Ended(run, message, kind == "NonfiniteError", child.seconds, self._script)
         state = {"message": message, "diverged": ended.diverged, "seconds": round(child.seconds, 3)}
@@ -143,7 +143,7 @@ class Runs:
             return _Earlier()
         record = read_object(run.folder / RECORD_FILE)
         if record.get("schema_version") != SCHEMA_VERSION:
-            return _Earlier([f"{RECORD_FILE} is not of this version"])
+            return _Earlier([f"{RECORD_FILE} was written by another version"])
         changes = setting_differences(record.get("settings") or {}, run.settings)
         if not record.get("ended"):
             return _Earlier(changes)
@@ -184,8 +184,8 @@ def _refuse_others(plan: Plan, before: dict[PlannedRun, _Earlier]) -> None:
     lines = list(dict.fromkeys(itertools.chain(*others)))
     shown = "\n  ".join(lines[:_CHANGES_SHOWN]) + ("\n  ..." if len(lines) > _CHANGES_SHOWN else "")
     raise ConfigError(
-        f"{plan.folder} holds {len(others)} finished runs of other settings (was -> would be):\n  {shown}\n"
-        "Give another folder with --to, or remove that one to compare anew."
+        f"{plan.folder} holds {len(others)} finished runs with other settings (saved -> now):\n  {shown}\n"
+        "Give another folder with --to, or delete that folder to compare again."
     )
 
 
@@ -195,7 +195,7 @@ def _set_aside(folder: Path, say: Callable[[str], None]) -> None:
     while (aside := folder.with_name(f"{folder.name}.aside_{number}")).exists():
         number += 1
     folder.rename(aside)
-    say(f"{folder}: an unfinished run of other settings is now {aside.name}.")
+    say(f"{folder}: an unfinished run with other settings was renamed to {aside.name}.")
 
 
 def _outcome(ended: Ended) -> str:

@@ -96,7 +96,7 @@ def _wrong_size(axes: Iterable[Axis], words: Sequence[str], trials: int | None) 
         return
     runs = math.prod(len(axis.choices) for axis in axes)
     if runs > MOST_RUNS:
-        yield f"the grid has {runs:,} runs, and {MOST_RUNS:,} are allowed; --sweep-trials N chooses N of them."
+        yield f"the grid has {runs:,} runs, but at most {MOST_RUNS:,} are allowed; --sweep-trials N chooses N of them."
 
 
 def _refuse_overlap(key: str, others: Iterable[str]) -> None:
@@ -105,7 +105,7 @@ def _refuse_overlap(key: str, others: Iterable[str]) -> None:
         if key == other:
             raise ValueError(f"{key} is swept twice; give all its values at once, as in lr=1e-3,1e-4.")
         if key.startswith(f"{other}.") or other.startswith(f"{key}."):
-            raise ValueError(f"{other} is swept too, and one of the two holds the other.")
+            raise ValueError(f"{other} is swept too, but one of the two keys is inside the other.")
 
 
 def grid(axes: Sequence[Axis]) -> Iterator[Combination]:
@@ -173,21 +173,21 @@ def _read_axis(word: str) -> Axis:
     if not equals:
         raise ValueError("expected key=value,value, as in lr=1e-3,1e-4.")
     if key.startswith("-"):
-        raise ValueError(f"the key is given without dashes: {word.lstrip('-')}")
+        raise ValueError(f"write the key without dashes: {word.lstrip('-')}")
     if not all(key.split(".")):
         raise ValueError("the name of the key, or of a part of it, is empty; expected key=... or key.subkey=...")
     if key == "output_folder":
-        raise ValueError("each run gets a folder of its own below the output_folder, which cannot be swept.")
+        raise ValueError("output_folder cannot be swept: each run gets its own folder below it.")
     if not text:
         raise ValueError(f"there is no value; expected {key}=value,value.")
     texts = _split(text)
     if not all(texts):
-        raise ValueError("a value is empty; an empty text is typed as ''.")
+        raise ValueError("a value is empty; write '' for an empty text.")
     ranges = [_read_range(key, text) for text in texts]
     if len(texts) == 1 and ranges[0] is not None:
         return ranges[0]
     if any(ranges):
-        raise ValueError("a range stands alone; give the values or the range.")
+        raise ValueError("a range cannot be mixed with values; give either the values or the range.")
     return Choices(key, _distinct(texts))
 
 
@@ -198,7 +198,7 @@ def _distinct(texts: Sequence[str]) -> tuple[Choice, ...]:
         choice = Choice(text, parse_value(text))
         same = choices.setdefault(repr(choice.value), choice)
         if same is not choice:
-            raise ValueError(f"{same.text} and {text} are the same value, and a run is made once for each.")
+            raise ValueError(f"{same.text} and {text} are the same value; give each value once.")
     return tuple(choices.values())
 
 
@@ -211,7 +211,8 @@ def _read_range(key: str, text: str) -> Range | None:
         return None
     if low is None or high is None:
         raise ValueError(
-            f"both ends of a range are finite numbers, as in 1e-5..1e-2; {text} has only one. A value is quoted."
+            f"a range needs two finite numbers, as in 1e-5..1e-2; {text} has only one. Put a value that is not a "
+            "range in quotes."
         )
     _refuse_range(low, high, below, above, scale if colon else "linear")
     if isinstance(low, float) or isinstance(high, float):
@@ -222,7 +223,7 @@ def _read_range(key: str, text: str) -> Range | None:
 def _refuse_range(low: float, high: float, below: str, above: str, scale: str) -> None:
     """Raise ValueError for ends that make no range, or a scale that there is not."""
     if scale not in _SCALES:
-        raise ValueError(f"{scale!r} is no scale of a range; expected log or linear.{did_you_mean(scale, _SCALES)}")
+        raise ValueError(f"{scale!r} is not a scale of a range; expected log or linear.{did_you_mean(scale, _SCALES)}")
     if low >= high:
         raise ValueError(f"a range goes from the smaller number to the larger: {above}..{below}.")
     if scale == "log" and low <= 0:
@@ -252,7 +253,7 @@ def _split(text: str) -> list[str]:
             waiting.append(closing)
         parts[-1] += character
     if waiting:
-        raise ValueError(f"a closing {waiting[-1]} is missing; a value that holds a lone bracket or quote is quoted.")
+        raise ValueError(f"a closing {waiting[-1]} is missing; put a value with a single bracket or quote in quotes.")
     return [part.strip() for part in parts]
 
 

@@ -139,7 +139,7 @@ def run_sweep(
             run_trials(optuna, study, axes, sweep.trials, settings.seed, runs.score, lambda: runs.interrupted)
         _report(runs, [script, hparams_file, *options], sweep)
     if children.requested is not None:
-        print(f"{children.requested.name}: the sweep ends here; the same command goes on with it.", flush=True)
+        print(f"{children.requested.name}: sweep stopped; run the same command again to continue it.", flush=True)
         return 128 + children.requested
     return int(any(result.exit_status for result in runs.results.values()))
 
@@ -196,14 +196,14 @@ class _Runs:
         print(f"{number}/{total}  {describe(values)} ... ", end="", flush=True)
         name = folder_name(values)
         if name in self.results:
-            print(f"as run {self.results[name].number}", flush=True)
+            print(f"same values as run {self.results[name].number}", flush=True)
             return self.results[name]
         folder = self.folder / name
         record = self._record(folder)
         if record.get("exit_status") == 0:
             last, best = record.get("last") or {}, record.get("best")
             result = Result(number, folder, values, 0, record.get("seconds", 0.0), last, best)
-            print(f"finished before: {self._outcome(result)}", flush=True)
+            print(f"already finished: {self._outcome(result)}", flush=True)
         else:
             result = self._make(folder, values, number, record.get("seconds", 0.0))
         self.results[name] = result
@@ -264,7 +264,7 @@ def _report(runs: _Runs, words: list[str], sweep: SweepRequest) -> None:
     table = markdown_table(_rows(results, best, metric))
     better = "higher" if mode == "max" else "lower"
     stage = "validation" if any("valid" in result.last for result in results) else "training"
-    ranking = f"By {metric} on the {stage} set, {better} is better; in the best epoch if the run watched it."
+    ranking = f"Sorted by {metric} on the {stage} set, {better} is better; of the best epoch if the run tracked it."
     trials = [] if sweep.trials is None else ["--sweep-trials", str(sweep.trials)]
     command = shlex.join(["python", *words, "--sweep", *sweep.axes, *trials])
     page = f"# Sweep\n\n    {command}\n\n{ranking}\n\n{table}\n"

@@ -100,7 +100,7 @@ class ResumeCheck:
         run = self.told(what, name, goes_on)
         run.refuse_failure(name)
         if run.trace.end is None:
-            raise _RunFailed(f"{self.script} ended without a call of Brain.fit that returned.")
+            raise _RunFailed(f"{self.script} ended, but no call of Brain.fit() returned.")
         return run
 
 
@@ -162,8 +162,8 @@ def _verify(check: ResumeCheck) -> int:
     check.say("")
     if resumed_at == 0:
         check.say(
-            "The resumed run began at its first update: it did not go on from the checkpoint. Does the recipe give its"
-            "\nBrain a checkpointer of its own in another folder, or change output_folder? Its last lines were:"
+            "The resumed run began at its first update: it did not continue from the checkpoint. Does the recipe give "
+            "its\nBrain a checkpointer of its own in another folder, or change output_folder? Its last lines were:"
         )
         check.say_all(resumed.last_words)
         return DIFFERENT
@@ -190,7 +190,7 @@ def _judge(check: ResumeCheck, one: Trace, again: Trace, whole: Trace, resumed_a
     else:
         check.say_all(_equal(check, resumed_at, suspects))
         return EQUAL
-    check.say("NOT EQUAL: the resumed run did something else than the one without interruption.")
+    check.say("NOT EQUAL: the resumed run differs from the run without interruption.")
     return DIFFERENT
 
 
@@ -198,7 +198,7 @@ def _equal(check: ResumeCheck, resumed_at: int, suspects: Mapping[str, tuple[str
     if suspects:
         yield "Not restored by the resume, but without effect in these updates (without interruption | resumed):"
         yield from causes.suspect_lines(suspects)
-    yield f"EQUAL bit for bit: the run that was killed after update {check.kill_at} went on from update {resumed_at}."
+    yield f"EQUAL bit for bit: the run that was killed after update {check.kill_at} resumed from update {resumed_at}."
 
 
 def _what_was_compared(one: Trace, resumed_at: int, metrics: int) -> Iterator[str]:
@@ -216,10 +216,10 @@ def _what_was_compared(one: Trace, resumed_at: int, metrics: int) -> Iterator[st
 
 def _what_was_not_compared(one: Trace, by_chance: Iterable[str]) -> Iterator[str]:
     if by_chance:
-        yield f"not compared, as they differ without interruption too: {', '.join(by_chance)}"
+        yield f"not compared, since they differ without interruption too: {', '.join(by_chance)}"
     unread = sorted({name for window in one.windows for name in window.unread})
     if unread:
-        yield f"not compared, as there was nothing to read in them: objects of type {', '.join(unread)}"
+        yield f"not compared, since their state cannot be read: objects of type {', '.join(unread)}"
 
 
 def _not_reproducible(check: ResumeCheck, difference: Difference, one: Trace, other: Trace) -> int:
@@ -252,7 +252,7 @@ def _seed_if_none(hparams_file: Path, options: Sequence[str], say: Callable[[str
     given = read_settings(hparams_file, overrides, folders=["/"]).options
     if given.get("seed", run_options.seed) is not None:
         return []
-    say("The YAML sets no seed, without which no two runs are alike: --seed=1 is added here. Set one in the YAML.")
+    say("The YAML sets no seed, so no two runs would be equal. This check adds --seed=1; set a seed in the YAML.")
     return ["--seed=1"]
 
 
@@ -270,5 +270,5 @@ def _folder(keep: str | Path | None) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"--keep {folder}: {error.strerror}.") from error
     if taken:
-        raise ConfigError(f"--keep {folder} is not empty; give a new folder, so that the runs begin afresh.")
+        raise ConfigError(f"--keep {folder} is not empty; give a new folder.")
     yield folder

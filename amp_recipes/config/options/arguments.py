@@ -83,8 +83,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
     """
     if _loads:
         raise ConfigError(
-            "parse_arguments is called by what a YAML names, whose words, --trust among them, would then be its own. "
-            "Call it from the script, below `if __name__ == '__main__':` if a YAML names something of that script."
+            "parse_arguments was called by code that a YAML names, and the YAML could then choose the command line, "
+            "--trust included. Call it in the script itself, below `if __name__ == '__main__':` if a YAML names "
+            "something in that script."
         )
     if argv is None:
         show_mistakes_plainly()
@@ -130,7 +131,7 @@ class _CommandLine:
         yield from self._mistakes
         for extra in self.files[1:]:
             hint = did_you_mean(extra, OPTION_NAMES, prefix="--")
-            yield f"{extra!r} is neither an option nor a value; an option opens with --.{hint}"
+            yield f"{extra!r} is neither an option nor a value; an option starts with --.{hint}"
         yield from self.requests.all_mistakes()
         yield from validate_options(self.options)[1].values()
 
@@ -141,7 +142,7 @@ class _CommandLine:
         if text is None:
             self._mistakes.append(_without_value(name))
         elif head in OPTION_NAMES and below:
-            self._mistakes.append(f"--{name}: {head} is a run option and has no keys below it.")
+            self._mistakes.append(f"--{name}: {head} is a run option, so it has no keys below it.")
         elif head in OPTION_NAMES:
             self.options[name] = option_value(name, text)
         else:
@@ -157,7 +158,7 @@ class _CommandLine:
                 continue
             name, equals, text = word[2:].partition("=")
             if not word.startswith("--"):
-                self._mistakes.append(f"{word!r}: an option opens with two dashes.")
+                self._mistakes.append(f"{word!r}: an option starts with two dashes.")
             elif not all(name.split(".")):
                 self._mistakes.append(f"{word!r} has an empty name; expected --key=value or --key.subkey=value.")
             else:
@@ -221,7 +222,7 @@ def _nest(overrides: dict[str, Any], name: str, value: Any, mistakes: list[str])
         below = branch.setdefault(part, {})
         if not isinstance(below, dict):
             parent = ".".join(parents[:depth])
-            mistakes.append(f"--{name}: --{parent} is given too, with a value that has no keys.")
+            mistakes.append(f"--{name} conflicts with --{parent}, whose value has no keys.")
             return
         branch = below
     if not isinstance(branch.get(last), dict) or not branch[last]:
@@ -230,4 +231,4 @@ def _nest(overrides: dict[str, Any], name: str, value: Any, mistakes: list[str])
         for key, item in value.items():
             _nest(branch[last], str(key), item, mistakes)
     else:
-        mistakes.append(f"--{name} gives a value, but another option gives keys below it.")
+        mistakes.append(f"--{name} conflicts with another option, which sets a key below it.")

@@ -11,9 +11,9 @@ from amp_recipes.files.granted_trust import granted_trust, names_in
 
 # Words of the command line that are no run options: a YAML cannot say them. Those with a dash are also known with `_`.
 FLAGS = {
-    "check": "Check YAML and command line, build nothing, and end.",
-    "show-config": "Print the resolved YAML with the place that each value came from, and end.",
-    "diagnose": "Say what the precision does to the model, in place of training it, and end.",
+    "check": "Check the YAML and the command line, build nothing, and exit.",
+    "show-config": "Print the resolved YAML with the source of each value, and exit.",
+    "diagnose": "Report what the precision does to the model instead of training it, and exit.",
 }
 
 
@@ -60,13 +60,14 @@ class RequestWords:
         granted = granted_trust()
         if foreign := [name for name in self._trust if name not in granted]:
             yield (
-                f"--trust {','.join(foreign)} is not on the command line that started this process, and only that can "
-                "grant trust: other words may be a YAML's. Give it there, or in the script, to load_hparams(trust=...)."
+                f"--trust {','.join(foreign)} is refused: it is not on the command line that started this process, and "
+                "other arguments may come from a YAML. Give it on that command line, or call load_hparams(trust=...) "
+                "in the script."
             )
         yield from self._wrong_trials()
         actions = [*dict.fromkeys(self._flags), *(name for name in ("sweep", "replay") if self._values[name])]
         if len(actions) > 1:
-            yield f"{' and '.join(f'--{action}' for action in actions)} cannot be done at once; give one of them."
+            yield f"{' and '.join(f'--{action}' for action in actions)} cannot be combined; give one of them."
 
     def _wrong_trials(self) -> Iterator[str]:
         for trials in self._values["sweep-trials"][-1:]:

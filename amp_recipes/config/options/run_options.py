@@ -194,7 +194,7 @@ def near_misses(keys: Iterable[str]) -> list[str]:
     """What to say of keys that are no run options but look like a misspelt one: a YAML may have keys of its own."""
     strange = [key for key in keys if key not in OPTION_NAMES | FRAMEWORK_KEYS]
     near = {key: difflib.get_close_matches(str(key), sorted(OPTION_NAMES), 1, cutoff=0.8) for key in strange}
-    return [f"{key!r} is no run option; did you mean {names[0]!r}?" for key, names in near.items() if names]
+    return [f"{key!r} is not a run option; did you mean {names[0]!r}?" for key, names in near.items() if names]
 
 
 def _attributes(options: Mapping[str, Any], where: str, purpose: Purpose) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class _Builder:
         # HyperPyYAML looks the name up again, with pydoc: what has been checked must be what it calls.
         found = pydoc.locate(name)
         if not _is_same(found, target):
-            raise ConfigError(f"{name} is ambiguous: {found!r} is found where {target!r} was checked; rename one.")
+            raise ConfigError(f"{name} is ambiguous: the check found {target!r}, Python {found!r}; rename one.")
         return call(kind, name, arguments)
 
 

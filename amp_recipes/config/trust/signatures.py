@@ -84,9 +84,10 @@ class Callee:
     def _too_many(self, by_position: list[str], node: Sequence) -> Iterator[tuple[Source, str]]:
         """That more arguments are given by position than are taken, told where the first of them stands."""
         if len(node.items) > len(by_position) and not _has(self.parameters, inspect.Parameter.VAR_POSITIONAL):
-            takes = f"{len(by_position)} ({', '.join(by_position)})" if by_position else "none"
+            count = f"{len(by_position)} positional argument{'' if len(by_position) == 1 else 's'}"
+            names = f" ({', '.join(by_position)})" if by_position else ""
             first = node.items[len(by_position)]
-            yield first.source, f"{self.name} takes {takes} by position, but {len(node.items)} are given."
+            yield first.source, f"{self.name} takes {count}{names}, but got {len(node.items)}."
 
     def _wrong_types(self, given: dict[str, Node]) -> Iterator[tuple[Source, str]]:
         for argument, item in given.items():
@@ -108,7 +109,7 @@ def _wrong_names(name: str, parameters: Any, node: Mapping) -> Iterator[tuple[So
     for key in node.items:
         where = node.key_sources.get(key, node.source)
         if not isinstance(key, str):
-            yield where, f"{name} is given {key!r} as the name of an argument, which must be text."
+            yield where, f"{name} has an argument named {key!r}; the name of an argument must be a string."
         elif key in accepted or takes_any:
             continue
         elif key in by_position:
@@ -306,5 +307,5 @@ def _hint(node: Node, hint: Any) -> str:
         return ""
     kinds = _kinds(hint)
     if (bool, ()) in kinds and node.value.lower() in _OLD_BOOLEANS:
-        return f" Text in YAML 1.2: write {str(node.value.lower() in ('yes', 'on', 'true')).lower()}."
+        return f" In YAML 1.2 this is text: write {str(node.value.lower() in ('yes', 'on', 'true')).lower()}."
     return did_you_mean(node.value, [choice for kind, inner in kinds if kind is typing.Literal for choice in inner])

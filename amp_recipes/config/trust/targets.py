@@ -79,7 +79,7 @@ class _Checking:
             text = "getattr takes an object and the name of an attribute; write !ref <key.attribute>."
             self._mistakes.add(node.source, text)
         elif not (name.isascii() and name.isidentifier()) or name.startswith("_"):
-            text = f"{name!r} is no public attribute: expected one name that begins with a letter."
+            text = f"{name!r} is not a public attribute: expected one name that begins with a letter."
             self._mistakes.add(node.source, text)
         else:
             assert isinstance(node, Sequence)  # as `attribute_name` says
@@ -94,7 +94,9 @@ class _Checking:
                 known = self._attributes_of(tag)
                 public = [attribute for attribute in known if not attribute.startswith("_")]
                 if known and name not in known:
-                    self._mistakes.add(node.source, f"{tag} gives no {name!r}.{did_you_mean(name, public)}")
+                    self._mistakes.add(
+                        node.source, f"the object of {tag} has no attribute {name!r}.{did_you_mean(name, public)}"
+                    )
 
     def _check_member(self, module: ModuleType, name: str, node: Node) -> None:
         try:

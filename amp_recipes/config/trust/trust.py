@@ -119,7 +119,7 @@ class Trust:
         """The module of that name. Raises NotTrusted or NotFound, also where the name leads to something else."""
         found = self.locate(name)
         if not isinstance(found, ModuleType):
-            raise NotFound(f"{name} is no module, but {description_of(found)}.")
+            raise NotFound(f"{name} is not a module, but {description_of(found)}.")
         return found
 
     def attribute(self, owner: Any, name: str) -> Any:
@@ -127,7 +127,7 @@ class Trust:
         _parts_of(name)
         what = f"{owner.__name__ if inspect.isclass(owner) or inspect.ismodule(owner) else type(owner).__name__}.{name}"
         if "." in name or name == "__main__":
-            raise NotFound(f"{name!r} is no attribute: expected one name without dots.")
+            raise NotFound(f"{name!r} is not the name of an attribute: expected one name without dots.")
         if isinstance(owner, ModuleType):
             return self._attribute_of_module(owner, name, what)
         self.check_value(owner, what)
@@ -151,7 +151,7 @@ class Trust:
             raise NotTrusted(f"{what} is not trusted: {owner.__name__} is not a module that can be named.")
         value = self.locate(f"{owner.__name__}.{name}")
         if isinstance(value, ModuleType):
-            raise NotTrusted(f"{what} is a module, and a reference does not go from one module to another.")
+            raise NotTrusted(f"{what} is a module; a reference may not lead from one module to another.")
         return value
 
     def _entered(self, top: str, wanted: str) -> ModuleType:
@@ -174,7 +174,7 @@ class Trust:
         if isinstance(value, ModuleType):
             if value.__name__ != walked and sys.modules.get(walked) is not value:  # os.path is posixpath
                 own = f"{value.__name__}{wanted.removeprefix(walked)}"
-                reason = f"{walked} is the module {value.__name__}; its own name is {own}"
+                reason = f"{walked} is the module {value.__name__}; write {own}"
                 raise NotTrusted(f"{wanted} is not trusted: {reason}.")
             self._check_module(walked, wanted)
         return value
@@ -207,7 +207,7 @@ class Trust:
             raise NotFound(f"{wanted}: the module {module_name} cannot be imported: {reason}") from error
         module = sys.modules[module_name]
         if not isinstance(module, ModuleType):
-            raise NotTrusted(f"{wanted}: the module {module_name} puts something else in its place.")
+            raise NotTrusted(f"{wanted}: the module {module_name} replaces itself by another object.")
         self._recipe_modules.pop(module_name, None)
         self._check_module(module_name, wanted)
         return module
@@ -234,10 +234,10 @@ class Trust:
 
     def _refusal(self, what: str, reason: str, entries: Iterable[str], attempt: Callable[[Trust], Any]) -> NotTrusted:
         """The error with what, why, and the first of the entries for `trust` with which the attempt would succeed."""
-        why = reason or "of torch, amp_recipes and Python, a YAML may name only what can do no harm; of others, nothing"
+        usual = "a YAML may use only harmless names of torch, amp_recipes and Python, and none of other packages"
         entry = next((entry for entry in entries if self._is_enough(entry, attempt)), "")
         allow = f' To allow it: trust=("{entry}",) in load_hparams, or --trust {entry}.' if entry else ""
-        return NotTrusted(f"{what} is not trusted: {why}.{allow}")
+        return NotTrusted(f"{what} is not trusted: {reason or usual}.{allow}")
 
     def _is_enough(self, entry: str, attempt: Callable[[Trust], Any]) -> bool:
         """Whether an attempt would succeed with one more trusted name, as far as can be known without an import."""
@@ -415,7 +415,7 @@ def _is_public(name: str) -> bool:
 def _parts_of(name: str) -> list[str]:
     """The parts of a dotted name. Raises NotFound for one that no YAML may write."""
     if len(name) > _NAME_CHARACTERS:
-        raise NotFound(f"{name[:40]!r}... is longer than {_NAME_CHARACTERS} characters: no dotted name.")
+        raise NotFound(f"{name[:40]!r}... is longer than {_NAME_CHARACTERS} characters, too long for a dotted name.")
     for character in name:
         if not character.isascii():
             words = unicodedata.name(character, f"U+{ord(character):04X}")
@@ -423,7 +423,7 @@ def _parts_of(name: str) -> list[str]:
     parts = name.split(".")
     for part in parts:
         if not _IDENTIFIER.fullmatch(part):
-            raise NotFound(f"{name!r} is no dotted name of letters, digits and underscores.")
+            raise NotFound(f"{name!r} is not a dotted name of letters, digits and underscores.")
     for depth, part in enumerate(parts):
         if part.startswith("_") and (depth or part != "__main__"):
             raise NotTrusted(f"{name!r}: {part!r} begins with an underscore, which makes it private to Python code.")

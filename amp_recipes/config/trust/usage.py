@@ -91,7 +91,7 @@ def _compare(
     for key in strange[:_SUGGESTIONS]:
         if nearest := slip_of(key, missing, _CUTOFF, plurals=True) or slip_of(key, missing_options, _OPTION_CUTOFF):
             source = mapping.key_sources.get(key, mapping.items[key].source)
-            text = f"{start}{key} is read by nothing: not by this YAML, the recipe's code or the framework."
+            text = f"{start}{key} is not used: this YAML, the recipe's code and the framework do not read it."
             mistakes.add(source, f"{text} Did you mean {start}{nearest}?")
 
 

@@ -63,7 +63,7 @@ class _Including:
             parent, path = pending.pop()
             nodes = children(parent)
             if nodes and len(path) >= DEPTH:
-                raise LimitError(f"{parent.source}: with includes, the YAML is nested more than {DEPTH} levels deep.")
+                raise LimitError(f"{parent.source}: YAML and includes are nested more than {DEPTH} levels deep.")
             below = []
             for key, child in nodes:
                 child_path = (*path, str(key))
@@ -155,14 +155,14 @@ class _Including:
         source = given.key_sources.get(key, value.source)
         if old is None:
             if nearest := _slip(key, target):
-                text = f"{dotted(path)} is no key of the included file, but nearly one of its keys."
+                text = f"{dotted(path)} is not a key of the included file."
                 self.mistakes.add(source, f"{text} Did you mean {nearest}?")
         elif is_plain_mapping(value):
             if _is_call_without_arguments(old):
                 value = self._with_arguments(old, value)
             elif not _holds_nothing(old):
                 where = target.key_sources.get(key, old.source)
-                text = f"{dotted(path)}: a mapping is given here, but {where} holds a value without keys."
+                text = f"{dotted(path)}: this is a mapping, but {where} holds a value without keys."
                 self.mistakes.add(source, text)
                 return
         _put(target, key, value, given)

@@ -112,7 +112,7 @@ class _Overriding:
             if isinstance(value, AnyMapping):
                 if len(key_path) >= DEPTH:
                     name = f"{self._name(key_path[:3])}..."
-                    self.mistakes.add(self.source, f"{name} goes down more than {DEPTH} levels.")
+                    self.mistakes.add(self.source, f"{name} has more than {DEPTH} levels.")
                     continue
                 value = self.split_keys(value, key_path)
             self._combine(nested, head, value, key_path)
@@ -121,7 +121,7 @@ class _Overriding:
     def _combine(self, nested: dict[Any, Any], key: Any, value: Any, path: KeyPath) -> None:
         """Add one entry to what is given for the same keys already; the last of two values wins."""
         if key in nested and isinstance(nested[key], dict) != isinstance(value, dict):
-            self.mistakes.add(self.source, f"{self._name(path)} is given a value, and another one for keys below it.")
+            self.mistakes.add(self.source, f"{self._name(path)} is given both a value and values for keys below it.")
         elif isinstance(value, dict) and key in nested:
             for below, item in value.items():
                 self._combine(nested[key], below, item, (*path, str(below)))
@@ -152,7 +152,7 @@ class _Overriding:
         text = f"{self._name(path)} is neither a key of the YAML nor a run option."
         hint = instead_of(dotted(path)) or self._suggestion(dotted(path))
         if above and node.tag.startswith(_OBJECTS):
-            text += f" A further argument of {_standing(above, where)} must be written there first."
+            text += f" To give {_standing(above, where)} another argument, add it to the YAML first."
         return text + hint
 
     def _write(self, parent: Mapping | Sequence, key: Any, value: Any, path: KeyPath, where: Source) -> None:
@@ -214,11 +214,11 @@ def _nearest_of(wanted: str, names: list[str]) -> str:
 def _wrong_replacement(old: Node, value: Any, where: Source) -> str:
     """Why a value cannot replace what stands at the line `where`; empty if it can."""
     if old.tag.startswith(_OBJECTS) and not (value is None or value is False):
-        text = f"replaces the {old.tag} at {_line(where)} by {shown(value)}, and plain data is no object"
-        return f"{text}; null or false leaves it out."
+        text = f"would replace the object {old.tag} at {_line(where)} by {shown(value)}, which is plain data"
+        return f"{text}. To leave the object out, give null or false."
     if isinstance(old, Sequence) and isinstance(value, str) and re.fullmatch(r"\(.*\)", value):
         # On a command line this is text, which no call that wants two numbers would understand.
-        return f"is the text {shown(value)}, but replaces the list at {_line(where)}; expected a list, [1, 2]."
+        return f"is the text {shown(value)}, but would replace the list at {_line(where)}; give a list, such as [1, 2]."
     return ""
 
 
@@ -264,7 +264,7 @@ def _node(value: Any, source: Source, mistakes: Mistakes, name: str, budget: Bud
         mistakes.add(source, f"{name} has the key {shown(wrong[0])}; expected a string, a number, true or false.")
         return None
     if depth >= DEPTH:
-        mistakes.add(source, f"{name} goes down more than {DEPTH} levels.")
+        mistakes.add(source, f"{name} has more than {DEPTH} levels.")
         return None
     items: dict[Any, Node] = {}
     for key, item in zip(keys, value.values() if isinstance(value, AnyMapping) else value, strict=True):
@@ -332,7 +332,7 @@ def _written_out(node: Node, path: KeyPath, mistakes: Mistakes, budget: Budget) 
         return tuple(items) if node.tag else items
     if node.tag:
         start = f"{dotted(path)}: " if path else ""
-        mistakes.add(node.source, f"{start}an override is plain data, without a tag, but has {node.tag}.")
+        mistakes.add(node.source, f"{start}an override must be plain data, but this one has the tag {node.tag}.")
         return None
     if isinstance(node, Mapping):
         return {key: _written_out(item, (*path, str(key)), mistakes, budget) for key, item in node.items.items()}

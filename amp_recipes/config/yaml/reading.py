@@ -159,7 +159,8 @@ class _Stream:
         self.since_event += len(chunk)
         if self.since_event > 2 * TEXT_CHARACTERS:
             where = _place(self.name, self.text, self.position - self.since_event)
-            raise LimitError(f"{where}: a value (or comment) of more than {TEXT_CHARACTERS:,} characters; use a file.")
+            limit = f"{TEXT_CHARACTERS:,} characters"
+            raise LimitError(f"{where}: a value or comment has more than {limit}; put it into a file.")
         return chunk
 
 
@@ -197,7 +198,8 @@ class _Composer:
             self.line = event.start_mark.line + 1
             if isinstance(event, events.DocumentStartEvent):
                 if begun:
-                    self.mistakes.add(Source(self.file, self.line, 1), "a second document begins here; expected one.")
+                    text = "a second document begins here; a file must hold only one."
+                    self.mistakes.add(Source(self.file, self.line, 1), text)
                     break
                 begun = True
             elif isinstance(event, events.NodeEvent):
@@ -228,7 +230,7 @@ class _Composer:
         self._note_reach(event)
         is_alias = isinstance(event, events.AliasEvent)
         if self.tuple_source and (is_alias or event.tag is not None or event.anchor is not None):
-            self.mistakes.add(source, "a tuple in parentheses holds plain data only; with tags, write !tuple [...].")
+            self.mistakes.add(source, "a tuple in parentheses holds plain data only; to use tags, write !tuple [...].")
         if is_alias:
             self._add(self._aliased(event, source), source)
             return
@@ -268,7 +270,7 @@ class _Composer:
         else:
             if parent.key is _MERGE_KEY:
                 if parent.merged is not None:
-                    self.mistakes.add(source, "<< stands twice in this mapping; write <<: [*first, *second].")
+                    self.mistakes.add(source, "<< is used twice in this mapping; write <<: [*first, *second].")
                 parent.merged = node
             elif parent.key is not _BROKEN_KEY:
                 parent.node.items[parent.key] = node
@@ -287,7 +289,7 @@ class _Composer:
         sources: dict[Any, Source] = parent.node.key_sources  # type: ignore[union-attr]
         if node.value in sources:
             text, first, line = parent.key_texts[node.value], sources[node.value].line, source.line
-            again = f"stands at line {first} and again at line {line}; keep one."
+            again = f"is given at line {first} and again at line {line}; keep one."
             if text != node.text:
                 again = f"at line {line} is the same key as {short(text)} at line {first}; put one of them in quotes."
             self.mistakes.add(source, f"{short(node.text)} {again}")
@@ -314,9 +316,9 @@ class _Composer:
         name = short(event.anchor)
         if node is None:
             hint = did_you_mean(name, self.anchors, "*") if len(self.mistakes) < _HINTED_MISTAKES else ""
-            self.mistakes.add(source, f"*{name} is used, but no &{name} stands above it.{hint}")
+            self.mistakes.add(source, f"*{name} is used, but &{name} is not defined above it.{hint}")
         elif any(node is above.node for above in self.stack):
-            self.mistakes.add(source, f"*{name} stands inside of &{name}, which so contains itself.")
+            self.mistakes.add(source, f"*{name} is used inside &{name}, so the value would contain itself.")
         else:
             return node
         return Scalar("", None, source)
@@ -324,9 +326,9 @@ class _Composer:
     def _scalar(self, event: events.ScalarEvent, source: Source) -> Node:
         text, is_plain = event.value, event.style is None
         if len(text) > TEXT_CHARACTERS:
-            raise LimitError(f"{source}: a value of more than {TEXT_CHARACTERS:,} characters; use a file.")
+            raise LimitError(f"{source}: a value has more than {TEXT_CHARACTERS:,} characters; put it into a file.")
         if _SURROGATE.search(text):
-            self.mistakes.add(source, "an escape (\\ud800 to \\udfff) is no character; write \\U and 8 digits.")
+            self.mistakes.add(source, "the escapes \\ud800 to \\udfff are not characters; write \\U and 8 digits.")
             return Scalar("", "", source)
         is_tuple = is_plain and bool(TUPLE_TEXT.match(text))
         if is_plain and self._is_cut_tuple(text, is_tuple):
@@ -374,7 +376,7 @@ class _Composer:
             inside.compose(f"[{text[1:-1]}]")
         except (YAMLError, IndexError) as error:
             why = getattr(error, "problem", None) or error
-            self.mistakes.add(source, f"{short(text)} is read as a tuple, but is none ({why}); put text in quotes.")
+            self.mistakes.add(source, f"{short(text)} looks like a tuple, but is not one ({why}); put text in quotes.")
         return Sequence(TUPLE, inside.root.items if isinstance(inside.root, Sequence) else [], source)
 
     def _tag(self, event: events.NodeEvent, kind: str, source: Source) -> str:
@@ -382,7 +384,7 @@ class _Composer:
         tag = "" if event.tag is None else str(event.tag)
         text = event.value if isinstance(event, events.ScalarEvent) else ""
         if tag == "!" and begins_as_a_tag(text):
-            self.mistakes.add(source, f"a space stands behind the !; write !{short(text)}.")
+            self.mistakes.add(source, f"there is a space after the !; write !{short(text)}.")
         if tag in ("", "!"):  # YAML's `! text` is the same as text
             return ""
         if wrong := wrong_tag(tag, kind, text, with_hint=len(self.mistakes) < _HINTED_MISTAKES):
@@ -405,7 +407,7 @@ def _text_of(path: str, mistakes: Mistakes, where: Source) -> str | None:
         # Without O_NONBLOCK, opening a named pipe waits for whoever writes into it.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                mistakes.add(where, f"{path} cannot be read: it is no regular file.")
+                mistakes.add(where, f"{path} cannot be read: it is not a regular file.")
                 return None
             data = stream.read(FILE_BYTES + 1)
     except (OSError, ValueError) as error:
@@ -428,7 +430,7 @@ def _has_wrong_character(text: str, name: str, mistakes: Mistakes) -> bool:
     """Whether text has a character that YAML cannot have there; it is then among the mistakes."""
     if found := Reader.NON_PRINTABLE.search(text):
         source = _place(name, text, found.start())
-        mistakes.add(source, f"the character U+{ord(found.group()):04X} cannot stand in YAML; in quotes, write \\x..")
+        mistakes.add(source, f"the character U+{ord(found.group()):04X} is not allowed in YAML; in quotes, write \\x..")
         return True
     found = _FIRST_CHARACTER.search(text)
     if found and found[1] == "%":

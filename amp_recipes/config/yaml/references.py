@@ -121,7 +121,7 @@ class _Resolver:
         if node.tag in REFERENCES:
             if isinstance(node, Scalar):
                 return self._refer(node)
-            return self._wrong(node, f"{node.tag} needs one reference behind it: {node.tag} <key>.")
+            return self._wrong(node, f"{node.tag} needs one reference after it: {node.tag} <key>.")
         if node.tag.startswith(APPLYREF):
             return self._apply(node)
         if node.tag == PLACEHOLDER:
@@ -158,7 +158,7 @@ class _Resolver:
         """`!ref` with text alone is the text, as in HyperPyYAML; but not where the brackets were forgotten."""
         key = text.split("[")[0].split(".")[0]
         if not text:
-            return self._wrong(scalar, f"{scalar.tag} needs a reference behind it: {scalar.tag} <key>.")
+            return self._wrong(scalar, f"{scalar.tag} needs a reference after it: {scalar.tag} <key>.")
         if key in self._scope(scalar).items and _PARTS.fullmatch(text):
             return self._wrong(scalar, f"{scalar.tag} {short(text)}: write <{short(text)}> to refer to that key.")
         if text.lstrip().startswith("<") or text.rstrip().endswith(">"):
@@ -194,7 +194,7 @@ class _Resolver:
         root = read_tuple(_REFERENCE.sub(put_away, text), scalar.source, mistakes, self._budget)
         nodes: list[Node] = [root, *(node for _, node in walk(root))]
         if mistakes or any(isinstance(node, Mapping) for node in nodes):
-            return self._wrong(scalar, f"{short(text)} is no tuple: expected values with commas between them.")
+            return self._wrong(scalar, f"{short(text)} is not a tuple: expected values with commas between them.")
         put_back = re.compile(rf"{stand_in}([0-9]+)\.")
         for node in nodes:
             self._names[node] = self._name(scalar)
@@ -212,8 +212,8 @@ class _Resolver:
                 what = "an attribute" if node.tag == ATTRIBUTE else node.tag or "a list or mapping with an object in it"
                 return self._wrong(
                     scalar,
-                    f"<{short(reference)}> is {what}, which cannot stand in text: it is built after this is read. "
-                    f"Refer to it alone, or to a value that it is built from.",
+                    f"<{short(reference)}> is {what}, which cannot be part of a text: it is built later. "
+                    "Use the reference alone, or refer to a value that it is built from.",
                 )
             values[reference] = str(value)
         length = len(text) + sum(len(values[reference]) for reference in _REFERENCE.findall(text))
@@ -221,7 +221,7 @@ class _Resolver:
             return self._wrong(scalar, f"the text would have more than {TEXT_CHARACTERS:,} characters.")
         self._characters += length
         if self._characters > FILE_BYTES:
-            raise LimitError(f"{scalar.source}: references make more than {FILE_BYTES:,} characters of text.")
+            raise LimitError(f"{scalar.source}: references expand to more than {FILE_BYTES:,} characters of text.")
         result = _REFERENCE.sub(lambda found: values[found[1]], text)
         number = number_of(result)
         return Scalar("", result if number is None else number, scalar.source, result)
@@ -231,7 +231,7 @@ class _Resolver:
         size = self._sizes[node]
         self._written += size.nodes if size.depth else 0
         if self._written > EXPANDED_NODES or size.characters > TEXT_CHARACTERS:
-            raise LimitError(f"{node.source}: is too large to be put into text or into a function of !applyref:.")
+            raise LimitError(f"{node.source}: the value is too large for text or for an argument of !applyref:.")
         return plain_data(node)
 
     def _copy(self, node: Node, copies: dict[Node, Node]) -> Node:
@@ -256,7 +256,7 @@ class _Resolver:
         parts = _PARTS.fullmatch(reference)
         if not parts:
             shown = short(reference)
-            return self._wrong(scalar, f"<{shown}> is no reference; expected <key>, <key[sub]> or <key.attribute>.")
+            return self._wrong(scalar, f"<{shown}> is not a reference; expected <key>, <key[sub]> or <key.attribute>.")
         node: Node = self._scope(scalar)
         keys = [parts[1], *parts[2][1:-1].split("][")] if parts[2] else [parts[1]]
         for depth, key in enumerate(keys):
@@ -314,7 +314,7 @@ class _Resolver:
             if not (name.isascii() and name.isidentifier()):
                 return f": {short(name)!r} cannot be the name of an attribute."
         if any(name.startswith("_") for name in names):
-            return ": attributes that begin with _ are closed to a YAML."
+            return ": a YAML may not use attributes that begin with _."
         return ""
 
     def _not_there(self, scalar: Scalar, reference: str, node: Node, keys: list[str], depth: int) -> str:
@@ -325,16 +325,16 @@ class _Resolver:
         if is_plain_sequence(node):
             return f"<{shown}>: {above} is a list of {len(node.items)}; expected one of its indices, from 0."
         if not isinstance(node, Mapping):
-            built = "built only later" if node.tag else "without keys"
+            built = "which is built later" if node.tag else "which has no keys"
             return f"<{shown}>: {above} is {_words(node)}, {built}."
-        text = f"<{shown}>: {above} has no {short(key)}." if depth else f"<{shown}> refers to a key that is not there."
+        text = f"<{shown}>: {above} has no {short(key)}." if depth else f"<{shown}> refers to a key that is missing."
         is_hinted = len(self._mistakes) < _HINTED_MISTAKES and len(key) <= 100
         return text + self._hint(key, node, scope, depth) if is_hinted else text
 
     def _hint(self, key: str, node: Mapping, scope: Mapping, depth: int) -> str:
         """What a key that is not in `node` may have meant."""
         if not depth and scope is not self._root and key in self._root.items:
-            return f" An included file is looked in alone; give it the value below its tag: {key}: !ref <{key}>."
+            return f" An included file sees only its own keys; pass it the value below its tag: {key}: !ref <{key}>."
         return did_you_mean(key, list(node.items)[:_HINTED_KEYS]) or _elsewhere(key, scope)
 
     # Functions
@@ -383,7 +383,7 @@ class _Resolver:
         return [], self._keywords(node)
 
     def _keywords(self, node: Mapping) -> dict[str, Node]:
-        wrong = "is no string, as the name of an argument must be."
+        wrong = "is not a string; the name of an argument must be one."
         return {
             str(key): item if isinstance(key, str) else self._wrong(item, f"{key!r} {wrong}")
             for key, item in node.items.items()
@@ -404,7 +404,7 @@ class _Resolver:
         if size.depth > DEPTH:
             raise LimitError(f"{node.source}: lists and mappings are nested more than {DEPTH} levels deep.")
         if size.nodes > EXPANDED_NODES:
-            raise LimitError(f"{node.source}: aliases and references make more than {EXPANDED_NODES:,} values.")
+            raise LimitError(f"{node.source}: aliases and references expand to more than {EXPANDED_NODES:,} values.")
         self._sizes[node], self._resolved[node] = size, node
         return node
 
@@ -414,7 +414,7 @@ class _Resolver:
     @contextmanager
     def _within(self, active: set[Node], node: Node) -> Iterator[None]:
         if len(self._chain) >= _STEPS:
-            raise LimitError(f"{node.source}: references lead on to each other more than {_STEPS} times.")
+            raise LimitError(f"{node.source}: a chain of references has more than {_STEPS} steps.")
         active.add(node)
         self._chain.append(node)
         try:

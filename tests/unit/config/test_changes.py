@@ -402,7 +402,7 @@ def test_a_changed_yaml_is_refused_and_taken_with_the_flag(start, change, line, 
     log = (start.folder / "log.txt").read_text()
     assert all(words in text for words in (line, "was -> given") for text in (caplog.text, log))
     assert (
-        f"stays as it was saved; to train on with another schedule, start a new run with --init_from {start.folder}."
+        f"keep their saved values. To train with another schedule, start a new run with --init_from {start.folder}."
         in log
     )
     assert (start.folder / "hyperparams_original.yaml").read_text() == text
@@ -528,7 +528,7 @@ def test_a_run_of_somebody_else_holds_up_no_start(start, kind, caplog):
         HOSTILE[kind](file)
     with at_most(calls=1_000_000):
         assert environment_changes(environment, {"packages": {"torch": "2.0"}}) == []
-        with pytest.raises(ConfigError, match=r"the settings of that run cannot be read: .*hyperparams\.yaml"):
+        with pytest.raises(ConfigError, match=r"the saved settings cannot be read: .*hyperparams\.yaml"):
             start()
 
 

@@ -127,7 +127,7 @@ def test_set_epoch_reaches_sampler_batch_sampler_and_dataset_once_each():
 def test_unknown_arguments_are_refused_with_the_nearest_one():
     with pytest.raises(ConfigError, match=r"no 'batchsize', 'xyzzy'; did you mean 'batch_size'\?.*num_workers"):
         make(batchsize=4, xyzzy=1)
-    with pytest.raises(ConfigError, match=r"Training set: its loader cannot be made: .*mutually exclusive"):
+    with pytest.raises(ConfigError, match=r"Training set: the loader cannot be created: .*mutually exclusive"):
         make(batch_sampler=[[0]], batch_size=2, name="Training set")
 
 
@@ -315,7 +315,7 @@ def test_a_loaded_state_is_told_until_the_loader_moves():
 
 def test_a_state_of_another_kind_is_refused():
     for state in (None, {}, {"epoch": 1}, [1, 2], {"batches": 3}):
-        with pytest.raises(DataError, match="Data set: a position has 'epoch' and 'samples'"):
+        with pytest.raises(DataError, match="Data set: a saved position needs 'epoch' and 'samples'"):
             make().load_state_dict(state)
 
 

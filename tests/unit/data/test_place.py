@@ -164,7 +164,7 @@ def test_a_stream_goes_on_with_the_same_samples_and_draws(kind, num_workers, tor
     elif kind is Tells:
         assert "torchdata" in reason
     else:
-        assert "Stream is an IterableDataset that cannot tell its place: give it state_dict" in reason
+        assert "Stream is an IterableDataset that cannot save its position: give it state_dict" in reason
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -491,7 +491,7 @@ def test_an_iterator_is_replayed_before_the_call_returns():
     assert list(batches) == [3, 4]
     assert loader_state(generate()) is None
     reason = replay_reason(generate())
-    assert "the batches already done are read again" in reason and "a generator cannot tell its place" in reason
+    assert "the batches already done are read again" in reason and "a generator cannot save its position" in reason
     assert "give a torch Dataset" in reason
 
 

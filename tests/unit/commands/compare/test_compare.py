@@ -637,7 +637,7 @@ def test_a_run_that_diverges_is_a_result_and_not_tried_again(compare, tmp_path, 
     message = "NonfiniteError: 3 updates in a row were nonfinite"
     assert found["precisions"][2]["headline"] == f"fp16: worse than fp32: 1 of 2 runs did not finish ({message})."
     output = capsys.readouterr().out
-    assert f"did not finish: {message}" in output and ", as before" in output
+    assert f"did not finish: {message}" in output and ", in an earlier call" in output
 
 
 def test_a_run_that_fails_otherwise_is_tried_again_with_the_next_command(compare, tmp_path):
@@ -658,7 +658,7 @@ def test_a_reference_that_fails_at_once_ends_the_comparison(compare, tmp_path, c
 def test_other_settings_are_not_mixed_with_what_was_run(compare, recipe, tmp_path, capsys):
     assert compare("--seeds", "2") == 0
     assert compare("--seeds", "2", "--lr=0.2") == 2
-    assert "4 finished runs of other settings (was -> would be):\n  lr: 0.1 -> 0.2\nGive another folder with --to" in (
+    assert "4 finished runs with other settings (saved -> now):\n  lr: 0.1 -> 0.2\nGive another folder with --to" in (
         capsys.readouterr().err
     )
     (recipe / "x.yaml").write_text(YAML.replace("[1, 2]", "[1, 3]"))
@@ -838,4 +838,4 @@ def test_a_whole_recipe_of_which_fp16_overflows(compare, recipe, tmp_path, capsy
     assert fp32["runs"][0]["value"] != fp32["runs"][1]["value"]
     assert [len(runs) for runs in found["curves"]["loss"]["by_precision"].values()] == [2, 2]
     assert found["curves"]["loss"]["updates"][-1] == 20 and found["curves"]["metric"]["epochs"] == [1, 2]
-    assert compare(*words) == 1 and ", as before" in capsys.readouterr().out
+    assert compare(*words) == 1 and ", in an earlier call" in capsys.readouterr().out

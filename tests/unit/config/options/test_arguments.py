@@ -231,7 +231,7 @@ def test_words_that_are_no_options_become_a_request(subtests, monkeypatch):
 
 def test_requests_that_cannot_be_met_are_refused(subtests):
     for words, message in [
-        (["--check", "--sweep", "lr=1,2"], "--check and --sweep cannot be done at once"),
+        (["--check", "--sweep", "lr=1,2"], "--check and --sweep cannot be combined"),
         (["--check=yes"], "--check takes no value"),
         (["--sweep-trials", "3"], "--sweep-trials needs --sweep"),
         (["--sweep", "lr=1,2", "--sweep-trials=many"], "--sweep-trials is 'many'"),

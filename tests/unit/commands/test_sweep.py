@@ -159,12 +159,12 @@ def test_mistakes_in_what_is_typed(subtests, sweep, folder):
         (["lr=1e-3,0.001"], None, "1e-3 and 0.001 are the same value"),
         (["n=1,1"], None, "1 and 1 are the same value"),
         (["lr=1e-5..1e-2"], None, "a range needs --sweep-trials N"),
-        (["lr=1e-5..1e-2,3"], 5, "a range stands alone"),
+        (["lr=1e-5..1e-2,3"], 5, "a range cannot be mixed with values"),
         (["lr=1e-2..1e-5"], 5, "from the smaller number to the larger: 1e-5..1e-2"),
         (["lr=0..1:log"], 5, "greater than 0, not 0"),
         (["lr=1e-5..1e-2:lgo"], 5, "'lgo' is not a scale of a range; expected log or linear. Did you mean log?"),
-        (["lr=1e-5.."], 5, "both ends of a range"),
-        (["lr=1e-5...inf"], 5, "both ends of a range"),
+        (["lr=1e-5.."], 5, "a range needs two finite numbers"),
+        (["lr=1e-5...inf"], 5, "a range needs two finite numbers"),
         (["a=[1,2"], None, "a closing ] is missing"),
         (["a='x,y"], None, "a closing ' is missing"),
         (["output_folder=a,b"], None, "cannot be swept"),
@@ -509,7 +509,7 @@ def test_a_failed_trial_is_one_and_is_tried_again(sweep, folder, recipe, capsys)
     assert "bad" in states, "the seed chooses it"
     # The same values are not run twice.
     assert all(len(starts(folder, f"act={act}")) == 1 for act in states)
-    assert " ... as run " in capsys.readouterr().out
+    assert " ... same values as run " in capsys.readouterr().out
 
     Path(recipe).write_text(RECIPE.replace('== "bad"', '== "good"'))
     assert sweep("act=bad,nan,mute,relu", trials=8) == 0

@@ -190,7 +190,7 @@ def test_the_sample_that_spoils_a_batch_is_named_with_its_index(subtests):
 
 def test_a_collate_fn_that_takes_no_sample_blames_none():
     message = str(failing(Bad(None, bad=None), collate_fn=lambda samples: 1 / 0))
-    assert "samples [0, 1] cannot be collated into a batch: ZeroDivisionError: division by zero. Mend" in message
+    assert "samples [0, 1] cannot be collated into a batch: ZeroDivisionError: division by zero. Repair" in message
 
 
 def test_a_data_set_that_reads_batches_names_the_batch():

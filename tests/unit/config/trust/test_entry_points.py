@@ -135,5 +135,5 @@ def test_only_words_of_the_processs_own_command_line_grant_trust(monkeypatch, tm
         monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", str(yaml), *typed])
         _, _, overrides = parse_arguments([str(yaml), "--trust=os"])
         assert load_hparams(yaml, overrides)["a"] > 0
-        with pytest.raises(ConfigError, match="--trust sys is not on the command line"):
+        with pytest.raises(ConfigError, match="--trust sys is refused: it is not on the command line"):
             parse_arguments([str(yaml), "--trust=os,sys"])

@@ -114,7 +114,7 @@ def test_number_and_kind_of_arguments():
     assert len(mistakes(function, [1, 2, 3])) == 2  # too many, and c is missing
     assert "takes 2 positional arguments (a, b), but got 3" in mistakes(function, [1, 2, 3])[0]
     assert "needs c: give it below" in mistakes(function, [1, 2])[0]
-    assert "must be text" in mistakes(torch.nn.ReLU, {3: 4})[0]
+    assert "must be a string" in mistakes(torch.nn.ReLU, {3: 4})[0]
     assert "It takes no named arguments" in mistakes(lambda: None, {"x": 4})[0]
 
 

@@ -317,7 +317,7 @@ def test_a_mistake_is_told_once_with_its_place_and_what_to_do(subtests):
             "2:4: x: <hidden> refers to a key that is missing. Did you mean <n[m][hidden]>?",
         ),
         ("a: {b: {c: 1}}\nx: !ref <a[b][d]>\n", "2:4: x: <a[b][d]>: a[b] has no d."),
-        ("a: 3\nx: !ref <a[b]>\n", "2:4: x: <a[b]>: a is 3, without keys."),
+        ("a: 3\nx: !ref <a[b]>\n", "2:4: x: <a[b]>: a is 3, which has no keys."),
         ("a: [1]\nx: !ref <a[1]>\n", "2:4: x: <a[1]>: a is a list of 1; expected one of its indices, from 0."),
         ("a: [1]\nx: !ref <a[-1]>\n", "2:4: x: <a[-1]>: a is a list of 1; expected one of its indices, from 0."),
         ("a: !new:x.Y [1]\nx: !ref <a[0]>\n", "2:4: x: <a[0]>: a is !new:x.Y, which is built later."),

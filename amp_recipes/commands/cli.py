@@ -110,7 +110,7 @@ COMMANDS = (
         "subcommands:verify",
         (
             *_RECIPE,
-            Argument("--steps", "optimizer updates of each run (default: 12)", type=int, default=12, metavar="N"),
+            Argument("--steps", "updates of each run (default: 12)", type=int, default=12, metavar="N"),
             Argument(
                 "--save_at", "updates between checkpoints in an epoch (default: 5)", type=int, default=5, metavar="N"
             ),
@@ -228,7 +228,7 @@ def completion(arguments: argparse.Namespace) -> int:
 
 
 def _words(command: Command) -> Words:
-    """What may follow a subcommand."""
+    """Return the words that may follow a subcommand."""
     choices = {argument.name: argument.options.get("choices", ()) for argument in command.arguments}
     options = {name: values for name, values in choices.items() if name.startswith("--")}
     first = next((values for name, values in choices.items() if name not in options), ())

@@ -1,4 +1,4 @@
-"""Tells two runs apart by what they left behind: settings, overrides, versions, git state, results."""
+"""Compares the files of two runs: settings, overrides, versions, git state, results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunDiff:
-    """What differs between two runs, by section, and their results side by side.
+    """The differences between two runs, by section, and their results side by side.
 
     results: of both runs, equal ones too. notes: what could not be compared, or not wholly.
     """
@@ -79,7 +79,7 @@ class RunDiff:
 
 
 def compare_runs(run_a: str | Path, run_b: str | Path) -> RunDiff:
-    """What differs between two runs, each given by its output folder.
+    """Return the differences between two runs, each given by its output folder.
 
     All settings count, run options that are absent with their defaults; the output folder, and paths that differ only
     in it, do not. Results are those of `summary.json`, or, of a run that only tried out, of `debug/summary.json`.
@@ -98,7 +98,7 @@ def compare_runs(run_a: str | Path, run_b: str | Path) -> RunDiff:
 
 
 def _changed_settings(a: _Run, b: _Run) -> dict[str, list[Difference]]:
-    """What differs in the settings and the overrides, where both runs have kept them."""
+    """Return the differences in settings and overrides, if both runs saved them."""
     pairs = {"settings": (a.settings, b.settings), "overrides": (a.overrides, b.overrides)}
     return {
         name: [Difference(change.name, change.was, change.now) for change in differences(old, new)]
@@ -108,7 +108,7 @@ def _changed_settings(a: _Run, b: _Run) -> dict[str, list[Difference]]:
 
 
 def _changed_environment(a: _Run, b: _Run) -> dict[str, list[Difference]]:
-    """What differs in trust, versions and git, where both runs have kept them."""
+    """Return the differences in trust, versions and git, if both runs saved them."""
     if not a.environment or not b.environment:
         return {}
     pairs = {name: _pairs(a.about(name), b.about(name)) for name in ("trust", "versions", "git")}
@@ -116,7 +116,7 @@ def _changed_environment(a: _Run, b: _Run) -> dict[str, list[Difference]]:
 
 
 class _Run:
-    """What one run left. Raises ConfigError for a folder that is no run, and for files that are damaged."""
+    """The files of one run. Raises ConfigError for a folder that is no run, and for files that are damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -176,7 +176,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _no_run(folder: Path) -> str:
-    """Why a folder is not taken for a run, and which one may be meant."""
+    """Return why a folder is not a run, and which run may be meant."""
     expected = "expected the output folder of a run"
     if not folder.exists():
         return f"{folder}: there is no such folder; {expected}."

@@ -1,4 +1,4 @@
-"""Writes the model of a finished run as files that need nothing of this package to be read."""
+"""Exports the model of a finished run as files that can be read without this package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ABOUT_FILE = "export.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: folder, names of the files in it, and what `export.json` says.
+    """The result of an export: folder, names of the files in it, and the content of `export.json`.
 
     left_out: entries of the model's state that are no tensors, which safetensors does not hold.
     """
@@ -42,7 +42,7 @@ class Exported:
     left_out: tuple[str, ...]
 
     def report(self) -> str:
-        """What was written and how to load it, for people."""
+        """Return text on what was written and how to load it."""
         lines = [f"{self.about['checkpoint']}: {self._which()}"]
         for name in self.files:
             lines.append(f"  wrote {self.folder / name} ({(self.folder / name).stat().st_size / 1e6:.2f} MB)")
@@ -103,7 +103,7 @@ def _refuse_linked_checkpoints(run: Path) -> None:
 
 
 def _about(checkpoint: Checkpoint, home: Path) -> dict[str, Any]:
-    """Where exported weights come from. home: the run's folder."""
+    """Return the origin of exported weights. home: the run's folder."""
     metric, _ = best_by(checkpoint) or (None, None)
     return {
         "run": str(home.resolve()),
@@ -132,7 +132,7 @@ def _write_export(folder: Path, home: Path, tensors: dict[str, Tensor], about: d
 
 
 def _best_checkpoint(run: Path) -> Checkpoint:
-    """As `best_checkpoint`, with an error that tells damaged checkpoints from none."""
+    """Return the `best_checkpoint`, with different errors for damaged checkpoints and for none."""
     try:
         return best_checkpoint(run)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Makes a recipe of one's own that runs at once: from a folder of `templates/`, or from a recipe that comes along.
+"""Creates a new recipe that runs at once, from a folder of `templates/` or from a recipe of the package.
 
 A template is itself a recipe that runs, called `my_task`; a copy has another name in place of that.
 """
@@ -34,7 +34,7 @@ _MAY_BE_THERE = {".git"}  # in the folder that is to be filled
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the recipe and say what to do next."""
+    """Create the recipe and print the next steps."""
     if arguments.list:
         print(listed_recipes())
         return 0
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def listed_recipes() -> str:
-    """What a recipe can be made from."""
+    """Return the list of recipes and templates to start from."""
     of_recipes = {name: recipe.summary for name, recipe in recipes().items()}
     width = max(map(len, [*of_recipes, *TEMPLATES]))
     blocks = {"amp-recipes new NAME --from": of_recipes, "amp-recipes new NAME --template": TEMPLATES}
@@ -180,7 +180,7 @@ def _names_in(script: str) -> set[str]:
 
 
 def suggestion(name: str) -> str:
-    """What a name becomes that follows the rules on letters: `My-Täsk` -> `my_task`; empty if nothing is left."""
+    """Return a valid name near to a wrong one: `My-Täsk` -> `my_task`; empty if nothing is left."""
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower()
     joined = re.sub(r"[^a-z0-9]+", "_", words).strip("_")
@@ -239,7 +239,7 @@ def _fill(contents: Mapping[str, str], folder: Path) -> None:
 
 
 def report(name: str, folder: Path, made: list[str], recipe: str | None = None) -> str:
-    """What was made, and the commands that work from here."""
+    """Return the list of created files, and the commands to run next."""
     train = f"python train.py {name}.yaml"
     steps = {f"cd {shlex.quote(str(folder))}": ""}
     if recipe is None:

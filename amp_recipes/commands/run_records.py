@@ -1,4 +1,4 @@
-"""Looks for the script of runs, reads and writes their JSON files, and shows what stands in them."""
+"""Finds the script of runs, and reads, writes and formats their JSON files."""
 
 from __future__ import annotations
 

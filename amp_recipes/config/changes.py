@@ -31,9 +31,9 @@ from amp_recipes.config.yaml.tags import REF, TUPLE
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.run_files import read_json, refuse_irregular
 
-# What a resumed run may always change. Run options that say how a run is watched, where it goes, or how it is taken up
-# again; beside them keys of the YAML's top level, with all below them: how long to train, and what is told meanwhile.
-# What else follows from the number of epochs (the T_max of a scheduler) is compared as any other setting.
+# Settings that a resumed run may always change: run options on what a run logs, where it writes and how it resumes;
+# and keys of the YAML's top level, with all below them: how long to train, and what to log. Other settings that follow
+# from the number of epochs (the T_max of a scheduler) are compared like the rest.
 BESIDE_TRAINING = frozenset(name for name, option in OPTIONS.items() if not option.metadata["changes_training"])
 _FREE_KEYS = frozenset({"number_of_epochs", "log_file", "log_interval", "progressbar", "train_log", "train_logger"})
 _EPOCH_COUNTERS = frozenset(
@@ -41,7 +41,7 @@ _EPOCH_COUNTERS = frozenset(
     for name in ("EpochCounter", "checkpoint.EpochCounter", "checkpoint.epoch_counter.EpochCounter")
 )
 _EPOCH_LIMIT = ("limit", "0")  # by name or by position
-# How batches come to the device; in a mapping for a loader (`loader_kwargs`). Neither changes what is in them.
+# Options of a loader (`loader_kwargs`) that change how batches are read, not what is in them.
 _FREE_OF_LOADERS = frozenset({"num_workers", "persistent_workers", "pin_memory", "prefetch_factor", "timeout"})
 
 # A path is written out for each setting: with a few long keys near the top, that would be gigabytes.
@@ -70,7 +70,7 @@ class _Setting:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A setting that two runs have not in common.
+    """A setting that differs between two runs.
 
     was, now: as a YAML would have it; None: absent. free: a resumed run may change it.
     """
@@ -91,15 +91,15 @@ def holds_run(folder: Path, resolved_file: Path) -> bool:
 
 
 def setting_changes(old: Mapping, new: Mapping) -> list[str]:
-    """What differs between two resolved YAML trees and may not on a resume: `lr: 0.001 -> 0.002`, one each.
+    """Return the changes between two resolved YAML trees that a resume refuses, such as `lr: 0.001 -> 0.002`.
 
-    Otherwise as `differences`.
+    Otherwise the same as `differences`.
     """
     return [str(change) for change in differences(old, new) if not change.free]
 
 
 def differences(old: Mapping, new: Mapping) -> list[Change]:
-    """All that differs between two resolved YAML trees, in the order of the old one, then of the new one.
+    """Return all differences of two resolved YAML trees, in the order of the old one, then of the new one.
 
     Run options that are absent count with their defaults. A path that differs only in the output folder is the same,
     and so is the output folder. An object that several keys share counts once; that a key shares it is its setting.
@@ -116,7 +116,7 @@ def differences(old: Mapping, new: Mapping) -> list[Change]:
 
 
 def accepted_changes(folder: Path, resolved_file: Path, new_text: str, accept: bool) -> list[str]:
-    """What differs between the settings of the run in `folder` and the resolved YAML text of this start.
+    """Return the changes from the settings of the run in `folder` to the resolved YAML text of this start.
 
     Raises ConfigError that lists all of it, if there is any and `accept` is false.
     """
@@ -149,7 +149,7 @@ def read_settings(resolved_file: Path) -> Mapping:
 
 
 def environment_changes(file: Path, new: AnyMapping[str, Any]) -> list[str]:
-    """What of the environment differs from the one that `file` describes and can change results: torch, the code."""
+    """Return the changes since the environment in `file` that can change results: torch, the code."""
     try:
         old = read_json(file)
     except (FileNotFoundError, ConfigError):  # none there, or damaged: nothing to compare with
@@ -248,7 +248,7 @@ def _own_value(node: Node) -> Any:
 
 
 def _homes(root: Mapping) -> dict[Node, KeyPath]:
-    """Where each object is described: of all keys that share it, the path of fewest levels, then of the alphabet."""
+    """Return the path that describes each object: of its keys the one of fewest levels, then the first by name."""
     homes: dict[Node, KeyPath] = {}
     level: list[tuple[KeyPath, Node]] = [((), root)]
     while level:

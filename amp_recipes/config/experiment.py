@@ -1,4 +1,4 @@
-"""Writes down what a run is before it starts: its YAML, its overrides, its environment, its log."""
+"""Saves the settings and environment of a run before it starts, and opens its log."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _PACKAGES = (
     "tqdm",
 )
 _GIT_TIMEOUT_SECONDS = 10
-# They say how one start treats what is in the folder. Written down, they would hold for every later start too.
+# Options on how this start treats the folder. If they were saved, they would apply to every later start too.
 _OF_ONE_START = frozenset({"accept_changes", "resume"})
 
 # The settings that a run had before this process wrote others that were accepted, by the key of its folder.
@@ -145,7 +145,7 @@ def _run_options(yaml: str | os.PathLike[str] | None, overrides: AnyOverrides, l
 def _settings_files(
     yaml: str | os.PathLike[str] | None, overrides: AnyOverrides, loaded: Loaded | None
 ) -> dict[str, bytes]:
-    """What is written of the settings, by the name of the file."""
+    """Return the contents of the files of settings, by file name."""
     files = {OVERRIDES_FILE: overrides_text(overrides).encode()}
     if yaml is not None:
         files[RESOLVED_FILE] = resolved_text(yaml, overrides, loaded).encode()
@@ -182,7 +182,7 @@ def ensure_experiment_directory(
 
 @contextmanager
 def going_on_in(folder: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Around the load of the run in `folder`: where that fails, the run keeps the settings that it had."""
+    """Restore the saved settings of the run in `folder` if its load, the body of the block, fails."""
     before = None if folder is None else _replaced.pop(_key(folder), None)
     try:
         yield
@@ -204,7 +204,7 @@ def _with_options(overrides: AnyOverrides, run_opts: RunOptions | None) -> AnyOv
 
 
 def _changes(folder: Path, resolved: bytes | None, accepts_changes: bool, environment: dict[str, Any]) -> list[str]:
-    """What to say in the log of what differs from the run in `folder`. Raises ConfigError for what may not differ."""
+    """Return log lines on the differences from the run in `folder`. Raises ConfigError for those that are refused."""
     lines = []
     if resolved is not None:
         changes = accepted_changes(folder, folder / RESOLVED_FILE, resolved.decode(), accepts_changes)

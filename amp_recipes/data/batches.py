@@ -1,4 +1,4 @@
-"""Makes an iterable of batches of what a recipe gives as a data set."""
+"""Turns the data set of a recipe into an iterable of batches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def windows(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 
 def length(items: Any) -> int | None:
-    """How many items (batches, samples) there are; None where they cannot be counted."""
+    """Return the number of items (batches, samples); None if they cannot be counted."""
     try:
         return len(items)
     except (TypeError, NotImplementedError):  # torch's data pipes have a __len__ that raises

@@ -1,4 +1,4 @@
-"""Loads a data set in an order that is a function of (seed, epoch, samples), so that it knows its place."""
+"""Loads a data set in an order that depends only on (seed, epoch), and resumes inside an epoch."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class EpochLoader(DataLoader):
 
     @property
     def batches_done(self) -> int:
-        """How many batches of this rank lie before the present place in the epoch."""
+        """The number of batches of this rank before the present position in the epoch."""
         return self._position.batches
 
     # ------------------------------------------------------------------ iterating

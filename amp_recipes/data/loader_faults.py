@@ -1,4 +1,4 @@
-"""Says what went wrong with a loader's worker: which one, and what it was reading."""
+"""Explains the failure of a loader worker: which worker, and what it was reading."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ADVICE = {
 
 @dataclass(eq=False)
 class Iteration:
-    """One pass over a loader: what its errors are told from."""
+    """One pass over a loader, with what is needed to explain its errors."""
 
     name: str
     dataset: Any
@@ -46,7 +46,7 @@ class Iteration:
         _ALL.add(self)
 
     def describe(self, reading: Reading) -> str:
-        """What that worker is reading."""
+        """Return what that worker is reading."""
         task = self.in_flight.get(reading.task)
         if task is None:
             return "a batch"
@@ -59,7 +59,7 @@ class Iteration:
 
 
 class loader_faults:
-    """Around whatever runs while `loader` is iterated: torch's errors about workers come out as a DataError.
+    """Turn torch's errors about workers into a DataError, in the block in which `loader` is iterated.
 
     torch raises them from a signal handler, so in the middle of any code. Other errors pass as they are. `loader` may
     be any iterable; of one that `make_loader` made, the error names the worker and what it was reading.
@@ -149,7 +149,7 @@ def _death(pid: int, text: str, name: str) -> DataError:
 
 
 def _how_it_ended(text: str, code: int | None) -> tuple[str, str]:
-    """What became of a worker, and advice: from its exit code, or from torch's text."""
+    """Return how a worker ended, and advice, from its exit code or from torch's text."""
     signal_name = _SIGNALS.get(-code) if code is not None else None
     if by_signal := _BY_SIGNAL.search(text):
         described = by_signal["signal"].strip()

@@ -1,4 +1,4 @@
-"""Makes the loader that fits a data set; refuses early what could not train."""
+"""Makes the loader for a data set, and refuses early what cannot train."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_loader(
     world_size: int = 1,
     **loader_kwargs: Any,
 ) -> DataLoader:
-    """A DataLoader over `dataset` that knows its place and draws nothing from the global generators.
+    """Return a DataLoader that can be resumed and draws nothing from the global generators.
 
     shuffle: through `EpochShuffle`; an IterableDataset and a given sampler or batch_sampler order themselves.
     device: where the batches go; only for CUDA is memory pinned by default.
@@ -104,7 +104,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _bound_workers(loader_kwargs: dict[str, Any], name: str) -> None:
-    """Hundreds of processes, which a number in a YAML starts, would take the memory of a small machine."""
+    """Limit num_workers: hundreds of processes would fill the memory of a small machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given, most = loader_kwargs.get("num_workers"), _WORKERS_PER_CORE * cores
     if isinstance(given, int) and given > most:

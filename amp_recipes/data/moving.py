@@ -38,7 +38,7 @@ def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False
 
 
 def batch_length(batch: Any) -> int:
-    """How many samples `batch` holds: the leading dimension of the first tensor or array in it that has one.
+    """Return the number of samples in `batch`: the leading dimension of its first tensor or array that has one.
 
     An object that tells its `batchsize` or `batch_size` is believed; else its attributes are searched. With
     only 0-d tensors: 1. Without any tensor: the length of the container (of a mapping: of its first value

@@ -26,7 +26,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """What decides which samples a pass takes. It knows no loader, so that it keeps none (and no worker) alive.
+    """The order of the samples of a pass. It holds no loader, so that it keeps none (and no worker) alive.
 
     source: a sampler, or a batch sampler if `own_batches`; rank, world_size: as `rank_batches` takes them;
     already_shared: the source gives each rank its own samples.

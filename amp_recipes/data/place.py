@@ -1,4 +1,4 @@
-"""Tells where any iterable of batches stands, and gets it back there."""
+"""Saves and restores the position of any iterable of batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BEGAN: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 def loader_state(loader: Any) -> dict[str, Any] | None:
-    """The place of `loader` in its data, for `batches_from`; None where it cannot tell."""
+    """Return the position of `loader` in its data, for `batches_from`; None if it has none."""
     if has_state(loader):
         return loader.state_dict()
     if not isinstance(loader, DataLoader):
@@ -54,7 +54,7 @@ def batches_from(loader: Iterable[Any], step: int, state: Mapping[str, Any] | No
 
 
 def generator_states(loader: Any) -> dict[str, Any]:
-    """Where the generators that a DataLoader and its samplers hold are now, for `set_generator_states`.
+    """Return the states of the generators of a DataLoader and its samplers, for `set_generator_states`.
 
     Without workers also those that the data set holds as attributes, through Subset, ConcatDataset and the like; with
     workers each has a copy of them, which draws on its own.
@@ -63,7 +63,7 @@ def generator_states(loader: Any) -> dict[str, Any]:
 
 
 def set_generator_states(loader: Any, states: Mapping[str, Any]) -> None:
-    """Put the generators of a loader made like the one of `generator_states` there."""
+    """Restore the states in the generators of a loader made like the one of `generator_states`."""
     _set_states(_held(loader), states)
 
 
@@ -78,7 +78,7 @@ def can_begin_again(loader: Any) -> bool:
 
 
 def beginning(loader: Any) -> Any:
-    """What `begin_again` needs of a loader that has not been asked for a batch yet."""
+    """Return what `begin_again` needs of a loader before its first batch."""
     if isinstance(loader, DataLoader):  # torch draws in `state_dict` of torchdata's, which begins by itself anyway
         return copy.deepcopy(loader.dataset.state_dict()) if _tells_by_dataset(loader) else None
     return copy.deepcopy(loader.state_dict()) if has_state(loader) else None
@@ -92,7 +92,7 @@ def begin_again(loader: Any, state: Any) -> None:
 
 
 def replay_reason(loader: Any) -> str | None:
-    """Why a resume inside an epoch does not just go on: it reads batches again; and what to do. None if it goes on."""
+    """Return why a resume inside an epoch must read batches again, and what to do; None if it need not."""
     if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
         return (
             "some batches may be read twice and others not at all: with in_order=False their order depends on which "
@@ -103,7 +103,7 @@ def replay_reason(loader: Any) -> str | None:
 
 
 def _cannot_tell(loader: Any) -> str | None:
-    """Why the batches that are left can only be reached by reading those before them, and what to do."""
+    """Return why the remaining batches need the earlier ones to be read again, and what to do."""
     kind = type(loader).__name__
     if isinstance(loader, StreamLoader):
         return _stream_cannot_tell(loader)
@@ -155,7 +155,7 @@ def _replayed(loader: Iterable[Any], step: int) -> Iterator[Any]:
 
 
 def _skipped(loader: DataLoader, step: int) -> Iterator[Any]:
-    """As `iter(loader)`, whose sampler has given its first `step` batches already."""
+    """Return `iter(loader)` with its sampler advanced by `step` batches."""
     source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     skipping = _Skipping(source, step)
     order = {"sampler": skipping, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": skipping}

@@ -1,4 +1,4 @@
-"""Reads samples, in a worker or in the main process: seeds the draws, and says which sample failed."""
+"""Reads samples, in a worker or in the main process: seeds the draws, and reports which sample failed."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Reader(Dataset):
             return replace(failure, summary=failure.summary + self._unfit(samples, indices))
 
     def _unfit(self, samples: Sequence[Any], indices: Sequence[Any]) -> str:
-        """Which sample of a batch that cannot be collated is unfit, and in what way; empty where that is open."""
+        """Return which sample prevents a batch from being collated, and why; empty if that is unknown."""
         names = [describe_sample(self.dataset, index) for index in indices]
         named = list(zip(names, samples, strict=False))
         missing = [name for name, sample in named if sample is None]

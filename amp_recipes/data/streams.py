@@ -1,4 +1,4 @@
-"""Loads an IterableDataset and goes on where it stopped, as far as the data set can tell its place."""
+"""Loads an IterableDataset, and resumes where it stopped if the data set can save its position."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StreamLoader(DataLoader):
 
     @property
     def batches_done(self) -> int:
-        """How many batches of the epoch have been handed out."""
+        """The number of batches of the epoch that have been returned."""
         return self._progress.batches
 
     @property
@@ -164,7 +164,7 @@ def has_torchdata() -> bool:
 
 @dataclass
 class _Progress:
-    """How far a pass has come; the next pass has another one."""
+    """The progress of one pass; the next pass has its own."""
 
     batches: int = 0
 

@@ -98,7 +98,7 @@ def _outcome(plan: Plan, ended: Ended) -> Outcome:
 
 
 def _warnings(plan: Plan) -> list[str]:
-    """What is known before anything runs of precisions that a CPU does slowly.
+    """Return the warnings on precisions that are slow on this CPU, before anything runs.
 
     A GPU is not asked: this process would then hold memory there, beside the runs.
     """

@@ -1,4 +1,4 @@
-"""Reads what one run left behind: losses, metrics, time per step, memory."""
+"""Reads the results of one run: losses, metrics, time per step, memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What came of one run.
+    """The results of one run.
 
     message: why it did not finish; empty if it did. losses: of each update, skipped ones too, in their order (NaN where
     there was none). step_seconds: the median over the updates after the first tenth. memory_of: what the peak counts,

@@ -34,7 +34,7 @@ _OWN = {"precision": "--precisions", "seed": "--seeds", "output_folder": "--to"}
 
 @dataclass(frozen=True)
 class Metric:
-    """What runs are judged by. mode: "min" or "max"; chosen: whether the YAML or the user named it."""
+    """The metric to compare by. mode: "min" or "max"; chosen: whether the YAML or the user named it."""
 
     name: str
     mode: str
@@ -170,7 +170,7 @@ def read_seeds(text: str) -> tuple[int, ...]:
 
 
 def choose_metric(name: str | None, mode: str | None, options: Mapping[str, Any]) -> Metric:
-    """What to judge by: what was typed, else the YAML's early_stop_metric, else the loss.
+    """Return the metric to compare by: the one typed, else the YAML's early_stop_metric, else the loss.
 
     options: the recipe's run options. Raises ConfigError if it is not known which of two values is better.
     """
@@ -187,7 +187,7 @@ def choose_metric(name: str | None, mode: str | None, options: Mapping[str, Any]
 
 
 def setting_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two sets of remembered settings, one line each: `lr: 0.1 -> 0.2`."""
+    """Return the differences between two sets of saved settings, one line each: `lr: 0.1 -> 0.2`."""
     if was == now:
         return []
     try:

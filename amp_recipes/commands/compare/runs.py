@@ -31,12 +31,12 @@ _ASKED_TO_END = {status for signum in SIGNALS for status in (-signum, 128 + sign
 
 
 class CannotCompare(Exception):
-    """There is nothing to compare, or not yet; the message says why."""
+    """Raised if there is nothing to compare, or not yet; the message says why."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended.
+    """The end of a run.
 
     message: why it did not finish; empty if it did. diverged: it ended because its losses or gradients stayed
     nonfinite, which is a result, and not tried again.
@@ -56,7 +56,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class _Earlier:
-    """What is known of a run from before. changes: of its settings since; ended: None if it did not."""
+    """The record of a run from an earlier call. changes: of its settings since; ended: None if it did not."""
 
     changes: Sequence[str] = ()
     ended: Ended | None = None
@@ -177,7 +177,7 @@ def why_it_failed(child: EndedChild) -> tuple[str, str]:
 
 
 def _refuse_others(plan: Plan, before: dict[PlannedRun, _Earlier]) -> None:
-    """Raise ConfigError where a finished run of other settings stands: neither mixed with nor overwritten."""
+    """Raise ConfigError if a folder holds a finished run with other settings: it is not mixed with or overwritten."""
     others = [found.changes for found in before.values() if found.changes and found.is_there]
     if not others:
         return

@@ -33,7 +33,7 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _explanation(found: Mapping[str, Any]) -> str:
-    """How the table is to be read."""
+    """Return the notes on how to read the table."""
     text = (
         f"{_metric(found)}: mean ± standard deviation over seeds, {_better(found)} is better; validation and test ran "
         f"in {found['eval_precision']}. Time: median per update after the first tenth; the runs were made one after "

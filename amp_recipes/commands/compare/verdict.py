@@ -1,4 +1,4 @@
-"""Puts the outcomes of all runs together: curves, times, memory, final metrics, and a verdict for each precision."""
+"""Combines the results of all runs: curves, times, memory, final metrics, and a verdict for each precision."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFERENCE, EQUAL, WORSE, NONE = "reference", "no different", "worse", "no verdic
 
 @dataclass(frozen=True)
 class Judged:
-    """What is said of one precision. reason: the verdict's, a sentence; tested: None where nothing was tested."""
+    """The verdict on one precision. reason: the verdict's, a sentence; tested: None where nothing was tested."""
 
     verdict: str
     reason: str
@@ -98,7 +98,7 @@ def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
 
 
 def _places(metric: Metric) -> Sequence[str]:
-    """Where the metric is looked for, the best place first."""
+    """Return the places to look for the metric, the best first."""
     if metric.stage:
         return (metric.stage,)
     # Without a metric to watch, the loss is that of validation: what a test has is not what was trained for.
@@ -254,7 +254,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _notes(plan: Plan, outcomes: Sequence[Outcome]) -> Iterable[str]:
-    """What a reader has to know to trust the numbers, or not."""
+    """Return the notes that a reader needs to judge the numbers."""
     for outcome in outcomes:
         if outcome.precision == plan.reference and not outcome.finished:
             yield f"The reference run {outcome.precision} seed {outcome.seed} did not finish: {outcome.message}"

@@ -1,4 +1,4 @@
-"""Reads the words behind `--sweep`: which keys are swept, over which values, and the name of a run with some."""
+"""Reads the words after `--sweep`: the keys and their values; and names the folder of each run."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def read_axes(words: Sequence[str], trials: int | None) -> list[Axis]:
 
 
 def _wrong_size(axes: Iterable[Axis], words: Sequence[str], trials: int | None) -> Iterator[str]:
-    """What is wrong with the number of runs."""
+    """Yield the mistakes in the number of runs."""
     if not words:
         yield "--sweep-trials chooses among the values of --sweep, as in --sweep 'lr=1e-5..1e-2:log'."
     if trials is not None:
@@ -258,7 +258,7 @@ def _split(text: str) -> list[str]:
 
 
 def _closing(character: str, before: str, waiting: Sequence[str]) -> str:
-    """What closes a bracket or quote that a character opens; empty if it opens none."""
+    """Return the character that closes the bracket or quote; empty if none is opened."""
     if waiting and waiting[-1] in "'\"":
         return ""
     if character in "'\"":  # elsewhere it is an apostrophe

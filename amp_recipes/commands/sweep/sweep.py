@@ -54,7 +54,7 @@ class SweepRequest:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a sweep has to know of a checked YAML.
+    """The settings of a checked YAML that a sweep needs.
 
     output_folder: None if there is none; metric and mode ("min" or "max"): what makes one run better than another;
     seed: what makes a choice of trials repeatable; fingerprint: changes when the settings do, so that what ran
@@ -70,7 +70,7 @@ class RunSettings:
 
 @dataclass
 class Result:
-    """What came of one run. last: the metrics of each stage; best: the watched metric's best and its epoch."""
+    """The result of one run. last: the metrics of each stage; best: the best of the tracked metric, and its epoch."""
 
     number: int
     folder: Path
@@ -98,7 +98,7 @@ class Result:
 
     @property
     def status(self) -> str:
-        """In a few words how the run ended; empty if it ended well."""
+        """Return a few words on how the run ended; empty if it succeeded."""
         if self.interrupted:
             return "interrupted"
         failed = f"failed with exit status {self.exit_status}" if self.exit_status else ""
@@ -210,7 +210,7 @@ class _Runs:
         return result
 
     def score(self, values: Combination, number: int, total: int) -> float | None:
-        """How well the run with these values did; None if it failed, or its metric is not a finite number."""
+        """Return the metric of the run with these values; None if it failed, or the metric is not finite."""
         return self.run(values, number, total).score(self.settings.metric)
 
     def _make(self, folder: Path, values: Combination, number: int, earlier_seconds: float) -> Result:
@@ -243,7 +243,7 @@ class _Runs:
         return f"no {metric} in its summary (which has {', '.join(known) or 'no metrics'}), {took}"
 
     def _record(self, folder: Path) -> dict[str, Any]:
-        """What was noted when a run in the folder ended; empty if it has not, or ran under other settings."""
+        """Return the record of a finished run in the folder; empty if there is none, or its settings differ."""
         record = _read_json(folder / RECORD_FILE)
         return record if all(record.get(name) == value for name, value in self.under.items()) else {}
 
@@ -284,7 +284,7 @@ def _report(runs: _Runs, words: list[str], sweep: SweepRequest) -> None:
 
 
 def _rank(result: Result, metric: str, mode: str) -> tuple[bool, float, int]:
-    """What results are sorted by, the best first; those without a score come last, in the order of their numbers."""
+    """Return the sort key of a result: the best first, those without a score last, in the order of their numbers."""
     score = result.score(metric)
     if score is None:
         return True, 0.0, result.number
@@ -306,7 +306,7 @@ def _rows(results: Sequence[Result], best: Result | None, metric: str) -> list[l
 
 
 def _cells(result: Result, metric: str, stages: Sequence[str]) -> dict[str, str]:
-    """What a run has in the columns that not every sweep has, by their titles."""
+    """Return the cells of a run for the optional columns, by column title."""
     values = {key: describe_value(choice) for key, choice in result.values.items()}
     watched = {f"best {metric}": value for name, value in (result.best or {}).items() if name == metric}
     last = {f"{stage} {name}": value for stage in stages for name, value in result.last.get(stage, {}).items()}
@@ -314,7 +314,7 @@ def _cells(result: Result, metric: str, stages: Sequence[str]) -> dict[str, str]
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
-    """What the run has said of itself last; empty if it has not."""
+    """Return the last summary of the run; empty if there is none."""
     files = [folder / name for name in _SUMMARY_FILES if (folder / name).is_file()]
     return _read_json(max(files, key=lambda file: file.stat().st_mtime_ns)) if files else {}
 

@@ -1,4 +1,4 @@
-"""Says why two runs differ, as far as the first difference tells, and what to do about it."""
+"""Explains why two runs differ, as far as the first difference shows, and what to do about it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def describe(difference: Difference) -> list[str]:
-    """What differs first, for people; one line each."""
+    """Return the first difference as lines of text."""
     at = "at" if difference.section == "loss" else "before"
     lines = [f"First difference: the {KINDS[difference.section]}, {at} update {difference.update} ({difference.place})"]
     if difference.section not in ("place", "loss", "length"):
@@ -97,7 +97,7 @@ _DRAW_PER_SAMPLE = (
 
 
 def what_determinism_says(returncode: int, stderr: str, equal: bool | None) -> list[str]:
-    """What a run with `--deterministic true` tells about the operation. equal: whether two such runs were."""
+    """Return what a run with `--deterministic true` shows about the operation. equal: whether two such runs were."""
     operations = list(dict.fromkeys(_NO_DETERMINISTIC.findall(stderr)))
     if returncode and operations:
         return [f"With --deterministic true, torch names the operation: {', '.join(operations)}."]
@@ -158,7 +158,7 @@ def _why_it_went_another_way(section: str, first_resumed: bool, remembers: bool)
 
 
 def why_metrics_differ(metrics: Mapping[str, tuple[Any, Any]], suspects: Mapping[str, tuple[str, str]]) -> list[str]:
-    """What to say of metrics that differ after a resume although every update was equal."""
+    """Explain metrics that differ after a resume although every update was equal."""
     return [
         "First difference: the metrics (without interruption | resumed)",
         *(f"  {name}: {one} | {other}" for name, (one, other) in metrics.items()),

@@ -1,4 +1,4 @@
-"""Decides whether two runs are equal bit for bit, and what differs first, from what the probe wrote down."""
+"""Decides whether two runs are equal bit for bit, and finds the first difference, from the files of the probe."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Window:
 
     @property
     def place(self) -> str:
-        """Where it is in the run, for people."""
+        """Return the place in the run as text."""
         epoch = "" if self.epoch is None else f"epoch {self.epoch}, "
         return f"{epoch}batch {self.step}"
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run did; end: the state after the last update, None if it did not get there.
+    """The updates of a run; end: the state after the last update, None if it did not get there.
 
     unseeded: the places in its code that seed a generator from the machine's entropy.
     """
@@ -106,7 +106,7 @@ def spliced(killed: Trace, resumed: Trace) -> tuple[Trace, int]:
 
 
 def first_difference(one: Trace, other: Trace, both_ended: bool = True) -> Difference | None:
-    """What differs first between two runs; None if they are equal bit for bit.
+    """Return the first difference between two runs; None if they are equal bit for bit.
 
     both_ended: False where `other` was killed on purpose: what it did not get to is not compared.
     """
@@ -160,7 +160,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def not_restored(one: Trace, again: Trace, resumed: Trace, resumed_at: int, until: int) -> dict[str, tuple[str, str]]:
-    """What the recipe remembers that is the same in both uninterrupted runs but another after the resume.
+    """Return what the recipe remembers that is equal in both uninterrupted runs, but differs after the resume.
 
     until: index of the last window to look at. Returns where it stands -> its text in `one` and in `resumed`, at the
     first window where they differ.
@@ -175,7 +175,7 @@ def not_restored(one: Trace, again: Trace, resumed: Trace, resumed_at: int, unti
 
 
 def unequal_generators(one: Trace, other: Trace, index: int) -> list[str]:
-    """Where the recipe keeps random generators that are not in the same state before the window at `index`."""
+    """Return the places of random generators whose states differ before the window at `index`."""
     left, right = _at(one, index), _at(other, index)
     return [name for name in _differing(left, right) if left.get(name, "").startswith(GENERATOR)]
 

@@ -1,4 +1,4 @@
-"""Runs a recipe's script and writes down, before each update, everything that decides about the next one.
+"""Runs a recipe's script and records, before each update, everything that affects it.
 
     python -m amp_recipes.commands.verify_resume.probe TRACE.jsonl STEPS KILL_AT SCRIPT YAML [--option value ...]
 
@@ -80,11 +80,11 @@ class Probe:
         return batches if stage is Stage.TRAIN else islice(batches, VALID_BATCHES)
 
     def before_window(self, run: Any, batches: Sequence[Any]) -> None:
-        """Write down everything that decides about the window."""
+        """Record everything that affects the window."""
         self._write("window", run, batches)
 
     def after_window(self, run: Any, losses: Sequence[torch.Tensor]) -> None:
-        """Write down its losses; kill the process if it is time."""
+        """Record its losses; kill the process if it is time."""
         self._line({"kind": "loss", "losses": [float(loss).hex() for loss in losses]})
         self.windows += 1
         if self.windows == self._kill_at:
@@ -167,7 +167,7 @@ def generators(device: torch.device) -> dict[str, str]:
 
 @contextmanager
 def noting_unseeded(file: Path) -> Iterator[None]:
-    """Within it, each place in the recipe that seeds from the machine's entropy is written to `file`, also in workers.
+    """Write to `file` each place of the recipe that seeds from the machine's entropy in the block, also in workers.
 
     What libraries do, when they are imported above all, is not the recipe's doing.
     """

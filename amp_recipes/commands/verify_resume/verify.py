@@ -1,4 +1,4 @@
-"""Runs a recipe whole, again, and killed and resumed, and says whether all did the same."""
+"""Runs a recipe twice without interruption, and once killed and resumed; reports whether all are equal."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _TAIL_LINES = 20
 
 
 class _RunFailed(Exception):
-    """A run of the recipe did not do what it was started for."""
+    """Raised if a run of the recipe did not do what it was started for."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run of the recipe did, and how it ended."""
+    """The trace of a run of the recipe, and how it ended."""
 
     trace: Trace
     ended: EndedChild
@@ -47,7 +47,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class ResumeCheck:
-    """What is run: the recipe's command, for `steps` updates, saved after `save_at`, killed after `kill_at`.
+    """The runs to make: the recipe's command, for `steps` updates, saved after `save_at`, killed after `kill_at`.
 
     say: called with each line for the user.
     """
@@ -90,13 +90,13 @@ class ResumeCheck:
         return _Run(read_trace(trace), ended)
 
     def told(self, what: str, name: str, goes_on: str = "", kill_at: int = 0) -> _Run:
-        """A run whose length is told."""
+        """Run it, and print its length."""
         run = self.run(name, goes_on, kill_at)
         self.say(f"  {what:<26}{len(run.trace.windows):>4} updates {run.ended.seconds:>7.1f} s")
         return run
 
     def whole(self, what: str, name: str, goes_on: str = "") -> _Run:
-        """A run that has to come to its end."""
+        """Run it, and raise if it does not finish."""
         run = self.told(what, name, goes_on)
         run.refuse_failure(name)
         if run.trace.end is None:
@@ -114,7 +114,7 @@ def verify_resume(
     keep: str | Path | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Whether a recipe that is killed and started again does, bit for bit, what it does without: 0 yes, 1 no.
+    """Return 0 if a killed and resumed recipe equals, bit for bit, one that was not killed; else 1.
 
     options: of the recipe, as on its command line; steps: updates of each run; save_at: updates after which a
         checkpoint is made inside the epoch; kill_at: updates after which one run is killed (SIGKILL); all three count
@@ -235,7 +235,7 @@ def _not_reproducible(check: ResumeCheck, difference: Difference, one: Trace, ot
 
 
 def _ask_determinism(check: ResumeCheck) -> list[str]:
-    """What torch says about the operations, and whether two deterministic runs are equal."""
+    """Return what torch reports about the operations, and whether two deterministic runs are equal."""
     more = ["--deterministic=true"]
     one = check.run("deterministic", more=more)
     if one.ended.status:

@@ -1,4 +1,4 @@
-"""Reads a command line: a YAML file, run options, overrides of YAML keys, and what is asked for beside a run."""
+"""Reads a command line: a YAML file, run options, overrides of YAML keys, and requests such as --check."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
 
 
 class _CommandLine:
-    """A command line, taken apart.
+    """The parts of a command line.
 
     files: words that are no options; words: the options that are not requests, as they can be given again;
     help_topic: None without `--help`, else "" or the word behind it.
@@ -124,7 +124,7 @@ class _CommandLine:
                 self._take(name, text)
 
     def all_mistakes(self) -> Iterator[str]:
-        """What is wrong with the words, in about their order."""
+        """Yield the mistakes in the words, roughly in their order."""
         if not self.files:
             script = Path(sys.argv[0]).name or "train.py"
             yield f"the YAML file is missing; expected: {script} CONFIG.yaml [--option value ...]."
@@ -167,7 +167,7 @@ class _CommandLine:
 
 
 def _texts_behind(name: str, words: deque[str]) -> list[str | None]:
-    """What an option without `=` takes from the words behind it; of `--sweep`, several texts."""
+    """Return the values of an option without `=`, from the words after it; several for `--sweep`."""
     following = words[0] if words else "--"
     if name == "sweep":
         return _axes_behind(words)
@@ -194,7 +194,7 @@ _loads: list[object] = []  # one for each YAML that is being checked or built, i
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """While a YAML is checked or built: what it names may not read a command line in this process."""
+    """Forbid code that a YAML names to read the command line while the YAML is checked or built."""
     load = object()
     _loads.append(load)
     try:
@@ -204,7 +204,7 @@ def loading() -> Iterator[None]:
 
 
 def _without_value(name: str) -> str:
-    """What is wrong with an option that has no value: it needs one, or it is a misspelt one that needs none."""
+    """Return the mistake in an option without a value: it needs one, or its name is misspelt."""
     if advice := instead_of(name):
         return f"there is no run option {name!r}.{advice}"
     hint = did_you_mean(name, FLAGS, prefix="--")

@@ -1,4 +1,4 @@
-"""Says what to do in place of options and values of SpeechBrain's Brain, Lightning's Trainer and others."""
+"""Translates options and values of SpeechBrain's Brain, Lightning's Trainer and others into ours."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ _VALUES = {
 
 
 def value_here(value: Any) -> str:
-    """What a value is called here, in lower case: `fp16` for `16-mixed`, `torch.float16`; `cuda:1` for `GPU:1`."""
+    """Return our name of a value, in lower case: `fp16` for `16-mixed`, `torch.float16`; `cuda:1` for `GPU:1`."""
     name, colon, index = str(value).lower().removeprefix("torch.").partition(":")
     return _VALUES.get(name, name) + colon + index
 
 
 def instead_of(name: str) -> str:
-    """What to do in place of an option of another trainer, as a sentence behind a space; empty for other names."""
+    """Return advice on an option of another trainer, as a sentence after a space; empty for other names."""
     advice = _ORIGINAL[name][1] if name in _ORIGINAL else _OTHERS.get(name, "")
     return f" Instead, {advice}." if advice else ""
 
@@ -83,7 +83,7 @@ def without_originals(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ignored_options(hparams: Mapping[str, Any]) -> list[str]:
-    """What to say of hparams that are options of the original Brain and do nothing here."""
+    """Return warnings on hparams that are options of the original Brain and do nothing here."""
     found = [name for name in hparams if name in _ORIGINAL and _asks(name, hparams[name])]
     return [f"{name!r} does nothing here.{instead_of(name)}" for name in found]
 

@@ -44,7 +44,7 @@ class _Rows:
         self._named: dict[Node, bool] = {}
 
     def below(self, parent: Node, parent_path: KeyPath) -> Iterator[tuple[str, str, str]]:
-        """Of each key: its option or, where no value can be given to it, its name; its value; the comment."""
+        """Yield for each key its option (its name, if it takes no value), its value and its comment."""
         for key, node in children(parent):
             path = (*parent_path, str(key))
             name = one_line(dotted(path))

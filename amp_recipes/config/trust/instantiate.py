@@ -30,7 +30,7 @@ from amp_recipes.errors import ConfigError
 
 
 def build(root: Mapping, trust: Trust) -> dict[str, Any]:
-    """The values and objects of a resolved and checked tree, without the keys that begin with `__`.
+    """Build the values and objects of a resolved and checked tree, without the keys that begin with `__`.
 
     Objects are built in the order of the file, arguments before the object that takes them. A node that several keys
     share is built once.

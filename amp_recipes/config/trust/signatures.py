@@ -61,7 +61,7 @@ class Callee:
         self.hints = {} if signature is None else _hints_of(target)
 
     def check(self, node: Node, partial: bool) -> Iterator[tuple[Source, str]]:
-        """What is wrong with the arguments at `node`: where, and what in words.
+        """Yield the mistakes in the arguments at `node`: the source of each, and its text.
 
         partial: for `!name:`, whose caller gives the arguments that are missing.
         """
@@ -82,7 +82,7 @@ class Callee:
         yield from self._wrong_types(given)
 
     def _too_many(self, by_position: list[str], node: Sequence) -> Iterator[tuple[Source, str]]:
-        """That more arguments are given by position than are taken, told where the first of them stands."""
+        """Yield the mistake of too many positional arguments, at the first one that is too many."""
         if len(node.items) > len(by_position) and not _has(self.parameters, inspect.Parameter.VAR_POSITIONAL):
             count = f"{len(by_position)} positional argument{'' if len(by_position) == 1 else 's'}"
             names = f" ({', '.join(by_position)})" if by_position else ""
@@ -102,7 +102,7 @@ class Callee:
 
 
 def _wrong_names(name: str, parameters: Any, node: Mapping) -> Iterator[tuple[Source, str]]:
-    """Keywords that the target does not take; what it takes is said with each."""
+    """Yield the keywords that the target does not accept, each with those that it does."""
     accepted = _accepted(parameters)
     by_position = {p.name for p in parameters.values() if p.kind is inspect.Parameter.POSITIONAL_ONLY}
     takes_any = _has(parameters, inspect.Parameter.VAR_KEYWORD)
@@ -120,7 +120,7 @@ def _wrong_names(name: str, parameters: Any, node: Mapping) -> Iterator[tuple[So
 
 
 def _missing(parameters: Any, given: dict[str, Node]) -> list[str]:
-    """The arguments without a default that are not given; one that is only misspelt has been told already."""
+    """Return the missing arguments without a default, but for those that were reported as misspelt."""
     unknown = [key for key in given if key not in parameters][:_GUESSES]
     guessed = {did_you_mean(key, _accepted(parameters)) for key in unknown}
     return [
@@ -190,7 +190,7 @@ def _called(target: Any) -> Any:
 
 
 def _fits(node: Node, hint: Any) -> bool:
-    """Whether a node may be of the type of an annotation; true where that cannot be known."""
+    """Whether a node may have the type of an annotation; true if that cannot be known."""
     if not isinstance(node, Scalar | Sequence | Mapping) or node.tag not in ("", TUPLE):
         return True  # what a call gives is known once it is called
     return any(_fits_kind(node, *kind) for kind in _kinds(hint))
@@ -302,7 +302,7 @@ def _list_words(kind: Any, inner: tuple[Any, ...]) -> str:
 
 
 def _hint(node: Node, hint: Any) -> str:
-    """What was probably meant: the nearest of a closed list of values, or a boolean of older YAML."""
+    """Return a hint at the value that was probably meant: the nearest of a list, or a boolean of older YAML."""
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
         return ""
     kinds = _kinds(hint)

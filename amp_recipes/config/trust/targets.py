@@ -1,4 +1,4 @@
-"""Checks every object that a resolved YAML names, before one of them is built: what it is, may be, and is given."""
+"""Checks every object that a resolved YAML names before any is built: its kind, its trust and its arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_targets(root: Mapping, trust: Trust, mistakes: Mistakes) -> int:
-    """How many objects a resolved tree would build; what is wrong with any of them is added to `mistakes`.
+    """Return the number of objects that a resolved tree would build; add their mistakes to `mistakes`.
 
     Imports the modules that the tree names, if `trust` allows them; calls nothing. Ends early after hundreds of
     mistakes.
@@ -186,7 +186,7 @@ def _has_only_fields(made: Any) -> bool:
 
 
 def _has_no_other_kind(returned: Any) -> bool:
-    """Whether what a function says that it returns is certainly of that class, and as it was made."""
+    """Whether a function certainly returns an unchanged object of the class in its annotation."""
     if not inspect.isclass(returned) or "__final__" in vars(returned):
         return inspect.isclass(returned)
     parameters = vars(returned).get("__dataclass_params__")

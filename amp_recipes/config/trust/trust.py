@@ -68,11 +68,11 @@ class NotFound(ConfigError):
 
 
 class _NotImported(Exception):
-    """To know more, a module would have to be imported."""
+    """Raised where a module would have to be imported to know more."""
 
 
 class Trust:
-    """What one load may name.
+    """The names that one load may use.
 
     packages: names beside the defaults: a package with all below it (`sklearn`), a module, or one object
         (`sklearn.svm.SVC`); an entry that has a `/` or begins with a `.` is a folder for `!include:`.
@@ -166,7 +166,7 @@ class Trust:
         return self._imported(top, wanted)
 
     def _step(self, owner: Any, part: str, walked: str, wanted: str) -> Any:
-        """What `part` is in `owner`, one step of a walk; a module must be what its name says, and allowed."""
+        """Return the member `part` of `owner`, one step of a dotted name; a module must be allowed."""
         value = self._member(owner, part, walked, wanted)
         if value is _MISSING:
             place, _, _ = walked.rpartition(".")
@@ -180,7 +180,7 @@ class Trust:
         return value
 
     def _member(self, owner: Any, part: str, walked: str, wanted: str) -> Any:
-        """What `part` is in `owner`, or `_MISSING`; a submodule is imported if it is allowed."""
+        """Return the member `part` of `owner`, or `_MISSING`; import a submodule if it is allowed."""
         if not isinstance(owner, ModuleType):
             # A rehearsal goes on where the walk has ended, so it must not run an object's own code.
             get = inspect.getattr_static if self.rehearses and not inspect.isclass(owner) else getattr
@@ -301,7 +301,7 @@ class Trust:
         return self._is_named(qualified) or self._is_recipe(home)
 
     def _command_line_reader(self, subject: Any, home: str | None, qualified: str) -> str:
-        """What of the recipe's own code would read a command line, in the words of the YAML; empty if nothing."""
+        """Return the name of the recipe's code that would read a command line, as the YAML writes it; empty if none."""
         if home is None or self._is_named(qualified) or not self._is_recipe(home):
             return ""
         return reads_command_line(subject, self._is_recipe)
@@ -449,7 +449,7 @@ def _existing_folder(entry: str) -> str:
 
 
 def _entry_for(name: str) -> str:
-    """What to trust for a name: of Python and torch the one object, of anything else the package."""
+    """Return the entry to trust for a name: the object itself for Python and torch, else the package."""
     top, dot, _ = name.partition(".")
     return name if _is_of_lists(name) or (not dot and hasattr(builtins, name)) else top
 

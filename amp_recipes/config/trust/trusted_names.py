@@ -1,4 +1,4 @@
-"""Lists what a YAML may name without being told to: of torch, of the standard library and of amp_recipes.
+"""Lists the names that a YAML may use by default: of torch, of the standard library and of amp_recipes.
 
 A name is here only if no arguments that a YAML can give make it read, write, import, execute or walk attributes. That
 is why `getattr`, `operator.attrgetter`, `functools.partial` (`!name:` with arguments makes one), `torch.load`,
@@ -111,7 +111,7 @@ _AMP_RECIPES_NAMES = [f"{module}.{name}" for module, names in AMP_RECIPES.items(
 
 
 def key_of(value: Any) -> int:
-    """What an object is compared by: itself, but for a bound method its function (each access binds it anew)."""
+    """Return the key to compare an object by: itself, or the function of a bound method (each access is new)."""
     return id(value.__func__) if isinstance(value, MethodType) else id(value)
 
 

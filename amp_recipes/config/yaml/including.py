@@ -75,7 +75,7 @@ class _Including:
             pending += reversed(below)
 
     def _root_for(self, node: Node, chain: _Chain, path: KeyPath) -> Node:
-        """What comes in the place of an include; an alias of it gets the same."""
+        """Return the root that replaces an include; each alias of it gets the same one."""
         if node not in self.included:
             self.included[node] = Unknown(node.tag, node.source)
             self.included[node] = self._read(node, chain, path) or self.included[node]
@@ -185,7 +185,7 @@ class _Including:
 
 
 def _slip(key: Key, target: Mapping) -> str:
-    """The key of an included file that a new one is a slip of; of files with hundreds of keys, none is looked for."""
+    """Return the key of an included file that a new key misspells; not searched in files with hundreds of keys."""
     known = [name for name in target.items if isinstance(name, str)]
     return slip_of(key, known, _SLIP) if isinstance(key, str) and len(known) <= _COMPARED_NAMES else ""
 
@@ -234,7 +234,7 @@ def _followed(value: Node) -> tuple[Node, Node | None]:
 
 
 def _referred(reference: Scalar) -> Node | None:
-    """What stands at the keys that a reference names, where it is one through mappings only."""
+    """Return the node at the keys of a reference, if the reference goes through mappings only."""
     match = _REFERENCE_TO_KEYS.fullmatch(str(reference.value).strip())
     node: Node | None = reference.scope if match else None
     for part in match[1].split("[") if match else ():

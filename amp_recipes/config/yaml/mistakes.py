@@ -16,7 +16,7 @@ _SHOWN_CHARACTERS = 80
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Within it, whoever reads standard output may have seen enough, as `head` has: the rest goes nowhere."""
+    """Let the reader of standard output close it early in the block, as `head` does; the rest is discarded."""
     try:
         try:
             yield

@@ -21,7 +21,7 @@ KeyPath: TypeAlias = "tuple[str, ...]"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Source:
-    """Where a value was written. file: a path, or in words (`command line`); line, column: from 1, or 0 for none."""
+    """The source of a value. file: a path, or words (`command line`); line, column: from 1, or 0 for none."""
 
     file: str
     line: int = 0
@@ -159,7 +159,7 @@ def dotted(path: KeyPath) -> str:
 
 
 class Mistakes:
-    """What is wrong with a YAML and its overrides, gathered so that all of it is told at once."""
+    """Collects the mistakes in a YAML and its overrides, to report them all together."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[Source, str], None] = {}

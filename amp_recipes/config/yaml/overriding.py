@@ -1,4 +1,4 @@
-"""Writes overrides, which are plain data only, into a YAML's tree, and refuses those that do not fit."""
+"""Writes overrides into the tree of a YAML; refuses those that do not fit, or are not plain data."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class _Overriding:
                 self.mistakes.add(self.source, self._no_such_key(node, (*path, str(given)), where))
 
     def _no_such_key(self, node: Mapping | Sequence, path: KeyPath, where: Source) -> str:
-        """That `node`, at the line `where`, has no key or index that the path ends with."""
+        """Return the mistake that `node`, at the line `where`, lacks the last key or index of the path."""
         above = path[:-1]
         if isinstance(node, Sequence):
             text = f"{_standing(above, where)} is a list of {len(node.items)}; expected one of its indices, from 0."

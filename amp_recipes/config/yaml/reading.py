@@ -402,7 +402,7 @@ class _Composer:
 
 
 def _text_of(path: str, mistakes: Mistakes, where: Source) -> str | None:
-    """What stands in a regular file, as text."""
+    """Return the text of a regular file."""
     try:
         # Without O_NONBLOCK, opening a named pipe waits for whoever writes into it.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:

@@ -1,6 +1,6 @@
-"""Resolves `!ref`, `!copy` and `!applyref:`: a tree without them.
+"""Resolves `!ref`, `!copy` and `!applyref:` into a tree without them.
 
-Where HyperPyYAML's meaning hangs on the order of the keys or loses what was written, ours does not:
+The meaning does not depend on the order of the keys, and keeps what was written. HyperPyYAML differs here:
 
 - A reference to a formula gives its result (`<b> * 2` with `b: !ref <a> + 1` further down: there `<a> + 1 * 2`).
 - What a value says is never read as a reference or as arithmetic again (there `a: <b>` and `a: 1 - 2` are).
@@ -106,7 +106,7 @@ class _Resolver:
         self._written = 0  # nodes of lists and mappings that went into text or into a function
 
     def resolved(self, node: Node) -> Node:
-        """What a node of the tree stands for, or the node itself if it has been resolved; made once."""
+        """Return the resolved form of a node, made once; a resolved node is returned as it is."""
         if node not in self._resolved:
             if node in self._resolving:
                 return self._circular(node)
@@ -227,7 +227,7 @@ class _Resolver:
         return Scalar("", result if number is None else number, scalar.source, result)
 
     def _plain_data(self, node: Node) -> Any:
-        """As `plain_data`, within a limit on all that is written out: it repeats what is shared."""
+        """Return `plain_data` within a limit on its size, since it repeats shared nodes."""
         size = self._sizes[node]
         self._written += size.nodes if size.depth else 0
         if self._written > EXPANDED_NODES or size.characters > TEXT_CHARACTERS:
@@ -318,7 +318,7 @@ class _Resolver:
         return ""
 
     def _not_there(self, scalar: Scalar, reference: str, node: Node, keys: list[str], depth: int) -> str:
-        """What is wrong with a reference whose key at `depth` is not in `node`, and what it may have meant."""
+        """Return the mistake in a reference whose key at `depth` is not in `node`, with a suggestion."""
         start, shown, key = "".join(f"[{above}]" for above in keys[1:depth]), short(reference), keys[depth]
         above = short(keys[0] + start)
         scope = self._scope(scalar)
@@ -332,7 +332,7 @@ class _Resolver:
         return text + self._hint(key, node, scope, depth) if is_hinted else text
 
     def _hint(self, key: str, node: Mapping, scope: Mapping, depth: int) -> str:
-        """What a key that is not in `node` may have meant."""
+        """Return a suggestion for a key that is not in `node`."""
         if not depth and scope is not self._root and key in self._root.items:
             return f" An included file sees only its own keys; pass it the value below its tag: {key}: !ref <{key}>."
         return did_you_mean(key, list(node.items)[:_HINTED_KEYS]) or _elsewhere(key, scope)
@@ -340,7 +340,7 @@ class _Resolver:
     # Functions
 
     def _apply(self, node: Node) -> Node:
-        """What the function of `!applyref:` returns, as nodes."""
+        """Return the result of the function of `!applyref:`, as nodes."""
         args, kwargs = self._arguments(node)
         below = [self.resolved(argument) for argument in [*args, *kwargs.values()]]
         values = [self._plain_data(argument) for argument in below]

@@ -1,4 +1,4 @@
-"""Says what is wrong with YAML text: a tag that there is not, or text that is no YAML."""
+"""Explains mistakes in YAML text: unknown tags, and text that is not YAML."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def begins_as_a_tag(text: str) -> bool:
 
 
 def wrong_tag(tag: str, kind: str, text: str, with_hint: bool = True) -> str:
-    """What is wrong with a tag that stands before text, a list or a mapping; empty if nothing is.
+    """Return the mistake in a tag of a text, a list or a mapping; empty if there is none.
 
     with_hint: name the tag that was meant, the search for which takes time.
     """
@@ -114,7 +114,7 @@ _MEANINGS = [
 
 
 def explain(error: MarkedYAMLError, lines: list[str]) -> tuple[int, int, str]:
-    """Line, column and meaning of what ruamel's parser stumbled over, with the line and a caret under the column."""
+    """Return the line, column and meaning of an error of ruamel's parser, with a caret under the column."""
     mark, meaning = _end_of_tag(error, lines) or _meaning(error, lines)
     line = lines[mark.line]
     first = max(0, mark.column - 60)

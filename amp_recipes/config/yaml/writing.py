@@ -103,7 +103,7 @@ class _Writer:
             yield from below
 
     def _value(self, node: Node, path: KeyPath, indent: str) -> tuple[str, Iterable[_Line]]:
-        """What stands on the line of a key or dash, and the lines below it."""
+        """Return the text on the line of a key or dash, and the lines below it."""
         if node in self._anchors:
             return f"*{self._anchors[node]}", ()
         marks = self._marks(node)

@@ -44,7 +44,7 @@ class EndedChild:
 
     @property
     def last_lines(self) -> list[str]:
-        """The lines of `said` as they are seen, without empty ones: of a progress bar, what stands there in the end."""
+        """The lines of `said` as a terminal shows them, without empty ones: of a progress bar, its last state."""
         lines = [line.rstrip().rpartition("\r")[2] for line in self.said.split("\n")]
         return [line for line in lines if line.strip()]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from amp_recipes.errors import ConfigError, did_you_mean
 
-# The header of each YAML begins with what the recipe does, and tells what to install and how it is started.
+# The header of each YAML says what the recipe does, what to install and how to start it.
 _NEEDS = re.compile(r"^# Needs: +(.+)$", re.MULTILINE)
 _LAUNCH = re.compile(r"^# Launch: +python recipes/(\w+)/train\.py ", re.MULTILINE)
 

@@ -17,11 +17,11 @@ from amp_recipes.files.strict_json import encode
 from amp_recipes.loggers.summary import FILE_NAME as SUMMARY_FILE
 from amp_recipes.loggers.text import format_value
 
-# Parts of environment.json that tell one start from another of the same run, or have a section of their own.
+# Parts of environment.json that differ between starts of the same run, or have a section of their own.
 _NOT_VERSIONS = frozenset({"time", "argv", "cwd", "git", "trust"})
-# Parts of summary.json that say what it is of: shown where they differ.
+# Parts of summary.json that describe the run: shown where they differ.
 _ABOUT_RUN = ("precision", "eval_precision", "float32_precision", "device", "fp32_modules")
-# Parts of summary.json that are never twice the same, and say nothing of what was learned.
+# Parts of summary.json that always differ and say nothing about the results.
 _MEASURED = ("seconds", "training_seconds", "samples_per_second", "peak_memory_bytes")
 _LAST_OF_RESULTS = (*_ABOUT_RUN, *_MEASURED)
 _NOT_RESULTS = frozenset({"schema_version", "peak_memory_of", "last", "best", *_LAST_OF_RESULTS})
@@ -69,8 +69,8 @@ class RunDiff:
         lines = [one_line(f"a  {self.run_a}"), one_line(f"b  {self.run_b}")]
         for name, found in self.sections.items():
             if found:
-                told = (f"  {cut(row.name)}: {_shown(row.a)} -> {_shown(row.b)}" for row in found)
-                lines += ["", f"{name} (a -> b)", *told]
+                rows = (f"  {cut(row.name)}: {_shown(row.a)} -> {_shown(row.b)}" for row in found)
+                lines += ["", f"{name} (a -> b)", *rows]
         if self.results:
             lines += ["", _table(self.results)]
         if same := [name for name, found in self.sections.items() if not found]:
@@ -160,7 +160,7 @@ class _Run:
 
 
 def _stands(file: Path) -> bool:
-    """Whether there is anything of that name: what is no file is told when it is read, and not taken for missing."""
+    """Whether anything has that name: what is not a file is an error when it is read, and does not count as missing."""
     try:
         file.lstat()
     except (FileNotFoundError, NotADirectoryError):

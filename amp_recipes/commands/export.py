@@ -72,7 +72,7 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
     `hyperparams.yaml` is a copy of the run's; `export.json` has source, metric, epoch, versions and sha256.
     Each file is written whole or not at all, `export.json` last.
     Raises CheckpointError if there is no checkpoint, it is damaged, or the folder cannot be written; ConfigError where
-    in the run's folder a link, or another thing that is no file, stands for one.
+    in the run's folder a file is a link, or is not a regular file.
     """
     _refuse_linked_checkpoints(Path(run))
     checkpoint = _best_checkpoint(Path(run))

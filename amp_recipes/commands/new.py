@@ -62,7 +62,7 @@ def listed_recipes() -> str:
 def new_recipe(name: str, folder: Path, template: str, recipe: str | None = None) -> list[str]:
     """Write a recipe called `name` into `folder`, which is made; the names of its files.
 
-    recipe: copy this one of those that come along, in place of the template. All files are there or none: they are
+    recipe: copy this recipe of the package instead of the template. All files are there or none: they are
     written elsewhere and renamed. Raises ConfigError for a name that a recipe cannot have, for a recipe that is none,
     and for a folder that holds anything.
     """
@@ -82,7 +82,7 @@ def new_recipe(name: str, folder: Path, template: str, recipe: str | None = None
 
 
 def read_template(template: str) -> dict[str, str]:
-    """File name -> text of a template; what an earlier run of it left behind is no part of it."""
+    """File name -> text of a template; files of an earlier run of it are left out."""
     entries = (entry for entry in (files("amp_recipes") / "templates" / template).iterdir() if entry.is_file())
     # As `.gitignore` it would act on the template, and packaging tools pass over hidden files.
     return {
@@ -94,7 +94,7 @@ def read_template(template: str) -> dict[str, str]:
 def copy_of(recipe: Recipe, name: str) -> dict[str, str]:
     """File name -> text of a copy that is called `name`: all in one folder, and the commands in it work there.
 
-    Other YAML files of the same scripts come along under their own names; pictures of results do not.
+    Other YAML files of the same scripts are copied under their own names; pictures of results are not.
     """
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(recipe.folder.glob("*.py"))}
     texts["README.md"] = (recipe.folder / "README.md").read_text(encoding="utf-8")
@@ -155,7 +155,7 @@ def _wrong_form(name: str) -> str | None:
     if len(name) > _LONGEST_NAME:
         return f"it has {len(name)} characters, and at most {_LONGEST_NAME} are allowed"
     if name.endswith("_") or "__" in name:
-        return "every _ must stand between two words"
+        return "every _ must be between two words"
     return "this is a keyword of Python" if keyword.iskeyword(name) else None
 
 
@@ -225,7 +225,7 @@ def _write_all(contents: Mapping[str, str], folder: Path) -> None:
 
 
 def _fill(contents: Mapping[str, str], folder: Path) -> None:
-    """Write files into a folder that is there: the shell may stand in it, so it must stay the same folder."""
+    """Write files into an existing folder: it may be the shell's current one, so it must stay the same folder."""
     written: list[Path] = []
     try:
         for name, text in contents.items():

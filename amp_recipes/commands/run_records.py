@@ -41,6 +41,6 @@ def as_number(value: Any) -> float:
 
 
 def cut(text: str, characters: int = 100) -> str:
-    """Text in one line, without what lies behind so many characters."""
+    """Text in one line, cut after so many characters."""
     shown = one_line(text[: characters + 1])
     return shown if len(shown) <= characters else f"{shown[:characters]}..."

@@ -54,9 +54,9 @@ _OPENS_NO_PLAIN_TEXT = "'\"[{(!&*|>%@`#,"
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """A tag and a value as they are written: what two settings are compared by.
+    """A tag and a value as they are written, to compare two settings.
 
-    relative: the value with paths in the output folder told from there. free: it may always change.
+    relative: the value with paths relative to the output folder. free: it may always change.
     """
 
     tag: str
@@ -86,7 +86,7 @@ class Change:
 
 
 def holds_run(folder: Path, resolved_file: Path) -> bool:
-    """Whether an earlier run in `folder` left its settings and something to go on from."""
+    """Whether `folder` holds the settings of an earlier run and something to resume from."""
     return os.path.lexists(resolved_file) and any(folder.glob("save/CKPT+*"))
 
 
@@ -192,7 +192,7 @@ class _Flat:
         self._folder = output_folder.rstrip("/")
 
     def add(self, path: KeyPath, node: Node, free: bool) -> None:
-        """Add what stands at and below a node. Raises ConfigError for a path that is longer than any person's."""
+        """Add a node and what is below it. Raises ConfigError for a path that is too long."""
         if sum(map(len, path)) > _PATH_CHARACTERS:
             limit = f"{_PATH_CHARACTERS:,} characters"
             raise ConfigError(f"{node.source}: the path of this key has more than {limit}; use shorter names.")
@@ -209,7 +209,7 @@ class _Flat:
                 self.add((*path, str(key)), child, free or str(key) in free_below)
 
     def add_value(self, path: KeyPath, tag: str, value: Any, free: bool) -> None:
-        """Add one setting; a value of "" behind a tag is none."""
+        """Add one setting; an empty value after a tag means no value."""
         text, relative = ("", "") if tag and value == "" else (written(value), written(self._relative(value)))
         self.settings[path] = _Setting(tag, text, relative, free)
 
@@ -240,7 +240,7 @@ def _free_below(path: KeyPath, node: Node) -> Collection[str]:
 
 
 def _own_value(node: Node) -> Any:
-    """The value behind the tag of a node; "" for an object without arguments, which can be written in three ways."""
+    """The value after the tag of a node; "" for an object without arguments, which can be written in three ways."""
     if isinstance(node, Sequence) and node.items:
         values = [item.value for item in node.items if isinstance(item, Scalar)]
         return tuple(values) if node.tag == TUPLE else values
@@ -272,7 +272,7 @@ def _are_same(was: _Setting, now: _Setting) -> bool:
 
 
 def _check_size(root: Mapping) -> None:
-    """Raise ConfigError for a tree whose anchors, written out, are more than anybody would compare."""
+    """Raise ConfigError for a tree that is too large to compare once its aliases are written out."""
     sizes: dict[Node, int] = {}
     pending: list[Node] = [root]
     while pending:

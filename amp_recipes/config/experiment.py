@@ -69,7 +69,7 @@ def create_experiment_directory(
     A Brain does this itself for hyperparameters that `load_hparams` returned. A recipe calls it to have its log and
     the comparison with an earlier run before anything else, or for hyperparameters of another kind.
 
-    hyperparams_to_save: the YAML of the run. Written as it stands (`hyperparams_original.yaml`) and with
+    hyperparams_to_save: the YAML of the run. Written unchanged (`hyperparams_original.yaml`) and with
         overrides, references and includes resolved (`hyperparams.yaml`, which gives the same values on its
         own). No function of `!applyref:` is called again: what `load_hparams` was given counts.
     overrides: as for `load_hparams`; written to `overrides.yaml` with the run options that were set.
@@ -251,7 +251,7 @@ def describe_environment() -> dict[str, Any]:
 def log_to(file: Path) -> None:
     """Write the log records of this process to `file`, and to no other file of an earlier call.
 
-    The handler stands at the root logger, so that a recipe's own records are kept too. Where logging was not
+    The handler is at the root logger, so that a recipe's own records are written too. Where logging was not
     configured, warnings still go to stderr as before, and records from INFO on to the file.
     """
     root = logging.getLogger()

@@ -74,16 +74,16 @@ class loader_faults:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        told: BaseException | None = error
+        cause: BaseException | None = error
         if isinstance(error, (EOFError, ConnectionError)):
             # A dead worker hands its tensors over no more, which can be noticed before its death is.
             try:
                 time.sleep(_NOTICE_SECONDS)
             except RuntimeError as late:
-                told = late
-        fault = worker_fault(told, self._name) if told is not None else None
+                cause = late
+        fault = worker_fault(cause, self._name) if cause is not None else None
         if fault is not None:
-            raise fault from told
+            raise fault from cause
 
 
 def worker_fault(error: BaseException, name: str, iteration: Iteration | None = None) -> DataError | None:
@@ -92,7 +92,7 @@ def worker_fault(error: BaseException, name: str, iteration: Iteration | None = 
     iteration: the one whose next batch raised it, where that is known.
     """
     if isinstance(error, DataError):
-        return None  # told already
+        return None  # reported already
     texts = [str(cause) for cause in _causes(error) if type(cause) is RuntimeError]
     for text in texts:
         if timed_out := TIMED_OUT.search(text):

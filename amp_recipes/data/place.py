@@ -85,7 +85,7 @@ def beginning(loader: Any) -> Any:
 
 
 def begin_again(loader: Any, state: Any) -> None:
-    """Have `loader` forget the batches that it gave, where it is one that would go on after them."""
+    """Reset a `loader` that would otherwise continue after the batches that it gave."""
     if state is not None:
         teller = loader.dataset if isinstance(loader, DataLoader) else loader
         teller.load_state_dict(copy.deepcopy(state))
@@ -225,7 +225,7 @@ def _add_held(dataset: Any, path: str, found: dict[str, Any], seen: set[int]) ->
 
 
 def _made_of(attributes: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """What stands where a ConcatDataset or StackDataset has its `datasets`, and a Subset its `dataset`."""
+    """Return the `datasets` of a ConcatDataset or StackDataset, or the `dataset` of a Subset."""
     parts = attributes.get("datasets")
     if isinstance(parts, dict):
         yield from parts.items()

@@ -20,7 +20,7 @@ _LISTS = ("samples", "files", "paths", "imgs", "items")  # names that torchvisio
 
 @dataclass(frozen=True)
 class Failure:
-    """A batch that could not be read, told by a worker; `error` only where it is of the same process."""
+    """A batch that could not be read, as reported by a worker; `error` only where it is of the same process."""
 
     what: str
     summary: str
@@ -58,7 +58,7 @@ class Reader(Dataset):
             self._workers.end()
 
     def _begin_epoch(self, epoch: int) -> None:
-        # A persistent worker has a copy of the data set, which the main process cannot tell.
+        # A persistent worker has a copy of the data set, which the main process cannot reach.
         if self._epoch is not None and get_worker_info() is not None and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         self._epoch, self._seeds = epoch, SampleSeeds(self._seed, epoch)
@@ -133,7 +133,7 @@ def collate_as_it_is(batch: Any) -> Any:
 
 
 def describe_sample(dataset: Any, index: Any) -> str:
-    """`sample 17 (data/a.wav)`: the index, and the file behind it where the data set tells."""
+    """`sample 17 (data/a.wav)`: the index, and its file if the data set names it."""
     if isinstance(index, list):
         return samples_of(index)
     try:

@@ -49,7 +49,7 @@ class _Orders(ctypes.Structure):
 class Workers:
     """A board in shared memory on which each worker writes its pid and what it reads; the main process reads it.
 
-    So the main process can tell which sample a worker was reading when it died or hung. count: 0 where it reads itself.
+    So the main process knows which sample a worker was reading when it died or hung. count: 0 where it reads itself.
     """
 
     def __init__(self, count: int) -> None:
@@ -88,7 +88,7 @@ class Workers:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is read, for workers that are told no tasks."""
+        """The epoch that is read, for workers that get no tasks."""
         return self._orders.epoch
 
     @epoch.setter

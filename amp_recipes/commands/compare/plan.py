@@ -54,7 +54,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of the comparison. settings: what is remembered of them, to tell when they change."""
+    """One run of the comparison. settings: those that are saved, to see when they change."""
 
     precision: str
     seed: int

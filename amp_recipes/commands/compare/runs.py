@@ -82,7 +82,7 @@ class Runs:
         """Make each run in the plan's order; those that ended before are not run again.
 
         Gives each that ended, before the next begins. Ends early if a signal asks for it.
-        Raises ConfigError where a run of other settings stands in a folder, CannotCompare if the very first run fails.
+        Raises ConfigError if a folder holds a run with other settings, CannotCompare if the very first run fails.
         """
         before = {run: self._earlier(run) for run in self.plan.runs}
         _refuse_others(self.plan, before)
@@ -100,8 +100,8 @@ class Runs:
                 )
             if not ended.message:
                 self._seconds.setdefault(run.precision, []).append(ended.seconds)
-            told = f"{_outcome(ended)}{', in an earlier call' if is_there else ''}{self._left(count, before)}"
-            self._say(f"{f'{count}/{len(self.plan.runs)}':>7}  {run!s:<{self._shown}}  {told}")
+            outcome = f"{_outcome(ended)}{', in an earlier call' if is_there else ''}{self._left(count, before)}"
+            self._say(f"{f'{count}/{len(self.plan.runs)}':>7}  {run!s:<{self._shown}}  {outcome}")
             yield ended
 
     def _make(self, run: PlannedRun, before: _Earlier) -> Ended | None:
@@ -164,7 +164,7 @@ class Runs:
 
 
 def why_it_failed(child: EndedChild) -> tuple[str, str]:
-    """The kind of the exception that ended a process, and what to show for it in a line."""
+    """Return the kind of the exception that ended a process, and one line on it."""
     if killed := killed_by(child.status):
         hint = " (the machine may have run out of memory)" if child.status == -signal.SIGKILL else ""
         return "", f"{killed}{hint}"

@@ -9,7 +9,7 @@ from amp_recipes.commands.compare.verdict import REFERENCE
 from amp_recipes.commands.tables import markdown_table
 from amp_recipes.loggers.text import format_bytes, format_seconds, format_value
 
-_STATIONS = 4  # of the training at which the loss is told
+_STATIONS = 4  # points of the training at which the loss is shown
 
 
 def as_markdown(found: Mapping[str, Any]) -> str:

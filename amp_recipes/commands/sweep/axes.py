@@ -15,7 +15,7 @@ from amp_recipes.config.options.arguments import parse_value
 from amp_recipes.config.yaml.mistakes import did_you_mean, join_mistakes
 from amp_recipes.errors import ConfigError
 
-MOST_RUNS = 1_000  # of a grid: more is a slip of the pen, not a plan
+MOST_RUNS = 1_000  # of a grid: more is probably a mistake
 _NAME_CHARACTERS = 120  # file systems take 255 bytes, and people less
 _EXACT_FLOAT_CHARACTERS = 10
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
@@ -237,7 +237,7 @@ def _number(text: str) -> float | int | None:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between the commas that stand outside brackets and quotes. Raises ValueError if one is left open."""
+    """The parts between the commas outside brackets and quotes. Raises ValueError if one is left open."""
     parts = [""]
     waiting: list[str] = []  # closing brackets and quotes, the innermost last
     characters = iter(text)

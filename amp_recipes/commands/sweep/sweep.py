@@ -1,7 +1,7 @@
 """Runs a recipe once for each combination of values, one process and one folder each, and compares the results.
 
-The grid needs nothing else; `--sweep-trials` leaves the choice of the values to Optuna. What a sweep knows lies in its
-folder, so that the same command goes on where it was ended.
+The grid needs nothing else; `--sweep-trials` leaves the choice of the values to Optuna. The state of a
+sweep is in its folder, so the same command continues a sweep that was stopped.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def run_sweep(
 
     options: other words of the command line, for every run. check: raises ConfigError if the YAML is wrong with these
     values of dotted keys, and builds nothing; called for what will run before anything does.
-    0: all runs ended well; 1: one did not; 128 + n: signal n ended the sweep, and the same command goes on.
+    0: all runs ended well; 1: one did not; 128 + n: signal n ended the sweep, and the same command continues it.
     Raises ConfigError, FolderInUseError.
     """
     if "RANK" in os.environ:

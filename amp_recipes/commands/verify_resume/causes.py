@@ -115,8 +115,8 @@ def why_not_resumed(
 ) -> list[str]:
     """Why a resumed run differs from one that was not interrupted.
 
-    first_resumed: whether the difference stands right at the resume; suspects: what the recipe remembers that was not
-    restored; log: what the resumed run wrote to stderr.
+    first_resumed: whether the difference is the first after the resume; suspects: what the recipe remembers that was
+    not restored; log: what the resumed run wrote to stderr.
     """
     if difference.section == "place":
         return ["The resumed run did not continue at the batch where the checkpoint was saved."]

@@ -78,7 +78,7 @@ class Difference:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace at `path`; a last line that the run's death tore is left out."""
+    """The trace at `path`; a last line that the kill cut off is left out."""
     windows: list[Window] = []
     end = None
     for line in path.read_bytes().splitlines() if path.is_file() else []:
@@ -131,8 +131,8 @@ def first_difference(one: Trace, other: Trace, both_ended: bool = True) -> Diffe
 def _compare(left: Window, right: Window, index: int) -> Difference | None:
     at = {"update": left.update, "place": left.place, "index": index}
     if (left.update, left.place, left.batches) != (right.update, right.place, right.batches):
-        told = [f"update {window.update}: {window.place}, {window.batches} batches" for window in (left, right)]
-        return Difference("place", ["place"], **at, one=told[0], other=told[1])
+        texts = [f"update {window.update}: {window.place}, {window.batches} batches" for window in (left, right)]
+        return Difference("place", ["place"], **at, one=texts[0], other=texts[1])
     found = ((name, _differing(left.sections.get(name, {}), right.sections.get(name, {}))) for name in SECTIONS)
     if differing := {name: paths for name, paths in found if paths}:
         return _of_sections(left, right, differing, at)
@@ -155,14 +155,14 @@ def _of_sections(left: Window, right: Window, differing: Mapping[str, list[str]]
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The keys under which the two differ, in the order in which they stand."""
+    """The keys under which the two differ, in their order."""
     return [key for key in dict.fromkeys([*one, *other]) if one.get(key) != other.get(key)]
 
 
 def not_restored(one: Trace, again: Trace, resumed: Trace, resumed_at: int, until: int) -> dict[str, tuple[str, str]]:
     """Return what the recipe remembers that is equal in both uninterrupted runs, but differs after the resume.
 
-    until: index of the last window to look at. Returns where it stands -> its text in `one` and in `resumed`, at the
+    until: index of the last window to look at. Returns its place -> its text in `one` and in `resumed`, at the
     first window where they differ.
     """
     found: dict[str, tuple[str, str]] = {}

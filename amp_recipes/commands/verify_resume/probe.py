@@ -91,7 +91,7 @@ class Probe:
             run.checkpoints.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    # The count goes with the checkpoint: neither the Brain's count of optimizer steps nor a batch's place tells it.
+    # The count is saved: neither the Brain's count of optimizer steps nor the place of a batch gives it.
 
     def state_dict(self) -> dict[str, Any]:
         """The count of windows."""
@@ -173,11 +173,11 @@ def noting_unseeded(file: Path) -> Iterator[None]:
     """
     places = [(np.random, "default_rng"), (np.random, "seed"), (random, "seed"), (torch, "seed")]
     originals = [(owner, name, getattr(owner, name)) for owner, name in places]
-    told: set[str] = set()
+    written: set[str] = set()
 
     def note(text: str) -> None:
-        if text not in told:
-            told.add(text)
+        if text not in written:
+            written.add(text)
             with open(file, "a", encoding="utf-8") as stream:
                 stream.write(text + "\n")
 

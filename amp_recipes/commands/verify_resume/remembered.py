@@ -85,7 +85,7 @@ class _Walk:
             return
         if isinstance(value, Brain):
             return  # the recipe's own attributes of it are looked at apart; the others are the framework's
-        # Any object may stand there, and one that cannot be looked at must not end the run.
+        # Any object may be there, and one that cannot be read must not end the run.
         with suppress(Exception):
             text = _text(value)
             if text is not None:

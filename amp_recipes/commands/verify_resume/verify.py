@@ -67,10 +67,10 @@ class ResumeCheck:
         for line in lines:
             self.say(line)
 
-    def run(self, name: str, goes_on: str = "", kill_at: int = 0, more: Sequence[str] = ()) -> _Run:
+    def run(self, name: str, resumes: str = "", kill_at: int = 0, more: Sequence[str] = ()) -> _Run:
         """Start the recipe and wait for its end; its trace and what it says lie in the folder under `name`.
 
-        goes_on: the name of the run that it goes on with. Raises SystemExit if a signal asked this process to end
+        resumes: the name of the run that it resumes. Raises SystemExit if a signal asked this process to end
         meanwhile.
         """
         trace = self.folder / f"{name}.jsonl"
@@ -79,7 +79,7 @@ class ResumeCheck:
             *(str(trace), str(self.steps), str(kill_at), str(self.script), str(self.hparams_file)),
             *self.options,
             *more,
-            f"--output_folder={self.folder / (goes_on or name)}",
+            f"--output_folder={self.folder / (resumes or name)}",
             f"--ckpt_interval_steps={self.save_at}",
             *("--resume=auto", "--test_only=false", "--debug=false", "--noprogressbar=true"),
         ]
@@ -89,15 +89,15 @@ class ResumeCheck:
             raise SystemExit(128 + self.children.requested)
         return _Run(read_trace(trace), ended)
 
-    def told(self, what: str, name: str, goes_on: str = "", kill_at: int = 0) -> _Run:
+    def reported(self, what: str, name: str, resumes: str = "", kill_at: int = 0) -> _Run:
         """Run it, and print its length."""
-        run = self.run(name, goes_on, kill_at)
+        run = self.run(name, resumes, kill_at)
         self.say(f"  {what:<26}{len(run.trace.windows):>4} updates {run.ended.seconds:>7.1f} s")
         return run
 
-    def whole(self, what: str, name: str, goes_on: str = "") -> _Run:
+    def whole(self, what: str, name: str, resumes: str = "") -> _Run:
         """Run it, and raise if it does not finish."""
-        run = self.told(what, name, goes_on)
+        run = self.reported(what, name, resumes)
         run.refuse_failure(name)
         if run.trace.end is None:
             raise _RunFailed(f"{self.script} ended, but no call of Brain.fit() returned.")
@@ -151,13 +151,13 @@ def _verify(check: ResumeCheck) -> int:
     if difference := first_difference(one, again):
         return _not_reproducible(check, difference, one, again)
 
-    killed = check.told(f"killed after {check.kill_at} updates", "killed", kill_at=check.kill_at)
+    killed = check.reported(f"killed after {check.kill_at} updates", "killed", kill_at=check.kill_at)
     if killed.ended.status != -signal.SIGKILL:
         killed.refuse_failure("killed")
         raise _RunFailed(f"The run that was to be killed ended after {len(killed.trace.windows)} updates.")
     if difference := first_difference(one, killed.trace, both_ended=False):
         return _not_reproducible(check, difference, one, killed.trace)
-    resumed = check.whole("that one, resumed", "resumed", goes_on="killed")
+    resumed = check.whole("that one, resumed", "resumed", resumes="killed")
     whole, resumed_at = compare.spliced(killed.trace, resumed.trace)
     check.say("")
     if resumed_at == 0:
@@ -258,7 +258,7 @@ def _seed_if_none(hparams_file: Path, options: Sequence[str], say: Callable[[str
 
 @contextmanager
 def _folder(keep: str | Path | None) -> Iterator[Path]:
-    """The folder of the runs; one that is kept must be new or empty, since runs would go on from what is in it."""
+    """The folder of the runs; one that is kept must be new or empty, since runs would resume from what is in it."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="amp-resume-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary)

@@ -106,7 +106,7 @@ class _CommandLine:
     """The parts of a command line.
 
     files: words that are no options; words: the options that are not requests, as they can be given again;
-    help_topic: None without `--help`, else "" or the word behind it.
+    help_topic: None without `--help`, else "" or the word after it.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from amp_recipes.config.yaml.nodes import Mistakes
 from amp_recipes.config.yaml.reading import read_file
 
 _METAVARS = {bool: "BOOL", list[str]: "LIST", str | None: "TEXT", float: "X", float | None: "X"}
-# Beside the flags: each with what argparse is told of it.
+# Options besides the flags, each with its arguments for argparse.
 _REQUESTS = {
     "trust": {
         "metavar": "NAME",
@@ -71,8 +71,8 @@ def _parser(with_rare: bool) -> argparse.ArgumentParser:
     requests = parser.add_argument_group("Configuration (command line only)")
     for flag, text in FLAGS.items():
         requests.add_argument(f"--{flag}", action="store_true", help=text)
-    for name, told in _REQUESTS.items():
-        requests.add_argument(f"--{name}", **told)  # type: ignore[arg-type]
+    for name, settings in _REQUESTS.items():
+        requests.add_argument(f"--{name}", **settings)  # type: ignore[arg-type]
     defaults = RunOptions()
     for title, options in groups.items():
         group = parser.add_argument_group(title)

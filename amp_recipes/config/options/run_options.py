@@ -65,7 +65,7 @@ class RunOptions(Mapping[str, Any], OptionFields):
     """The options of one run: typed, validated, readable as attributes and as a mapping.
 
     `RunOptions(precision="bf16", seed=3)` sets two options; the others have their defaults. `explicit`
-    tells which ones were set. Two objects are equal if all their values are.
+    holds the names of those that were set. Two objects are equal if all their values are.
     Raises ConfigError that names every unknown option and every wrong value together.
     """
 

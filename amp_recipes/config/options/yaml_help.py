@@ -62,7 +62,7 @@ class _Rows:
                 yield from self.below(node, path)
 
     def _has_names(self, node: Node) -> bool:
-        """Whether keys stand below a node; a list of values is one value."""
+        """Whether a node has keys below it; a list of values is one value."""
         if node not in self._named:
             below = [child for _, child in children(node)]
             named = bool(below) if isinstance(node, Mapping) else any(map(self._has_names, below))

@@ -47,7 +47,7 @@ class Settings:
     root: the tree with overrides; resolved: without references, values of `!applyref:` unknown; options: the run
     options that the YAML and the overrides set, as their types; objects: how many objects the YAML describes; tree: as
     it was read, without overrides, where it has been checked; unread: top-level keys that neither the YAML, the
-    framework nor the recipe's code reads, as far as that can be told.
+    framework nor the recipe's code reads, as far as that is known.
     """
 
     file: str

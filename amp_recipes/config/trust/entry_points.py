@@ -65,14 +65,14 @@ def _reader(value: Any) -> str:
 
 
 def _called_unnamed(kind: type) -> Iterator[Any]:
-    """The methods that Python or torch call without being told their names: `__init__`, `__call__`, `forward`."""
+    """The methods that Python or torch call without a name in the code: `__init__`, `__call__`, `forward`."""
     for name, value in vars(kind).items():
         if (name.startswith("__") and name.endswith("__")) or name == "forward":
             yield value
 
 
 def _function_of(value: Any, owner: type | None) -> tuple[FunctionType | None, type | None]:
-    """The Python function behind a value, and the class whose `self` or `cls` it is given."""
+    """The Python function of a value, and the class whose `self` or `cls` it is given."""
     while not isinstance(value, FunctionType):
         if isinstance(value, functools.partial | functools.partialmethod):
             value = value.func

@@ -50,7 +50,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 class Callee:
     """A class or function as its caller sees it, read once: its name, parameters and annotations.
 
-    parameters: None where Python cannot tell them for certain.
+    parameters: None where they are not known for certain.
     hints: the annotations that can be resolved and are certain, of the parameters and of what it returns.
     """
 
@@ -142,7 +142,7 @@ def _has(parameters: Any, kind: Any) -> bool:
 
 
 def _signature_of(target: Any) -> inspect.Signature | None:
-    """The signature of a class or function; None where Python cannot tell it for certain."""
+    """The signature of a class or function; None where it is not known for certain."""
     if not (inspect.isclass(target) or inspect.isroutine(target) or isinstance(target, functools.partial)):
         return None
     try:

@@ -16,7 +16,7 @@ from amp_recipes.config.yaml.nodes import Mapping, Mistakes, Node, Scalar, Seque
 from amp_recipes.config.yaml.tags import ATTRIBUTE
 from amp_recipes.errors import ConfigError
 
-_ENOUGH_MISTAKES = 300  # of which the first are told; a file of nothing but mistakes must not take minutes
+_ENOUGH_MISTAKES = 300  # only the first are shown; a file of nothing but mistakes must not take minutes
 _OBJECTS = ("!new", "!name", "!apply")
 _KINDS = (*_OBJECTS, "!module", "!applyref")
 # What a tag must name: as a test, and in words.
@@ -87,7 +87,7 @@ class _Checking:
 
     def _check_attribute_of(self, tag: str, name: str, node: Node) -> None:
         kind, _, owner = tag.partition(":")
-        with suppress(ConfigError):  # told where the object itself is checked
+        with suppress(ConfigError):  # reported where the object itself is checked
             if kind == "!module":
                 self._check_member(self._trust.module(owner), name, node)
             elif kind in ("!new", "!apply"):

@@ -182,7 +182,7 @@ class Trust:
     def _member(self, owner: Any, part: str, walked: str, wanted: str) -> Any:
         """Return the member `part` of `owner`, or `_MISSING`; import a submodule if it is allowed."""
         if not isinstance(owner, ModuleType):
-            # A rehearsal goes on where the walk has ended, so it must not run an object's own code.
+            # A trial continues where the walk has ended, so it must not run an object's own code.
             get = inspect.getattr_static if self.rehearses and not inspect.isclass(owner) else getattr
             return get(owner, part, _MISSING)
         if walked not in sys.modules and submodule_exists(owner, walked):

@@ -2,7 +2,7 @@
 
 A name is here only if no arguments that a YAML can give make it read, write, import, execute or walk attributes. That
 is why `getattr`, `operator.attrgetter`, `functools.partial` (`!name:` with arguments makes one), `torch.load`,
-`torch.nn.ParameterDict` (it sets any attribute that it is told) are missing, and with them what makes one huge number
+`torch.nn.ParameterDict` (it sets any attribute by name) are missing, and with them what makes one huge number
 of small ones (`math.factorial`, `math.prod`, `decimal.Decimal`, `operator.pow`). What is listed of amp_recipes writes,
 if at all, what a run writes: checkpoints, metrics and a summary, in the folder that it is given.
 
@@ -184,7 +184,7 @@ def walkable_modules() -> frozenset[str]:
 
 
 def listed_names() -> list[str]:
-    """Every name that a YAML may use without being told to, also of amp_recipes' modules that are not imported."""
+    """Every name that a YAML may use by default, also of amp_recipes' modules that are not imported."""
     return [*torch_objects(), *_AMP_RECIPES_NAMES, *standard_objects()]
 
 

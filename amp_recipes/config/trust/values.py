@@ -76,7 +76,7 @@ def home_of(subject: Any) -> tuple[str | None, str]:
     """The module that defines a class or function (None where it does not say), and its full name."""
     name = getattr(subject, "__qualname__", None) or getattr(subject, "__name__", repr(subject))
     home = getattr(subject, "__module__", None)
-    if not isinstance(home, str):  # a method of C: the class that defines it tells, not the one that inherits it
+    if not isinstance(home, str):  # a method of C: the class that defines it decides, not the one that inherits it
         owner = getattr(subject, "__objclass__", getattr(subject, "__self__", None))
         if owner is None or isinstance(owner, ModuleType):
             return None, str(name)

@@ -14,7 +14,7 @@ from amp_recipes.errors import ConfigError
 COMMAND_LINE = "command line"
 NOT_PLAIN = object()  # what `plain_data` returns for a node that describes an object
 
-# What may stand as a key: YAML's plain scalars.
+# The types of a key: YAML's plain scalars.
 Key: TypeAlias = "str | int | float | bool | None"
 KeyPath: TypeAlias = "tuple[str, ...]"
 
@@ -36,9 +36,9 @@ class Scalar:
     """A single value. Two keys share a node where an alias or a `!ref` says so: they then get the same object.
 
     tag: empty for plain data, else as written (`!ref`, `!new:torch.nn.ReLU`).
-    value: plain data (None, bool, int, float, str, date or datetime); with a tag: the text behind it.
+    value: plain data (None, bool, int, float, str, date or datetime); with a tag: the text after it.
     text: as it was written, for messages.
-    scope: for a reference, the root of the file that it stands in, where its `<key>` is looked up.
+    scope: for a reference, the root of its file, in which its `<key>` is looked up.
     """
 
     tag: str
@@ -61,7 +61,7 @@ class Sequence:
 class Mapping:
     """A mapping of keys to nodes, or a call with keyword arguments (tag `!new:...`).
 
-    key_sources: where each key stands; comments: what the line of a key says behind `#`.
+    key_sources: the source of each key; comments: the text after `#` on the line of each key.
     """
 
     tag: str
@@ -131,7 +131,7 @@ def walk(root: Node) -> Iterator[tuple[KeyPath, Node]]:
 
 
 def plain_data(node: Node) -> Any:
-    """The data that a resolved node stands for, as fresh lists and dicts; NOT_PLAIN if there is a call in it."""
+    """The data of a resolved node, as new lists and dicts; NOT_PLAIN if there is a call in it."""
     if isinstance(node, Scalar):
         return NOT_PLAIN if node.tag else node.value
     if isinstance(node, Unknown) or node.tag not in ("", TUPLE):
@@ -165,7 +165,7 @@ class Mistakes:
         self._found: dict[tuple[Source, str], None] = {}
 
     def add(self, source: Source, text: str) -> None:
-        """Note one mistake; the same one twice is told once."""
+        """Add one mistake; the same one twice is reported once."""
         self._found[source, text] = None
 
     def __len__(self) -> int:

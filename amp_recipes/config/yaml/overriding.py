@@ -54,9 +54,9 @@ def apply_overrides(
 
     overrides: nested as the YAML is, or with dots in its keys. A key must be in the tree, or be a run option, which
         then becomes a new key at the top. A mapping changes single keys of a mapping, or arguments of a call, and
-        replaces only what holds nothing; every other value replaces what stands there.
-    source_name: where the new values say that they are from, and mistakes in them are told; dashes: what stands
-        before a key where it is typed.
+        replaces only what holds nothing; every other value replaces the old one.
+    source_name: the source of the new values, also in messages about their mistakes; dashes: the prefix
+        of a key as it is typed.
     Raises LimitError.
     """
     if not isinstance(overrides, AnyMapping):
@@ -129,7 +129,7 @@ class _Overriding:
             nested[key] = value
 
     def below(self, node: Mapping | Sequence, overrides: dict[Any, Any], path: KeyPath, where: Source) -> None:
-        """Write overrides below `node`, which stands at `path`, and in the YAML at the line `where`."""
+        """Write overrides below `node`, which is at `path`, and at the line `where` of the YAML."""
         for given, value in overrides.items():
             key = _find_key(node, given)
             if key is not None:
@@ -156,7 +156,7 @@ class _Overriding:
         return text + hint
 
     def _write(self, parent: Mapping | Sequence, key: Any, value: Any, path: KeyPath, where: Source) -> None:
-        """Write one override over what stands at `key`, or below it."""
+        """Write one override over the value at `key`, or below it."""
         old = parent.items[key]
         where = parent.key_sources.get(key, where) if isinstance(parent, Mapping) else old.source
         if not isinstance(value, dict) or _takes_a_mapping(old):
@@ -166,7 +166,7 @@ class _Overriding:
                 self._replace(parent, key, value, path)
         elif isinstance(old, Mapping | Sequence):
             self.below(old, value, path, where)
-        elif not isinstance(old, Unknown):  # of those nothing is known, and a mistake is told already
+        elif not isinstance(old, Unknown):  # nothing is known of those, and their mistake has been reported
             given = self._name((*path, *map(str, list(value)[:1])))
             written = f"{old.tag} {old.value}".strip() if old.tag else shown(old.value)
             known = "; override what it refers to" if old.tag in REFERENCES else ", which has no keys"
@@ -212,7 +212,7 @@ def _nearest_of(wanted: str, names: list[str]) -> str:
 
 
 def _wrong_replacement(old: Node, value: Any, where: Source) -> str:
-    """Why a value cannot replace what stands at the line `where`; empty if it can."""
+    """Return why a value cannot replace the one at the line `where`; empty if it can."""
     if old.tag.startswith(_OBJECTS) and not (value is None or value is False):
         text = f"would replace the object {old.tag} at {_line(where)} by {shown(value)}, which is plain data"
         return f"{text}. To leave the object out, give null or false."
@@ -245,7 +245,7 @@ def _find_key(node: Mapping | Sequence, given: Any) -> tuple[Key] | None:
 
 
 def _takes_a_mapping(node: Node) -> bool:
-    """Whether a mapping may stand here instead: it has no keys that a typo could miss.
+    """Whether a mapping may replace this node: it has no keys that a typo could miss.
 
     Not the rule of an include, in whose file new keys are allowed: there only null and a placeholder give way.
     """
@@ -325,7 +325,7 @@ def _wrong_text(text: str) -> str:
 
 
 def _written_out(node: Node, path: KeyPath, mistakes: Mistakes, budget: Budget) -> Any:
-    """The plain data that nodes stand for; aliases are written out, each counted. A tag is a mistake, and null."""
+    """Return the plain data of nodes; each alias is written out and counted. A tag is a mistake, and becomes null."""
     budget.take_nodes(1, node.source)
     if is_plain_sequence(node):
         items = [_written_out(item, (*path, str(at)), mistakes, budget) for at, item in enumerate(node.items)]

@@ -49,7 +49,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 
 def read_file(path: str, mistakes: Mistakes, budget: Budget, where: Source | None = None) -> Mapping | None:
-    """The YAML file at `path` as a tree; None where it has none, which then stands among the mistakes.
+    """Return the YAML file at `path` as a tree; None, and a mistake, if it has none.
 
     where: what asked for the file, if another file did. Raises LimitError for a file larger than the limits.
     """
@@ -63,7 +63,7 @@ def read_file(path: str, mistakes: Mistakes, budget: Budget, where: Source | Non
 
 
 def _as_top_level(root: Node | None, path: str, mistakes: Mistakes) -> Mapping | None:
-    """The root of a file, if it is a mapping; that its keys are no text is a mistake."""
+    """Return the root of a file if it is a mapping; keys that are not text are mistakes."""
     if root is None or not is_plain_mapping(root):
         place = root.source if root else Source(path)
         mistakes.add(place, f"the top level must be a mapping of names to values (lr: 0.1), but is {_describe(root)}.")
@@ -87,7 +87,7 @@ def read_text(text: str, name: str, mistakes: Mistakes, budget: Budget) -> Node 
     try:
         root = composer.compose(text)
     except MarkedYAMLError as error:
-        if not (composer.took_bracket and "expected ',' or" in str(error.problem)):  # else it has been told
+        if not (composer.took_bracket and "expected ',' or" in str(error.problem)):  # else it has been reported
             line, column, meaning = explain(error, _LINE_BREAK.split(text))
             mistakes.add(Source(name, line, column), f"not valid YAML: {meaning}")
         return None
@@ -104,7 +104,7 @@ def read_text(text: str, name: str, mistakes: Mistakes, budget: Budget) -> Node 
 
 
 def read_tuple(text: str, source: Source, mistakes: Mistakes, budget: Budget) -> Sequence:
-    """`(1, a, [2])`, which stands at `source`, as a tuple of plain data. Raises LimitError."""
+    """Return the text `(1, a, [2])` at `source` as a tuple of plain data. Raises LimitError."""
     return _Composer(source.file, mistakes, budget, _Parser()).tuple_of(text, source)
 
 
@@ -128,7 +128,7 @@ class _Open:
 
 
 class _Scanner(Scanner):
-    """ruamel's scanner, which looks a thousand characters ahead of what it says; this stops it at the limit."""
+    """ruamel's scanner, which reads a thousand characters ahead; this stops it at the limit."""
 
     def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
         if self.flow_level >= DEPTH:
@@ -148,7 +148,7 @@ class _Parser(YAML):
 
 
 class _Stream:
-    """Text for ruamel's reader, which scans a value to its end before it says anything; this stops it before."""
+    """Text for ruamel's reader, which scans a value to its end before it returns; this stops it at the limit."""
 
     def __init__(self, text: str, name: str, place: Callable[[Any], Source]) -> None:
         self.text, self.name, self.place, self.position, self.since_event = text, name, place, 0, 0
@@ -166,11 +166,11 @@ class _Stream:
 
 @dataclass(eq=False, slots=True)
 class _Composer:
-    """One document in the making.
+    """The builder of one document.
 
-    tuple_source: where the `(...)` stands whose inside is read, in which tags and aliases are refused;
-    depth: the levels of nesting in which it stands; reach: how far each line is known to be no comment;
-    took_bracket: a tag has a bracket in it, which is missing where it belongs.
+    tuple_source: the source of the `(...)` that is being read, in which tags and aliases are refused;
+    depth: its level of nesting; reach: up to where each line is known to be no comment;
+    took_bracket: a tag contains a bracket that belongs to the list or mapping around it.
     """
 
     file: str
@@ -210,7 +210,7 @@ class _Composer:
         return self.root
 
     def add_comments(self, lines: list[str]) -> None:
-        """Note the comment behind each key that is the first on its line."""
+        """Add the comment after each key that is the first on its line."""
         first: dict[int, Source] = {}
         for mapping in self.mappings:
             for key, source in mapping.key_sources.items():
@@ -394,7 +394,7 @@ class _Composer:
         return "" if tag in (f"{STANDARD}seq", f"{STANDARD}map") else tag
 
     def _note_reach(self, event: events.Event) -> None:
-        """Remember which part of a line is a value, in which a # opens no comment."""
+        """Record which part of a line is a value, in which a # starts no comment."""
         start, end = event.start_mark, event.end_mark
         is_open = isinstance(event, events.ScalarEvent) and event.style in ("'", '"') and start.line < end.line
         for line, column in ((start.line, math.inf if is_open else start.column), (end.line, end.column)):

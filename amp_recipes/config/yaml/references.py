@@ -54,20 +54,20 @@ from amp_recipes.errors import AmpRecipesError, ConfigError
 
 Call = Callable[[str, list[Any], dict[str, Any]], Any]
 
-_REFERENCE = re.compile(r"<([^<>]*)>")  # HyperPyYAML lets `<` stand in a key, at quadratic time
+_REFERENCE = re.compile(r"<([^<>]*)>")  # HyperPyYAML allows `<` in a key, at quadratic time
 _PARTS = re.compile(r"([^.\[\]]+)((?:\[[^\[\]]*\])*)((?:\.[^.\[\]]+)*)")  # key [key] ... .attribute ...
 _NUMBER_IN_TEXT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 
 _STAND_IN = re.compile(r"ref[0-9]+x")
 
-_STEPS = 3 * DEPTH  # references and nodes that lead on to each other; below what Python's own stack holds
+_STEPS = 3 * DEPTH  # references and nodes that lead on to each other; less than Python's own stack allows
 # The search for the nearest name takes seconds where there are thousands.
 _HINTED_MISTAKES = 20
 _HINTED_KEYS = 500
 
 
 def resolve(root: Mapping, mistakes: Mistakes, budget: Budget, call: Call | None = None) -> Mapping:
-    """A new tree in which what was referred to stands in place of the references; `root` stays as it is.
+    """Return a new tree in which each reference is replaced by its value; `root` is unchanged.
 
     A node that several keys refer to is one object in it. What is wrong goes to `mistakes`; Unknown takes its place.
     call: gets the name and the arguments of each `!applyref:`, once, in the order of the file, and returns plain data;
@@ -127,7 +127,7 @@ class _Resolver:
         if node.tag == PLACEHOLDER:
             name = self._name(node)
             self._mistakes.add(node.source, f"{name} is a placeholder that needs a value: --{name}=...")
-        if node.tag == PLACEHOLDER or node.tag.startswith(INCLUDE):  # why a file is not included has been told
+        if node.tag == PLACEHOLDER or node.tag.startswith(INCLUDE):  # the reason has been reported
             return self._unknown(node)
         return _rebuilt(node, self.resolved)
 
@@ -145,7 +145,7 @@ class _Resolver:
         return self._put_together(scalar, text, references, in_parentheses)
 
     def _put_together(self, scalar: Scalar, text: str, references: list[str], in_parentheses: bool) -> Node:
-        """A number, a tuple or text, in which the values of references stand."""
+        """Return a number, a tuple or a text, with the values of its references."""
         nodes = {reference: self.resolved(self._find(scalar, reference)) for reference in references}
         if any(isinstance(node, Unknown) for node in nodes.values()):
             return self._unknown(scalar)
@@ -244,7 +244,7 @@ class _Resolver:
     # What a reference names
 
     def _target(self, scalar: Scalar) -> Node:
-        """The node at the end of references that stand alone; not resolved, as it may be what `scalar` stands in."""
+        """Return the unresolved node at the end of a chain of references; `scalar` may be inside it."""
         if scalar not in self._targets:
             if scalar in self._following:
                 return self._circular(scalar)
@@ -366,8 +366,8 @@ class _Resolver:
         except Exception as error:  # the function that the YAML names may raise anything
             words = str(error) if isinstance(error, AmpRecipesError) else f"{type(error).__name__}: {error}"
             cause = None if isinstance(error, AmpRecipesError) else error
-            told = printable(f"{node.source}: {self._name(node)}: {node.tag} failed: {words}")
-            raise ConfigError(told) from cause
+            message = printable(f"{node.source}: {self._name(node)}: {node.tag} failed: {words}")
+            raise ConfigError(message) from cause
 
     def _arguments(self, node: Node) -> tuple[list[Node], dict[str, Node]]:
         if isinstance(node, Sequence):
@@ -392,7 +392,7 @@ class _Resolver:
     # The limits, and what goes wrong
 
     def _measured(self, node: Node) -> Node:
-        """The node, once its size is known to be within the limits. What stands below it has been measured."""
+        """Return the node if its size is within the limits. The nodes below it have been measured."""
         if node in self._sizes:
             return node
         sizes = [self._sizes[child] for _, child in children(node)]
@@ -459,7 +459,7 @@ def _rebuilt(node: Node, make: Callable[[Node], Node]) -> Node:
 
 
 def _operand(node: Node) -> str | None:
-    """A value as it stands in a formula; None if it is no number."""
+    """Return the text of a value for a formula; None if it is not a number."""
     text = _number_text(node.value) if is_plain_scalar(node) else ""
     # (-3) ** 2 is 9, as for a number, where the text -3 ** 2 would be -9.
     if text.startswith(("+", "-")):

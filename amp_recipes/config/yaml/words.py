@@ -22,7 +22,7 @@ _IN_FLOW = re.compile(r"[],[]")  # YAML takes these for a part of a tag that the
 
 
 def begins_as_a_tag(text: str) -> bool:
-    """Whether text begins with the word of a tag (`ref <b>`): the ! before it stands apart."""
+    """Whether text begins with the word of a tag (`ref <b>`), which a space separates from its !."""
     return bool(_BEFORE_A_WORD.match(text))
 
 

@@ -1,4 +1,4 @@
-"""Runs a recipe's script in a process of its own, passes signals on to it, and says how it ended.
+"""Runs a recipe's script in a child process, forwards signals to it, and reports how it ended.
 
 with ChildRuns() as children:
     ended = children.run([sys.executable, "train.py", "config.yaml"], output=folder / OUTPUT_FILE)
@@ -25,14 +25,14 @@ from amp_recipes.interrupts import SIGNALS, is_default
 
 OUTPUT_FILE = "output.txt"
 """Where the output of a run goes, in its folder."""
-# Whatever this process is sent, it ends: so the child gets a signal that ends it too, whatever its `save_signals` are.
+# Any of these signals ends this process, so the child gets one that ends it too, whatever its `save_signals` are.
 _PASSED_ON = {signum: signal.SIGTERM for signum in SIGNALS} | {signal.SIGINT: signal.SIGINT}
 _KEPT_BYTES = 1 << 20  # of the end of what a child has said
 
 
 @dataclass(frozen=True)
 class EndedChild:
-    """How a child ended.
+    """The end of a child process.
 
     status: as subprocess has it, -n for signal n; said: the end of what it wrote into its file of output (or of
     errors, if they have one).
@@ -44,13 +44,13 @@ class EndedChild:
 
     @property
     def last_lines(self) -> list[str]:
-        """The lines of `said` as they are seen, without empty ones: of a progress bar, what stands there in the end."""
+        """The lines of `said` as a terminal shows them, without empty ones: of a progress bar, its last state."""
         lines = [line.rstrip().rpartition("\r")[2] for line in self.said.split("\n")]
         return [line for line in lines if line.strip()]
 
 
 class ChildRuns:
-    """Within it, what would end this process is passed on to the child under way, and `requested` says so.
+    """In the block, a signal that would end this process goes to the running child, and sets `requested`.
 
     The children are in sessions of their own: a Ctrl-C reaches each once, from here. Ignored signals and handlers of
     others stay as they are.
@@ -123,7 +123,7 @@ class ChildRuns:
 
 @contextmanager
 def runs_in(folder: Path) -> Iterator[ChildRuns]:
-    """Within it, this process alone makes runs in the folder. Raises FolderInUseError."""
+    """Lock the folder for this process in the block. Raises FolderInUseError."""
     lock_folder(folder)
     try:
         with ChildRuns() as children:
@@ -138,7 +138,7 @@ def killed_by(status: int) -> str:
 
 
 def _end_of(file: Path, start: int) -> str:
-    """What was written into a file behind `start`, at most the last part of it."""
+    """Return what was written to a file after `start`, at most the last part of it."""
     with open(file, "rb", opener=regular_only) as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(start, size - _KEPT_BYTES))

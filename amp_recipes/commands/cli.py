@@ -53,16 +53,16 @@ _RECIPE = (_path("script", "SCRIPT", "the recipe's script"), _path("hparams_file
 COMMANDS = (
     Command(
         "new",
-        "Make a recipe of your own in a new folder: script, YAML, model, data and a README. From a template it runs "
-        "at once, on random data, and has tests; with --from it is a copy of a recipe that comes along. Nothing is "
-        "overwritten.",
+        "Create a recipe of your own in a new folder: script, YAML, model, data and a README. By default it is made "
+        "from a template, trains on random data, and has tests; with --from it is a copy of a recipe of the package. "
+        "No file is overwritten.",
         "amp-recipes new digits --from image_classification",
         "new:run",
         (
             Argument("name", "the recipe's name, such as my_task", metavar="NAME", nargs="?"),
             Argument("--from", "copy this recipe (--list shows them)", metavar="RECIPE", dest="recipe"),
-            Argument("--list", "list the recipes and templates, and make nothing", action="store_true"),
-            _path("--to", "FOLDER", "folder to make (default: NAME, in this folder)"),
+            Argument("--list", "list the recipes and templates, and exit", action="store_true"),
+            _path("--to", "FOLDER", "folder to create (default: NAME in the current folder)"),
             Argument(
                 "--template",
                 "; ".join(f"{name}: {summary}" for name, summary in TEMPLATES.items()) + " (default: basic)",
@@ -73,18 +73,18 @@ COMMANDS = (
     ),
     Command(
         "run",
-        "Train a recipe that comes along, as it is; its results go into this folder. To change its code, make a copy: "
+        "Train a recipe of the package. Its results go into the current folder. To change its code, make a copy: "
         "amp-recipes new NAME --from RECIPE.",
         "amp-recipes run image_classification --precision bf16",
         "subcommands:train",
-        (Argument("recipe", "its name (amp-recipes new --list)", metavar="RECIPE"),),
+        (Argument("recipe", "the recipe's name (see amp-recipes new --list)", metavar="RECIPE"),),
         passes_options=True,
     ),
     Command(
         "check",
-        "Check a recipe's YAML and options without running its script: every mistake at once, with its line. Builds "
-        "nothing, but imports the modules that the YAML names. With --show-config: print the resolved YAML with the "
-        "place that each value came from. What the script trusts beside the defaults must be given by --trust.",
+        "Check a recipe's YAML and options without running its script, and report every mistake with its line. Builds "
+        "no objects, but imports the modules that the YAML names. With --show-config: print the resolved YAML with the "
+        "source of each value. If the script gives trust=... to load_hparams, give the same names with --trust.",
         "amp-recipes check recipes/image_classification/train.py configs/image_classification.yaml --precision bf16",
         "subcommands:check",
         (_path("script", "SCRIPT", "the recipe's script, which is not run"), _RECIPE[1]),
@@ -97,35 +97,35 @@ COMMANDS = (
         "subcommands:export",
         (
             _path("run_folder", "RUN", "output folder of a run, or one of its CKPT+ folders"),
-            _path("--to", "FOLDER", "where to write (default: the folder `export` in the run's)"),
+            _path("--to", "FOLDER", "folder to write to (default: `export` in the run's folder)"),
         ),
     ),
     Command(
         "verify-resume",
-        "Prove that a recipe which is killed and started again does the same as without, bit for bit; or name the "
-        "first thing that differs, and why. Runs the recipe four times for a few updates. Exit status: 0 equal, 1 "
-        "different, 2 a run failed.",
+        "Test whether a recipe that is killed and resumed gives the same results, bit for bit, as one that is not. If "
+        "they differ, name the first difference and its likely cause. Runs the recipe four times for a few updates. "
+        "Exit status: 0 equal, 1 different, 2 a run failed.",
         "amp-recipes verify-resume recipes/image_classification/train.py configs/image_classification.yaml "
         "--precision bf16",
         "subcommands:verify",
         (
             *_RECIPE,
-            Argument("--steps", "updates (windows) of each run (default: 12)", type=int, default=12, metavar="N"),
+            Argument("--steps", "updates of each run (default: 12)", type=int, default=12, metavar="N"),
             Argument(
                 "--save_at", "updates between checkpoints in an epoch (default: 5)", type=int, default=5, metavar="N"
             ),
             Argument(
-                "--kill_at", "updates after which one run is killed (default: 8)", type=int, default=8, metavar="N"
+                "--kill_at", "kill one run after this many updates (default: 8)", type=int, default=8, metavar="N"
             ),
-            _path("--keep", "FOLDER", "keep the runs here (default: a temporary folder, removed)"),
+            _path("--keep", "FOLDER", "keep the runs here (default: a temporary folder, deleted at the end)"),
         ),
         passes_options=True,
     ),
     Command(
         "diagnose",
-        "Say what bf16 or fp16 does to a recipe's model: is it safe, which modules need fp32, what it costs. Looks at "
-        "a few batches in place of training; prints a verdict, and writes diagnosis.json into the output folder. The "
-        "same as SCRIPT YAML --diagnose.",
+        "Report what bf16 or fp16 does to a recipe's model: whether it is safe, which modules need fp32, what it "
+        "costs. Uses a few batches instead of training. Prints a verdict, and writes diagnosis.json into the output "
+        "folder. The same as SCRIPT YAML --diagnose.",
         "amp-recipes diagnose recipes/image_classification/train.py configs/image_classification.yaml --precision fp16",
         "subcommands:diagnose",
         _RECIPE,
@@ -133,16 +133,16 @@ COMMANDS = (
     ),
     Command(
         "replay",
-        "Take a step that went nonfinite again, from the folder that the run wrote about it. Starts the run's script, "
-        "which the folder names: replay only what you would run.",
+        "Repeat a step that became nonfinite, from the folder that the run wrote. Starts the script that the folder "
+        "names: replay only folders that you trust.",
         "amp-recipes replay results/image_classification/fp16/seed_1234/nonfinite-17",
         "subcommands:replay",
         (
-            _path("folder", "FOLDER", "a folder nonfinite-N that a run left behind"),
+            _path("folder", "FOLDER", "a folder nonfinite-N that a run wrote"),
             Argument(
                 "--trust",
-                "with commas: a script or module that is not a file of yours as the run had it, and what the run "
-                "trusted",
+                "what the replay may run although the framework cannot confirm that it is yours, as listed by the "
+                "error; separated by commas",
                 metavar="NAMES",
                 default="",
             ),
@@ -150,21 +150,21 @@ COMMANDS = (
     ),
     Command(
         "ops",
-        "Print what autocast does to each op on this machine: the documented lists beside what a live probe finds, and "
-        "the differences.",
+        "Print what autocast does to each op on this machine: the documented lists, what running the ops "
+        "shows, and the differences.",
         "amp-recipes ops --device cpu --dtype bf16",
         "subcommands:ops",
         (
             Argument("--device", "cpu, cuda or xpu (default: the best one here)", metavar="TYPE"),
             Argument("--dtype", "bf16 or fp16 (default: bf16)", metavar="NAME"),
             Argument("--json", "print one JSON object", action="store_true"),
-            Argument("--all", "also the ops that do as documented", action="store_true"),
+            Argument("--all", "also list the ops that behave as documented", action="store_true"),
         ),
     ),
     Command(
         "compare",
-        "Train a recipe at several precisions and seeds, and say whether a precision is worse than the first one "
-        "beyond what seeds do. Exit status: 0 none is worse, 1 one is, 2 there is no verdict.",
+        "Train a recipe at several precisions and seeds, and test whether a precision is worse than the first "
+        "by more than seeds make results vary. Exit status: 0 none is worse, 1 one is, 2 there is no verdict.",
         "amp-recipes compare recipes/image_classification/train.py configs/image_classification.yaml "
         "--precisions fp32,bf16 --seeds 3",
         "compare.command:run",
@@ -178,7 +178,7 @@ COMMANDS = (
             ),
             Argument(
                 "--seeds",
-                "seeds 1 to N, or a list such as 11,12,13 (default: 3); more of them show smaller differences",
+                "seeds 1 to N, or a list such as 11,12,13 (default: 3); more seeds can show smaller differences",
                 default="3",
                 metavar="N",
             ),
@@ -189,7 +189,7 @@ COMMANDS = (
             ),
             Argument(
                 "--metric",
-                "what to judge by: `accuracy`, or `valid.accuracy` of one stage (default: early_stop_metric, else "
+                "metric to compare by: `accuracy`, or `valid.accuracy` of one stage (default: early_stop_metric, else "
                 "loss)",
                 metavar="NAME",
             ),
@@ -202,8 +202,8 @@ COMMANDS = (
     ),
     Command(
         "diff",
-        "Show what differs between two runs: settings, versions, git state, results. Exit status: 0 nothing but times "
-        "and memory, 1 something, 2 a folder is no run or cannot be read.",
+        "Show what differs between two runs: settings, versions, git state, results. Exit status: 0 no difference "
+        "but in times and memory, 1 another difference, 2 a folder is not a run or cannot be read.",
         "amp-recipes diff results/image_classification/fp32/seed_1 results/image_classification/bf16/seed_1",
         "subcommands:diff",
         (
@@ -217,7 +217,7 @@ COMMANDS = (
         "it.",
         "amp-recipes completion bash",
         "cli:completion",
-        (Argument("shell", "the shell that shall read the script", choices=SHELLS),),
+        (Argument("shell", "the shell that will use the script", choices=SHELLS),),
     ),
 )
 
@@ -228,7 +228,7 @@ def completion(arguments: argparse.Namespace) -> int:
 
 
 def _words(command: Command) -> Words:
-    """What may follow a subcommand."""
+    """Return the words that may follow a subcommand."""
     choices = {argument.name: argument.options.get("choices", ()) for argument in command.arguments}
     options = {name: values for name, values in choices.items() if name.startswith("--")}
     first = next((values for name, values in choices.items() if name not in options), ())
@@ -239,14 +239,14 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="amp-recipes",
-        description="Tools around recipes and what their runs leave behind.",
-        epilog="amp-recipes COMMAND --help tells what a command takes.",
+        description="Create, check, train and compare recipes, and use the results of runs.",
+        epilog="amp-recipes COMMAND --help shows the arguments of a command.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"amp-recipes {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for command in COMMANDS:
-        passes = " Options of the recipe may follow; after a lone -- all of them are." if command.passes_options else ""
+        passes = " Options of the recipe may follow; after --, all are the recipe's." if command.passes_options else ""
         sub = commands.add_parser(
             command.name,
             help=command.summary.partition(".")[0].partition(";")[0],

@@ -1,4 +1,4 @@
-"""Finds the recipes that come along with the package: a folder of scripts each, and the YAML files that set them up."""
+"""Finds the recipes of the package: each is a folder of scripts, with one or more YAML files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from amp_recipes.errors import ConfigError, did_you_mean
 
-# The header of each YAML begins with what the recipe does, and tells what to install and how it is started.
+# The header of each YAML says what the recipe does, what to install and how to start it.
 _NEEDS = re.compile(r"^# Needs: +(.+)$", re.MULTILINE)
 _LAUNCH = re.compile(r"^# Launch: +python recipes/(\w+)/train\.py ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe that comes along; summary: what it does; needs: the command that installs what it imports."""
+    """A recipe of the package; summary: its purpose; needs: the command that installs what it imports."""
 
     name: str
     summary: str
@@ -33,7 +33,7 @@ class Recipe:
 
 @cache
 def recipes() -> dict[str, Recipe]:
-    """By the name of the YAML file."""
+    """Return the recipes by the name of their YAML file."""
     found = {}
     root = _root()
     for hparams_file in sorted((root / "configs").glob("*.yaml")):
@@ -48,7 +48,7 @@ def recipes() -> dict[str, Recipe]:
 
 
 def recipe_called(name: str) -> Recipe:
-    """Raises ConfigError for a name that no recipe has."""
+    """Return the recipe of that name. Raises ConfigError if there is none."""
     found = recipes().get(name)
     if found is None:
         names = ", ".join(recipes()) or "(none was installed)"
@@ -57,7 +57,7 @@ def recipe_called(name: str) -> Recipe:
 
 
 def _root() -> Path:
-    """Where `recipes` and `configs` lie: in the package once it is installed, beside it in a checkout."""
+    """Return the folder of `recipes` and `configs`: the installed package, or its parent in a checkout."""
     package = Path(str(files("amp_recipes")))
     installed = package / "collection"
     return installed if installed.is_dir() else package.parent

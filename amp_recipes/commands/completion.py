@@ -23,7 +23,7 @@ _SCRIPT_OPTIONS = (
 
 @dataclass(frozen=True)
 class Words:
-    """What may follow a subcommand of `amp-recipes`.
+    """The words that may follow a subcommand of `amp-recipes`.
 
     options: its own (`--to`), each with the values that it takes, where they are few; choices: of its first argument;
     of_recipe: whether a recipe's options may follow.

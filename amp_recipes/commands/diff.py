@@ -1,4 +1,4 @@
-"""Tells two runs apart by what they left behind: settings, overrides, versions, git state, results."""
+"""Compares the files of two runs: settings, overrides, versions, git state, results."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from amp_recipes.files.strict_json import encode
 from amp_recipes.loggers.summary import FILE_NAME as SUMMARY_FILE
 from amp_recipes.loggers.text import format_value
 
-# Parts of environment.json that tell one start from another of the same run, or have a section of their own.
+# Parts of environment.json that differ between starts of the same run, or have a section of their own.
 _NOT_VERSIONS = frozenset({"time", "argv", "cwd", "git", "trust"})
-# Parts of summary.json that say what it is of: shown where they differ.
+# Parts of summary.json that describe the run: shown where they differ.
 _ABOUT_RUN = ("precision", "eval_precision", "float32_precision", "device", "fp32_modules")
-# Parts of summary.json that are never twice the same, and say nothing of what was learned.
+# Parts of summary.json that always differ and say nothing about the results.
 _MEASURED = ("seconds", "training_seconds", "samples_per_second", "peak_memory_bytes")
 _LAST_OF_RESULTS = (*_ABOUT_RUN, *_MEASURED)
 _NOT_RESULTS = frozenset({"schema_version", "peak_memory_of", "last", "best", *_LAST_OF_RESULTS})
@@ -40,7 +40,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunDiff:
-    """What differs between two runs, by section, and their results side by side.
+    """The differences between two runs, by section, and their results side by side.
 
     results: of both runs, equal ones too. notes: what could not be compared, or not wholly.
     """
@@ -69,8 +69,8 @@ class RunDiff:
         lines = [one_line(f"a  {self.run_a}"), one_line(f"b  {self.run_b}")]
         for name, found in self.sections.items():
             if found:
-                told = (f"  {cut(row.name)}: {_shown(row.a)} -> {_shown(row.b)}" for row in found)
-                lines += ["", f"{name} (a -> b)", *told]
+                rows = (f"  {cut(row.name)}: {_shown(row.a)} -> {_shown(row.b)}" for row in found)
+                lines += ["", f"{name} (a -> b)", *rows]
         if self.results:
             lines += ["", _table(self.results)]
         if same := [name for name, found in self.sections.items() if not found]:
@@ -79,7 +79,7 @@ class RunDiff:
 
 
 def compare_runs(run_a: str | Path, run_b: str | Path) -> RunDiff:
-    """What differs between two runs, each given by its output folder.
+    """Return the differences between two runs, each given by its output folder.
 
     All settings count, run options that are absent with their defaults; the output folder, and paths that differ only
     in it, do not. Results are those of `summary.json`, or, of a run that only tried out, of `debug/summary.json`.
@@ -98,7 +98,7 @@ def compare_runs(run_a: str | Path, run_b: str | Path) -> RunDiff:
 
 
 def _changed_settings(a: _Run, b: _Run) -> dict[str, list[Difference]]:
-    """What differs in the settings and the overrides, where both runs have kept them."""
+    """Return the differences in settings and overrides, if both runs saved them."""
     pairs = {"settings": (a.settings, b.settings), "overrides": (a.overrides, b.overrides)}
     return {
         name: [Difference(change.name, change.was, change.now) for change in differences(old, new)]
@@ -108,7 +108,7 @@ def _changed_settings(a: _Run, b: _Run) -> dict[str, list[Difference]]:
 
 
 def _changed_environment(a: _Run, b: _Run) -> dict[str, list[Difference]]:
-    """What differs in trust, versions and git, where both runs have kept them."""
+    """Return the differences in trust, versions and git, if both runs saved them."""
     if not a.environment or not b.environment:
         return {}
     pairs = {name: _pairs(a.about(name), b.about(name)) for name in ("trust", "versions", "git")}
@@ -116,7 +116,7 @@ def _changed_environment(a: _Run, b: _Run) -> dict[str, list[Difference]]:
 
 
 class _Run:
-    """What one run left. Raises ConfigError for a folder that is no run, and for files that are damaged."""
+    """The files of one run. Raises ConfigError for a folder that is no run, and for files that are damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -129,12 +129,12 @@ class _Run:
         if not any(map(_stands, (folder / RESOLVED_FILE, folder / ENVIRONMENT_FILE, summary))):
             raise ConfigError(_no_run(folder))
         resolved, overrides = folder / RESOLVED_FILE, folder / OVERRIDES_FILE
-        self.settings = read_settings(resolved) if self._has(resolved, "the run has kept no settings") else None
+        self.settings = read_settings(resolved) if self._has(resolved, "the run saved no settings") else None
         refuse_irregular(overrides)
         given = _stands(overrides) and overrides.stat().st_size > 0
         self.overrides = read_settings(overrides) if given else None
         environment = folder / ENVIRONMENT_FILE
-        self.environment = _json(environment) if self._has(environment, "the run has not kept its versions") else {}
+        self.environment = _json(environment) if self._has(environment, "the run saved no versions") else {}
         self.summary = _json(summary) if self._has(summary, "the run has not finished") else {}
 
     def about(self, section: str) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class _Run:
 
 
 def _stands(file: Path) -> bool:
-    """Whether there is anything of that name: what is no file is told when it is read, and not taken for missing."""
+    """Whether anything has that name: what is not a file is an error when it is read, and does not count as missing."""
     try:
         file.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -176,7 +176,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _no_run(folder: Path) -> str:
-    """Why a folder is not taken for a run, and which one may be meant."""
+    """Return why a folder is not a run, and which run may be meant."""
     expected = "expected the output folder of a run"
     if not folder.exists():
         return f"{folder}: there is no such folder; {expected}."
@@ -187,7 +187,7 @@ def _no_run(folder: Path) -> str:
             return f"{folder}: belongs to the run {above}; {expected}."
     below = sorted({file.parent for pattern in ("*", "*/*") for file in folder.glob(f"{pattern}/{ENVIRONMENT_FILE}")})
     listed = one_line(", ".join(map(str, below[:_RUNS_NAMED]))) + (", ..." if len(below) > _RUNS_NAMED else "")
-    hint = f" Runs lie below it: {listed}." if below else ""
+    hint = f" It contains the runs {listed}." if below else ""
     return f"{folder}: {expected}, but it has none of {RESOLVED_FILE}, {ENVIRONMENT_FILE}, {SUMMARY_FILE}.{hint}"
 
 

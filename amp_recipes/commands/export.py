@@ -1,4 +1,4 @@
-"""Writes the model of a finished run as files that need nothing of this package to be read."""
+"""Exports the model of a finished run as files that can be read without this package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ABOUT_FILE = "export.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: folder, names of the files in it, and what `export.json` says.
+    """The result of an export: folder, names of the files in it, and the content of `export.json`.
 
     left_out: entries of the model's state that are no tensors, which safetensors does not hold.
     """
@@ -42,14 +42,14 @@ class Exported:
     left_out: tuple[str, ...]
 
     def report(self) -> str:
-        """What was written and how to load it, for people."""
+        """Return text on what was written and how to load it."""
         lines = [f"{self.about['checkpoint']}: {self._which()}"]
         for name in self.files:
             lines.append(f"  wrote {self.folder / name} ({(self.folder / name).stat().st_size / 1e6:.2f} MB)")
         if RESOLVED_FILE not in self.files:
-            lines.append(f"  no {RESOLVED_FILE}: the run has none (a Brain keeps what load_hparams returned)")
+            lines.append(f"  no {RESOLVED_FILE}: the run saved none (a Brain saves what load_hparams returned)")
         if self.left_out:
-            lines.append(f"  left out, as they are no tensors: {', '.join(self.left_out)}")
+            lines.append(f"  left out, since they are not tensors: {', '.join(self.left_out)}")
         strict = ", strict=False" if self.left_out else ""
         lines += [
             "To load it, where `modules` is the dict of modules that the recipe gives to its Brain:",
@@ -72,7 +72,7 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
     `hyperparams.yaml` is a copy of the run's; `export.json` has source, metric, epoch, versions and sha256.
     Each file is written whole or not at all, `export.json` last.
     Raises CheckpointError if there is no checkpoint, it is damaged, or the folder cannot be written; ConfigError where
-    in the run's folder a link, or another thing that is no file, stands for one.
+    in the run's folder a file is a link, or is not a regular file.
     """
     _refuse_linked_checkpoints(Path(run))
     checkpoint = _best_checkpoint(Path(run))
@@ -88,10 +88,10 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
     try:
         files = _write_export(folder, home, tensors, about)
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that it does not know
-        raise CheckpointError(f"{checkpoint.path}: safetensors does not hold its weights: {error}") from error
+        raise CheckpointError(f"{checkpoint.path}: safetensors cannot hold its weights: {error}") from error
     except OSError as error:
         raise CheckpointError(
-            f"The export to {str(folder)!r} was not written: {error.strerror or error}. Give another folder with --to."
+            f"The export to {str(folder)!r} failed: {error.strerror or error}. Give another folder with --to."
         ) from error
     return Exported(folder, files, about, tuple(name for name in weights if name not in tensors))
 
@@ -103,7 +103,7 @@ def _refuse_linked_checkpoints(run: Path) -> None:
 
 
 def _about(checkpoint: Checkpoint, home: Path) -> dict[str, Any]:
-    """Where exported weights come from. home: the run's folder."""
+    """Return the origin of exported weights. home: the run's folder."""
     metric, _ = best_by(checkpoint) or (None, None)
     return {
         "run": str(home.resolve()),
@@ -132,7 +132,7 @@ def _write_export(folder: Path, home: Path, tensors: dict[str, Tensor], about: d
 
 
 def _best_checkpoint(run: Path) -> Checkpoint:
-    """As `best_checkpoint`, with an error that tells damaged checkpoints from none."""
+    """Return the `best_checkpoint`, with different errors for damaged checkpoints and for none."""
     try:
         return best_checkpoint(run)
     except CheckpointError as error:

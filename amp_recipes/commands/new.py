@@ -1,4 +1,4 @@
-"""Makes a recipe of one's own that runs at once: from a folder of `templates/`, or from a recipe that comes along.
+"""Creates a new recipe that runs at once, from a folder of `templates/` or from a recipe of the package.
 
 A template is itself a recipe that runs, called `my_task`; a copy has another name in place of that.
 """
@@ -26,20 +26,22 @@ from amp_recipes.errors import ConfigError
 PLACEHOLDER = "my_task"
 # name -> what the recipe shows; the first is the default
 TEMPLATES = {
-    "basic": "one model, one loss, a metric: what most recipes are",
-    "own_step": "a fit_batch of its own: two optimizers that take turns (a small GAN)",
+    "basic": "one model, one loss, one metric, as in most recipes",
+    "own_step": "its own fit_batch, with two optimizers that take turns (a small GAN)",
 }
 _LONGEST_NAME = 40  # characters; a longer one would not fit into the template's lines
 _MAY_BE_THERE = {".git"}  # in the folder that is to be filled
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the recipe and say what to do next."""
+    """Create the recipe and print the next steps."""
     if arguments.list:
         print(listed_recipes())
         return 0
     if arguments.name is None:
-        raise ConfigError("a recipe needs a name: amp-recipes new my_task. --list shows what it can be made from.")
+        raise ConfigError(
+            "the name of the recipe is missing: amp-recipes new my_task. --list shows the recipes and templates."
+        )
     folder = arguments.to if arguments.to is not None else Path(arguments.name)
     made = new_recipe(arguments.name, folder, arguments.template, arguments.recipe)
     print(report(arguments.name, folder, made, arguments.recipe))
@@ -47,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def listed_recipes() -> str:
-    """What a recipe can be made from."""
+    """Return the list of recipes and templates to start from."""
     of_recipes = {name: recipe.summary for name, recipe in recipes().items()}
     width = max(map(len, [*of_recipes, *TEMPLATES]))
     blocks = {"amp-recipes new NAME --from": of_recipes, "amp-recipes new NAME --template": TEMPLATES}
@@ -60,7 +62,7 @@ def listed_recipes() -> str:
 def new_recipe(name: str, folder: Path, template: str, recipe: str | None = None) -> list[str]:
     """Write a recipe called `name` into `folder`, which is made; the names of its files.
 
-    recipe: copy this one of those that come along, in place of the template. All files are there or none: they are
+    recipe: copy this recipe of the package instead of the template. All files are there or none: they are
     written elsewhere and renamed. Raises ConfigError for a name that a recipe cannot have, for a recipe that is none,
     and for a folder that holds anything.
     """
@@ -75,12 +77,12 @@ def new_recipe(name: str, folder: Path, template: str, recipe: str | None = None
         check_folder(folder, name)
         _write_all(renamed, folder)
     except OSError as error:
-        raise ConfigError(f"{folder} was not made: {error.strerror or error}. Give another with --to.") from error
+        raise ConfigError(f"{folder} cannot be created: {error.strerror or error}. Give another with --to.") from error
     return sorted(renamed)
 
 
 def read_template(template: str) -> dict[str, str]:
-    """File name -> text of a template; what an earlier run of it left behind is no part of it."""
+    """File name -> text of a template; files of an earlier run of it are left out."""
     entries = (entry for entry in (files("amp_recipes") / "templates" / template).iterdir() if entry.is_file())
     # As `.gitignore` it would act on the template, and packaging tools pass over hidden files.
     return {
@@ -92,7 +94,7 @@ def read_template(template: str) -> dict[str, str]:
 def copy_of(recipe: Recipe, name: str) -> dict[str, str]:
     """File name -> text of a copy that is called `name`: all in one folder, and the commands in it work there.
 
-    Other YAML files of the same scripts come along under their own names; pictures of results do not.
+    Other YAML files of the same scripts are copied under their own names; pictures of results are not.
     """
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(recipe.folder.glob("*.py"))}
     texts["README.md"] = (recipe.folder / "README.md").read_text(encoding="utf-8")
@@ -151,9 +153,9 @@ def _wrong_form(name: str) -> str | None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         return "expected small letters a to z, digits and _, with a letter first"
     if len(name) > _LONGEST_NAME:
-        return f"it has {len(name)} characters, and at most {_LONGEST_NAME} fit"
+        return f"it has {len(name)} characters, and at most {_LONGEST_NAME} are allowed"
     if name.endswith("_") or "__" in name:
-        return "every _ must stand between two words"
+        return "every _ must be between two words"
     return "this is a keyword of Python" if keyword.iskeyword(name) else None
 
 
@@ -178,7 +180,7 @@ def _names_in(script: str) -> set[str]:
 
 
 def suggestion(name: str) -> str:
-    """What a name becomes that follows the rules on letters: `My-Täsk` -> `my_task`; empty if nothing is left."""
+    """Return a valid name near to a wrong one: `My-Täsk` -> `my_task`; empty if nothing is left."""
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower()
     joined = re.sub(r"[^a-z0-9]+", "_", words).strip("_")
@@ -194,11 +196,11 @@ def check_folder(folder: Path, name: str) -> None:
         there = sorted({path.name for path in folder.iterdir()} - _MAY_BE_THERE)
         if there:
             raise ConfigError(
-                f"{folder} is not empty (it holds {there[0]}), and nothing is overwritten. Give a new folder: "
+                f"{folder} is not empty (it holds {there[0]}), and files are never overwritten. Give a new folder: "
                 f"amp-recipes new {name} --to {shlex.quote(str(_free_folder(folder, name)))}"
             )
     elif os.path.lexists(folder):
-        raise ConfigError(f"{folder} is there, and is no folder. Give another with --to.")
+        raise ConfigError(f"{folder} exists and is not a folder. Give another with --to.")
 
 
 def _free_folder(folder: Path, name: str) -> Path:
@@ -223,7 +225,7 @@ def _write_all(contents: Mapping[str, str], folder: Path) -> None:
 
 
 def _fill(contents: Mapping[str, str], folder: Path) -> None:
-    """Write files into a folder that is there: the shell may stand in it, so it must stay the same folder."""
+    """Write files into an existing folder: it may be the shell's current one, so it must stay the same folder."""
     written: list[Path] = []
     try:
         for name, text in contents.items():
@@ -237,13 +239,13 @@ def _fill(contents: Mapping[str, str], folder: Path) -> None:
 
 
 def report(name: str, folder: Path, made: list[str], recipe: str | None = None) -> str:
-    """What was made, and the commands that work from here."""
+    """Return the list of created files, and the commands to run next."""
     train = f"python train.py {name}.yaml"
     steps = {f"cd {shlex.quote(str(folder))}": ""}
     if recipe is None:
         steps[train] = "# trains on random data, in seconds"
     else:
-        steps[recipe_called(recipe).needs] = "# what it imports beside the package"
+        steps[recipe_called(recipe).needs] = "# installs what the recipe imports"
         steps[f"{train} --debug"] = "# tries everything on a few batches"
         steps[train] = "# trains; the head of the YAML says how long that takes"
     steps[f"{train} --help"] = "# every setting"

@@ -1,4 +1,4 @@
-"""Does what a recipe's command line asks for instead of a run: a check, the settings, a sweep."""
+"""Runs what a recipe's command line requests instead of training: a check, the settings, a sweep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CheckWith = Callable[[Overrides], Settings]
 
 
 def run_request(overrides: Overrides, hparams_file: str, check_with: CheckWith) -> int:
-    """Do what the command line asks for instead of a run; the exit status. Raises ConfigError."""
+    """Run the request of the command line instead of training; return the exit status. Raises ConfigError."""
     if overrides.request.action == "sweep":
         return _sweep(overrides, hparams_file, check_with)
     settings = check_with(overrides)
@@ -31,20 +31,20 @@ def run_request(overrides: Overrides, hparams_file: str, check_with: CheckWith) 
 
 
 def report(settings: Settings, overrides: Overrides) -> str:
-    """What `--show-config` prints, if it was asked for, else what a check does."""
+    """Return the text of `--show-config` if it was requested, else the text of a check."""
     return shown(settings).rstrip("\n") if overrides.request.action == "show_config" else summary(settings)
 
 
 def summary(settings: Settings) -> str:
-    """What was checked, in a line, and which keys nothing seems to read: a misspelt one may be among them."""
-    text = f"{settings.file}: nothing is wrong ({len(settings.sources)} values, {settings.objects} objects to build)."
+    """Return one line on what was checked, and the keys that nothing seems to read: one may be misspelt."""
+    text = f"{settings.file}: no mistakes ({len(settings.sources)} values, {settings.objects} objects to build)."
     if settings.unread:
-        text += f"\nRead by nothing that the check can see: {', '.join(map(printable, settings.unread))}."
+        text += f"\nKeys that nothing seems to read: {', '.join(map(printable, settings.unread))}."
     return text
 
 
 def shown(settings: Settings) -> str:
-    """The resolved YAML with the place that each value came from; then the run options that nobody set."""
+    """Return the resolved YAML with the source of each value, then the run options that were not set."""
     sources = settings.sources
     lines = [with_sources(settings.resolved, lambda path: sources.get(dotted(path), ""))]
     defaults = RunOptions()

@@ -1,4 +1,4 @@
-"""Looks for the script of runs, reads and writes their JSON files, and shows what stands in them."""
+"""Finds the script of runs, and reads, writes and formats their JSON files."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def as_number(value: Any) -> float:
 
 
 def cut(text: str, characters: int = 100) -> str:
-    """Text in one line, without what lies behind so many characters."""
+    """Text in one line, cut after so many characters."""
     shown = one_line(text[: characters + 1])
     return shown if len(shown) <= characters else f"{shown[:characters]}..."

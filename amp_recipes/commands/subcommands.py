@@ -70,12 +70,11 @@ def replay(arguments: argparse.Namespace) -> int:
         listed = "".join(f"\n  {one_line(name)}: {one_line(reasons[name])}" for name in missing)
         again = one_line(shlex.join(["amp-recipes", "replay", str(arguments.folder), f"--trust={','.join(reasons)}"]))
         raise ConfigError(
-            f"{arguments.folder} may be from somebody else, and would run what nothing else vouches for:{listed}\n"
-            f"If the command above is yours: {again}"
+            f"{arguments.folder} would run code that may not be yours:{listed}\nIf the command above is yours: {again}"
         )
     if command["masked"]:
         masked = one_line(", ".join(command["masked"]))
-        print(f"not in the folder, give them again: {masked}", file=sys.stderr, flush=True)
+        print(f"not saved in the folder, so give these options again: {masked}", file=sys.stderr, flush=True)
     return _start(script, words, command["cwd"], command["module"])
 
 

@@ -31,9 +31,9 @@ from amp_recipes.config.yaml.tags import REF, TUPLE
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.run_files import read_json, refuse_irregular
 
-# What a resumed run may always change. Run options that say how a run is watched, where it goes, or how it is taken up
-# again; beside them keys of the YAML's top level, with all below them: how long to train, and what is told meanwhile.
-# What else follows from the number of epochs (the T_max of a scheduler) is compared as any other setting.
+# Settings that a resumed run may always change: run options on what a run logs, where it writes and how it resumes;
+# and keys of the YAML's top level, with all below them: how long to train, and what to log. Other settings that follow
+# from the number of epochs (the T_max of a scheduler) are compared like the rest.
 BESIDE_TRAINING = frozenset(name for name, option in OPTIONS.items() if not option.metadata["changes_training"])
 _FREE_KEYS = frozenset({"number_of_epochs", "log_file", "log_interval", "progressbar", "train_log", "train_logger"})
 _EPOCH_COUNTERS = frozenset(
@@ -41,7 +41,7 @@ _EPOCH_COUNTERS = frozenset(
     for name in ("EpochCounter", "checkpoint.EpochCounter", "checkpoint.epoch_counter.EpochCounter")
 )
 _EPOCH_LIMIT = ("limit", "0")  # by name or by position
-# How batches come to the device; in a mapping for a loader (`loader_kwargs`). Neither changes what is in them.
+# Options of a loader (`loader_kwargs`) that change how batches are read, not what is in them.
 _FREE_OF_LOADERS = frozenset({"num_workers", "persistent_workers", "pin_memory", "prefetch_factor", "timeout"})
 
 # A path is written out for each setting: with a few long keys near the top, that would be gigabytes.
@@ -54,9 +54,9 @@ _OPENS_NO_PLAIN_TEXT = "'\"[{(!&*|>%@`#,"
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """A tag and a value as they are written: what two settings are compared by.
+    """A tag and a value as they are written, to compare two settings.
 
-    relative: the value with paths in the output folder told from there. free: it may always change.
+    relative: the value with paths relative to the output folder. free: it may always change.
     """
 
     tag: str
@@ -70,7 +70,7 @@ class _Setting:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A setting that two runs have not in common.
+    """A setting that differs between two runs.
 
     was, now: as a YAML would have it; None: absent. free: a resumed run may change it.
     """
@@ -86,20 +86,20 @@ class Change:
 
 
 def holds_run(folder: Path, resolved_file: Path) -> bool:
-    """Whether an earlier run in `folder` left its settings and something to go on from."""
+    """Whether `folder` holds the settings of an earlier run and something to resume from."""
     return os.path.lexists(resolved_file) and any(folder.glob("save/CKPT+*"))
 
 
 def setting_changes(old: Mapping, new: Mapping) -> list[str]:
-    """What differs between two resolved YAML trees and may not on a resume: `lr: 0.001 -> 0.002`, one each.
+    """Return the changes between two resolved YAML trees that a resume refuses, such as `lr: 0.001 -> 0.002`.
 
-    Otherwise as `differences`.
+    Otherwise the same as `differences`.
     """
     return [str(change) for change in differences(old, new) if not change.free]
 
 
 def differences(old: Mapping, new: Mapping) -> list[Change]:
-    """All that differs between two resolved YAML trees, in the order of the old one, then of the new one.
+    """Return all differences of two resolved YAML trees, in the order of the old one, then of the new one.
 
     Run options that are absent count with their defaults. A path that differs only in the output folder is the same,
     and so is the output folder. An object that several keys share counts once; that a key shares it is its setting.
@@ -116,7 +116,7 @@ def differences(old: Mapping, new: Mapping) -> list[Change]:
 
 
 def accepted_changes(folder: Path, resolved_file: Path, new_text: str, accept: bool) -> list[str]:
-    """What differs between the settings of the run in `folder` and the resolved YAML text of this start.
+    """Return the changes from the settings of the run in `folder` to the resolved YAML text of this start.
 
     Raises ConfigError that lists all of it, if there is any and `accept` is false.
     """
@@ -127,14 +127,14 @@ def accepted_changes(folder: Path, resolved_file: Path, new_text: str, accept: b
     try:
         changes = setting_changes(read_settings(resolved_file), new)
     except ConfigError as error:
-        changes = [f"the settings of that run cannot be read: {error}"]
+        changes = [f"the saved settings cannot be read: {error}"]
     if not changes or accept:
         return changes
     listed = "\n  ".join(changes)
     raise ConfigError(
-        f"{folder} holds a run that began with other settings (was -> would be):\n  {listed}\n"
-        f"To resume it with the new settings: --allow-config-change. To leave it as it is: another --output_folder. To "
-        f"start anew in this folder and set the old checkpoints aside: --resume never."
+        f"The settings differ from those of the run in {folder} (saved -> now):\n  {listed}\n"
+        "To resume with the new settings: --allow-config-change. To keep that run and start another one: another "
+        "--output_folder. To start again in this folder and move the old checkpoints aside: --resume never."
     )
 
 
@@ -149,7 +149,7 @@ def read_settings(resolved_file: Path) -> Mapping:
 
 
 def environment_changes(file: Path, new: AnyMapping[str, Any]) -> list[str]:
-    """What of the environment differs from the one that `file` describes and can change results: torch, the code."""
+    """Return the changes since the environment in `file` that can change results: torch, the code."""
     try:
         old = read_json(file)
     except (FileNotFoundError, ConfigError):  # none there, or damaged: nothing to compare with
@@ -192,9 +192,10 @@ class _Flat:
         self._folder = output_folder.rstrip("/")
 
     def add(self, path: KeyPath, node: Node, free: bool) -> None:
-        """Add what stands at and below a node. Raises ConfigError for a path that is longer than any person's."""
+        """Add a node and what is below it. Raises ConfigError for a path that is too long."""
         if sum(map(len, path)) > _PATH_CHARACTERS:
-            raise ConfigError(f"{node.source}: the keys that lead here have more than {_PATH_CHARACTERS:,} characters.")
+            limit = f"{_PATH_CHARACTERS:,} characters"
+            raise ConfigError(f"{node.source}: the path of this key has more than {limit}; use shorter names.")
         reference = self._reference(path, node)
         free_below = _free_below(path, node)
         if reference:
@@ -208,7 +209,7 @@ class _Flat:
                 self.add((*path, str(key)), child, free or str(key) in free_below)
 
     def add_value(self, path: KeyPath, tag: str, value: Any, free: bool) -> None:
-        """Add one setting; a value of "" behind a tag is none."""
+        """Add one setting; an empty value after a tag means no value."""
         text, relative = ("", "") if tag and value == "" else (written(value), written(self._relative(value)))
         self.settings[path] = _Setting(tag, text, relative, free)
 
@@ -239,7 +240,7 @@ def _free_below(path: KeyPath, node: Node) -> Collection[str]:
 
 
 def _own_value(node: Node) -> Any:
-    """The value behind the tag of a node; "" for an object without arguments, which can be written in three ways."""
+    """The value after the tag of a node; "" for an object without arguments, which can be written in three ways."""
     if isinstance(node, Sequence) and node.items:
         values = [item.value for item in node.items if isinstance(item, Scalar)]
         return tuple(values) if node.tag == TUPLE else values
@@ -247,7 +248,7 @@ def _own_value(node: Node) -> Any:
 
 
 def _homes(root: Mapping) -> dict[Node, KeyPath]:
-    """Where each object is described: of all keys that share it, the path of fewest levels, then of the alphabet."""
+    """Return the path that describes each object: of its keys the one of fewest levels, then the first by name."""
     homes: dict[Node, KeyPath] = {}
     level: list[tuple[KeyPath, Node]] = [((), root)]
     while level:
@@ -271,7 +272,7 @@ def _are_same(was: _Setting, now: _Setting) -> bool:
 
 
 def _check_size(root: Mapping) -> None:
-    """Raise ConfigError for a tree whose anchors, written out, are more than anybody would compare."""
+    """Raise ConfigError for a tree that is too large to compare once its aliases are written out."""
     sizes: dict[Node, int] = {}
     pending: list[Node] = [root]
     while pending:
@@ -284,7 +285,8 @@ def _check_size(root: Mapping) -> None:
             characters = len(str(node.value)) if isinstance(node, Scalar) else 0
             sizes[node] = 1 + characters // _CHARACTERS_PER_VALUE + sum(sizes[child] for child in below)
     if sizes[root] > EXPANDED_NODES:
-        raise ConfigError(f"{root.source.file}: more than {EXPANDED_NODES:,} values once its anchors are written out.")
+        limit = f"{EXPANDED_NODES:,} values"
+        raise ConfigError(f"{root.source.file}: the settings have more than {limit} when each alias is written out.")
 
 
 # ---------------------------------------------------------------------- values as text

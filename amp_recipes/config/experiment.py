@@ -1,4 +1,4 @@
-"""Writes down what a run is before it starts: its YAML, its overrides, its environment, its log."""
+"""Saves the settings and environment of a run before it starts, and opens its log."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _PACKAGES = (
     "tqdm",
 )
 _GIT_TIMEOUT_SECONDS = 10
-# They say how one start treats what is in the folder. Written down, they would hold for every later start too.
+# Options on how this start treats the folder. If they were saved, they would apply to every later start too.
 _OF_ONE_START = frozenset({"accept_changes", "resume"})
 
 # The settings that a run had before this process wrote others that were accepted, by the key of its folder.
@@ -69,7 +69,7 @@ def create_experiment_directory(
     A Brain does this itself for hyperparameters that `load_hparams` returned. A recipe calls it to have its log and
     the comparison with an earlier run before anything else, or for hyperparameters of another kind.
 
-    hyperparams_to_save: the YAML of the run. Written as it stands (`hyperparams_original.yaml`) and with
+    hyperparams_to_save: the YAML of the run. Written unchanged (`hyperparams_original.yaml`) and with
         overrides, references and includes resolved (`hyperparams.yaml`, which gives the same values on its
         own). No function of `!applyref:` is called again: what `load_hparams` was given counts.
     overrides: as for `load_hparams`; written to `overrides.yaml` with the run options that were set.
@@ -145,7 +145,7 @@ def _run_options(yaml: str | os.PathLike[str] | None, overrides: AnyOverrides, l
 def _settings_files(
     yaml: str | os.PathLike[str] | None, overrides: AnyOverrides, loaded: Loaded | None
 ) -> dict[str, bytes]:
-    """What is written of the settings, by the name of the file."""
+    """Return the contents of the files of settings, by file name."""
     files = {OVERRIDES_FILE: overrides_text(overrides).encode()}
     if yaml is not None:
         files[RESOLVED_FILE] = resolved_text(yaml, overrides, loaded).encode()
@@ -170,7 +170,7 @@ def ensure_experiment_directory(
         return
     loaded = find_loaded(hparams.path, hparams.overrides)
     if loaded is None and not os.path.isfile(hparams.path):
-        logger.warning("%s is gone: the settings of this run are neither kept nor compared.", hparams.path)
+        logger.warning("%s no longer exists: the settings of this run were neither saved nor compared.", hparams.path)
         return
     overrides = _with_options(hparams.overrides, run_opts)
     original = loaded.original if loaded else Path(hparams.path).read_bytes()
@@ -182,7 +182,7 @@ def ensure_experiment_directory(
 
 @contextmanager
 def going_on_in(folder: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Around the load of the run in `folder`: where that fails, the run keeps the settings that it had."""
+    """Restore the saved settings of the run in `folder` if its load, the body of the block, fails."""
     before = None if folder is None else _replaced.pop(_key(folder), None)
     try:
         yield
@@ -204,18 +204,18 @@ def _with_options(overrides: AnyOverrides, run_opts: RunOptions | None) -> AnyOv
 
 
 def _changes(folder: Path, resolved: bytes | None, accepts_changes: bool, environment: dict[str, Any]) -> list[str]:
-    """What to say in the log of what differs from the run in `folder`. Raises ConfigError for what may not differ."""
+    """Return log lines on the differences from the run in `folder`. Raises ConfigError for those that are refused."""
     lines = []
     if resolved is not None:
         changes = accepted_changes(folder, folder / RESOLVED_FILE, resolved.decode(), accepts_changes)
         if changes:
-            lines.append("\n  ".join([f"{folder}: going on with other settings (was -> given):", *changes]))
+            lines.append("\n  ".join([f"{folder}: resuming with changed settings (saved -> now):", *changes]))
             lines.append(
-                "What optimizers and schedulers were made with (lr, T_max, ...) stays as it was saved; to train on "
-                f"with another schedule, start a new run with --init_from {folder}."
+                "Arguments of optimizers and schedulers (lr, T_max, ...) keep their saved values. To train with "
+                f"another schedule, start a new run with --init_from {folder}."
             )
     for change in environment_changes(folder / ENVIRONMENT_FILE, environment):
-        lines.append(f"{folder}: going on in another environment than the run began in: {change}")
+        lines.append(f"{folder}: the environment has changed since the run began: {change}")
     return lines
 
 
@@ -251,7 +251,7 @@ def describe_environment() -> dict[str, Any]:
 def log_to(file: Path) -> None:
     """Write the log records of this process to `file`, and to no other file of an earlier call.
 
-    The handler stands at the root logger, so that a recipe's own records are kept too. Where logging was not
+    The handler is at the root logger, so that a recipe's own records are written too. Where logging was not
     configured, warnings still go to stderr as before, and records from INFO on to the file.
     """
     root = logging.getLogger()

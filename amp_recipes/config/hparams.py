@@ -74,7 +74,7 @@ class Hparams(dict[str, Any]):
         )
 
     def place_of(self, name: str, value: Any) -> str:
-        """Where the YAML gives an argument that value: `x.yaml:12: loader_kwargs.batch_size: `; empty if it does not.
+        """Return the place of an argument in the YAML, `x.yaml:12: loader_kwargs.batch_size: `, or an empty string.
 
         The line is that of the mapping that holds it.
         """
@@ -93,7 +93,7 @@ class Hparams(dict[str, Any]):
 
 @dataclass
 class Loaded:
-    """What a load read and decided, so that writing its settings down neither reads nor decides again.
+    """The results of one load, so that saving its settings does not repeat the work.
 
     original: the YAML file, byte for byte; tree: as it was read with its includes; names: what was trusted beside the
     defaults; results: what each `!applyref:` function returned, in the order of the calls.
@@ -105,7 +105,7 @@ class Loaded:
     results: list[Any] = field(default_factory=list)
 
 
-RESOLVED_HEADER = "Resolved settings of a run: in place of each reference stands its value"
+RESOLVED_HEADER = "Resolved settings of a run: each reference is replaced by its value"
 
 # The newest loads, each by the YAML and the text of its overrides: for `create_experiment_directory`, which gets those.
 _loaded: dict[tuple[str, str], Loaded] = {}
@@ -159,7 +159,7 @@ def check(
     trust: Iterable[str] = (),
     recipe_folder: str | os.PathLike[str] | None = None,
 ) -> Settings:
-    """What `load_hparams` would build, checked as it would check it; builds nothing and calls no function.
+    """Check a YAML as `load_hparams` does, and return its settings; build nothing and call no function.
 
     recipe_folder: where the recipe's own Python files are; default: the folder of the file that calls this.
     Imports the modules that the YAML names and may name. Raises ConfigError that names all mistakes together.
@@ -226,12 +226,12 @@ def _seed_host(seed: int) -> None:
 
 
 def find_loaded(path: str | os.PathLike[str], overrides: AnyOverrides) -> Loaded | None:
-    """What this process decided when it loaded the YAML with these overrides; None if it did not."""
+    """Return the earlier load of the YAML with these overrides in this process; None if there is none."""
     return _loaded.get(_identity(path, overrides))
 
 
 def settings_again(path: str | os.PathLike[str], overrides: AnyOverrides, loaded: Loaded | None) -> Settings:
-    """The settings of the YAML as it was loaded, whatever has become of the file; if it was not: as it is now."""
+    """Return the settings of the YAML as it was loaded; if it was not loaded, as the file is now."""
     return read_settings(path, overrides, tree=copy.deepcopy(loaded.tree) if loaded else None)
 
 
@@ -297,12 +297,12 @@ def _replaying(results: Iterable[Any]) -> Call:
 
 
 def _warn_of_resolved(path: str | os.PathLike[str], original: bytes, overrides: AnyOverrides) -> None:
-    """Say that an override of a resolved file changes its own key alone, where the original's references followed."""
+    """Warn that an override of a resolved file changes only its own key, since the file has no references."""
     keys = [key for key in as_mapping(overrides, Mistakes()) if key not in OPTION_NAMES]
     if keys and original.startswith(f"# {RESOLVED_HEADER}".encode()):
         logger.warning(
-            "%s holds resolved settings: an override (%s) changes nothing but that key itself. To have references "
-            "follow it, load the YAML that they came from (hyperparams_original.yaml beside it).",
+            "%s holds resolved settings, without references: an override (%s) changes only that key. To change the "
+            "values that referred to it too, load the original YAML (hyperparams_original.yaml in the same folder).",
             os.fspath(path),
             ", ".join(map(str, keys)),
         )

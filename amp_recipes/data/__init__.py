@@ -1,4 +1,4 @@
-"""Makes loaders and samplers that repeat and find their place again, and moves batches to the device."""
+"""Makes loaders and samplers that are reproducible and can be resumed, and moves batches to the device."""
 
 from amp_recipes.data.batches import as_batches, as_epochs, length, windows
 from amp_recipes.data.buckets import DynamicBatches, LengthBuckets

@@ -1,4 +1,4 @@
-"""Makes an iterable of batches of what a recipe gives as a data set."""
+"""Turns the data set of a recipe into an iterable of batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def as_epochs(counter: Any) -> Iterable[int]:
         return counter
     number = counter if type(counter) is int else 10
     raise RecipeError(
-        f"fit: the epochs are {counter!r:.200}; expected what counts them: EpochCounter({number}), or "
+        f"fit: the epochs must be an iterable, but are {counter!r:.200}; give EpochCounter({number}), or "
         f"range(1, {number + 1})."
     )
 
@@ -51,7 +51,7 @@ def windows(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 
 def length(items: Any) -> int | None:
-    """How many items (batches, samples) there are; None where they cannot be counted."""
+    """Return the number of items (batches, samples); None if they cannot be counted."""
     try:
         return len(items)
     except (TypeError, NotImplementedError):  # torch's data pipes have a __len__ that raises

@@ -1,4 +1,4 @@
-"""Batches of samples of similar length: their list is a function of (seed, epoch) only."""
+"""Makes batches of samples of similar length; their order depends on (seed, epoch) only."""
 
 from __future__ import annotations
 

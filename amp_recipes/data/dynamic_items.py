@@ -1,4 +1,4 @@
-"""Serves SpeechBrain's data sets and loaders, where somebody has imported them."""
+"""Supports SpeechBrain's data sets and loaders, if they have been imported."""
 
 from __future__ import annotations
 

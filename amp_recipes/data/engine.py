@@ -1,4 +1,4 @@
-"""Runs torch's loader, the engine of ours: keeps its workers between passes, and says what their errors mean."""
+"""Runs torch's loader inside ours: keeps its workers between passes, and explains their errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POLL_SECONDS = 1.0  # how long a request to stop may go unseen
 
 
 class LoadingStopped(Exception):
-    """The loader's `stop` said yes while the next batch was waited for; it comes if the pass is iterated on."""
+    """Raised if the loader's `stop` returned true while it waited for a batch; iterating on still returns the batch."""
 
 
 def poll_seconds(limit: float, stop: Callable[[], bool] | None, persistent: bool) -> float:
@@ -142,7 +142,7 @@ class EnginePass:
             raise
 
     def wait_at_most(self, seconds: float) -> None:
-        """How long torch waits for a batch from now on."""
+        """Set how long torch waits for a batch from now on."""
         set_timeout_of_batches(self._batches, seconds)
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class EnginePass:
         return draws_put_back() if self._protect else nullcontext()
 
     def _raise_if_told(self, error: Exception) -> None:
-        """Raise what an error about a worker means; the pass is over then, and the workers end."""
+        """Raise the DataError for an error about a worker; this ends the pass and the workers."""
         self._fault = worker_fault(error, self._iteration.name, self._iteration)
         if self._fault is None:
             return

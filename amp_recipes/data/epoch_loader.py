@@ -1,4 +1,4 @@
-"""Loads a data set in an order that is a function of (seed, epoch, samples), so that it knows its place."""
+"""Loads a data set in an order that depends only on (seed, epoch), and resumes inside an epoch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from amp_recipes.state.randomness import set_generator_state, states_of
 
 
 class EpochLoader(DataLoader):
-    """A DataLoader over a map-style data set that goes on in the middle of an epoch, in any number of processes.
+    """A DataLoader over a map-style data set that can resume inside an epoch, with any number of processes.
 
     The order is the sampler's, shared among the ranks; the draws inside the data set are functions of (seed, epoch,
     index); the global generators stay where they are. `dataset`, `sampler`, `batch_sampler` and `batch_size` are as in
@@ -32,8 +32,8 @@ class EpochLoader(DataLoader):
     A sampler of the user's runs on generators of its own, which are functions of (seed, epoch); one that has `rank` or
     `num_replicas`, as torch's DistributedSampler, shares its samples out itself.
 
-    stop: may be set before an iteration: asked about once a second while a batch of workers is waited for; if it says
-    yes, LoadingStopped is raised, and iterating on goes on waiting. Not asked where there are persistent_workers.
+    stop: may be set before an iteration: asked about once a second while a batch of workers is waited for; if it
+    returns true, LoadingStopped is raised; iterating on waits again. Not asked where there are persistent_workers.
     """
 
     stop: Callable[[], bool] | None = None
@@ -77,11 +77,11 @@ class EpochLoader(DataLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration of that epoch begins after those samples, without reading them."""
         if not isinstance(state, Mapping) or not {"epoch", "samples"} <= state.keys():
-            raise DataError(f"{self.name}: a position has 'epoch' and 'samples'; got {state!r:.200}")
+            raise DataError(f"{self.name}: a saved position needs 'epoch' and 'samples', but is {state!r:.200}")
         generators = self._generators()
         for name, saved in state.get("generators", {}).items():
             if name not in generators:
-                raise DataError(f"{self.name}: the position has a generator {name} that these samplers do not have")
+                raise DataError(f"{self.name}: the saved position has a generator {name}, which these samplers lack")
             set_generator_state(generators[name], saved)
         self.set_epoch(state["epoch"])
         samples = state["samples"]
@@ -90,7 +90,7 @@ class EpochLoader(DataLoader):
 
     @property
     def batches_done(self) -> int:
-        """How many batches of this rank lie before the present place in the epoch."""
+        """The number of batches of this rank before the present position in the epoch."""
         return self._position.batches
 
     # ------------------------------------------------------------------ iterating
@@ -209,7 +209,7 @@ class _EpochIterator:
         return len(self._loader)
 
     def __next__(self) -> Any:
-        if self._failed is not None:  # the user goes on after a bad batch
+        if self._failed is not None:  # the user continues after a bad batch
             self._hand_out(self._failed)
             self._failed = None
         try:
@@ -221,7 +221,7 @@ class _EpochIterator:
             self._failed = number
             fault = read_fault(batch, self._iteration.name)
             # Not in the traceback: whoever keeps the error would keep the workers, and where it is part of a cycle,
-            # the garbage collector takes their queues away before they are told to end (they then take 5 s).
+            # the garbage collector removes their queues before they are asked to end (they then take 5 s).
             del self
             raise fault
         self._hand_out(number)

@@ -1,4 +1,4 @@
-"""Says what went wrong with a loader's worker: which one, and what it was reading."""
+"""Explains the failure of a loader worker: which worker, and what it was reading."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _BY_CODE = re.compile(r"exited unexpectedly with exit code (?P<code>\d+)")
 _SIGNALS = {int(number): number.name for number in signal.Signals}
 _NOTICE_SECONDS = 2.0  # a process is gone a moment before its parent knows
 _ADVICE = {
-    "SIGKILL": "The system does this when memory runs out: fewer workers, a smaller prefetch_factor or smaller batches "
-    "need less.",
+    "SIGKILL": "The system usually does this when memory runs out: use fewer workers, a smaller prefetch_factor or "
+    "smaller batches.",
     "SIGBUS": "Shared memory ran out: enlarge /dev/shm, or use fewer workers or a smaller prefetch_factor.",
     "SIGSEGV": "A library crashed while it read: read that sample with num_workers=0 to see where.",
 }
@@ -35,7 +35,7 @@ _ADVICE = {
 
 @dataclass(eq=False)
 class Iteration:
-    """One pass over a loader: what its errors are told from."""
+    """One pass over a loader, with what is needed to explain its errors."""
 
     name: str
     dataset: Any
@@ -46,7 +46,7 @@ class Iteration:
         _ALL.add(self)
 
     def describe(self, reading: Reading) -> str:
-        """What that worker is reading."""
+        """Return what that worker is reading."""
         task = self.in_flight.get(reading.task)
         if task is None:
             return "a batch"
@@ -59,7 +59,7 @@ class Iteration:
 
 
 class loader_faults:
-    """Around whatever runs while `loader` is iterated: torch's errors about workers come out as a DataError.
+    """Turn torch's errors about workers into a DataError, in the block in which `loader` is iterated.
 
     torch raises them from a signal handler, so in the middle of any code. Other errors pass as they are. `loader` may
     be any iterable; of one that `make_loader` made, the error names the worker and what it was reading.
@@ -74,16 +74,16 @@ class loader_faults:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        told: BaseException | None = error
+        cause: BaseException | None = error
         if isinstance(error, (EOFError, ConnectionError)):
             # A dead worker hands its tensors over no more, which can be noticed before its death is.
             try:
                 time.sleep(_NOTICE_SECONDS)
             except RuntimeError as late:
-                told = late
-        fault = worker_fault(told, self._name) if told is not None else None
+                cause = late
+        fault = worker_fault(cause, self._name) if cause is not None else None
         if fault is not None:
-            raise fault from told
+            raise fault from cause
 
 
 def worker_fault(error: BaseException, name: str, iteration: Iteration | None = None) -> DataError | None:
@@ -92,7 +92,7 @@ def worker_fault(error: BaseException, name: str, iteration: Iteration | None = 
     iteration: the one whose next batch raised it, where that is known.
     """
     if isinstance(error, DataError):
-        return None  # told already
+        return None  # reported already
     texts = [str(cause) for cause in _causes(error) if type(cause) is RuntimeError]
     for text in texts:
         if timed_out := TIMED_OUT.search(text):
@@ -123,7 +123,8 @@ def let_go(error: BaseException | None) -> None:
 def read_fault(failure: Failure, name: str) -> DataError:
     """The DataError of a sample that raised, with the original error and its traceback as the cause."""
     where = "" if failure.worker is None else f" It was read by loader worker {failure.worker}."
-    error = DataError(f"{name}: {failure.what}: {failure.summary}.{where} Mend it, or leave it out of the data set.")
+    advice = "Repair this sample, or leave it out of the data set."
+    error = DataError(f"{name}: {failure.what}: {failure.summary}.{where} {advice}")
     error.__cause__ = failure.error if failure.error is not None else RemoteTraceback(f'\n"""\n{failure.traceback}"""')
     return error
 
@@ -148,7 +149,7 @@ def _death(pid: int, text: str, name: str) -> DataError:
 
 
 def _how_it_ended(text: str, code: int | None) -> tuple[str, str]:
-    """What became of a worker, and advice: from its exit code, or from torch's text."""
+    """Return how a worker ended, and advice, from its exit code or from torch's text."""
     signal_name = _SIGNALS.get(-code) if code is not None else None
     if by_signal := _BY_SIGNAL.search(text):
         described = by_signal["signal"].strip()

@@ -1,4 +1,4 @@
-"""Makes the loader that fits a data set; refuses early what could not train."""
+"""Makes the loader for a data set, and refuses early what cannot train."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_loader(
     world_size: int = 1,
     **loader_kwargs: Any,
 ) -> DataLoader:
-    """A DataLoader over `dataset` that knows its place and draws nothing from the global generators.
+    """Return a DataLoader that can be resumed and draws nothing from the global generators.
 
     shuffle: through `EpochShuffle`; an IterableDataset and a given sampler or batch_sampler order themselves.
     device: where the batches go; only for CUDA is memory pinned by default.
@@ -73,7 +73,7 @@ def make_loader(
         else:
             loader = EpochLoader(dataset, seed=seed, name=name, rank=rank, world_size=world_size, **loader_kwargs)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name}: its loader cannot be made: {error}") from error
+        raise ConfigError(f"{name}: the loader cannot be created: {error}") from error
     return _checked(loader, name)
 
 
@@ -104,13 +104,13 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _bound_workers(loader_kwargs: dict[str, Any], name: str) -> None:
-    """Hundreds of processes, which a number in a YAML starts, would take the memory of a small machine."""
+    """Limit num_workers: hundreds of processes would fill the memory of a small machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given, most = loader_kwargs.get("num_workers"), _WORKERS_PER_CORE * cores
     if isinstance(given, int) and given > most:
         loader_kwargs["num_workers"] = most
         logger.warning(
-            "%s: num_workers=%d is too many for %d cores; %d are started (%d for each)",
+            "%s: num_workers=%d is too many for %d CPU cores; started %d workers (%d for each core)",
             name,
             given,
             cores,
@@ -125,7 +125,7 @@ def _refuse_unknown(loader_kwargs: dict[str, Any], name: str) -> None:
         return
     hints = [f"did you mean {match!r}?" for key in unknown for match in get_close_matches(key, _ACCEPTED, n=1)]
     raise ConfigError(
-        f"{name}: DataLoader takes no {', '.join(map(repr, unknown))}; "
+        f"{name}: DataLoader has no argument {', '.join(map(repr, unknown))}; "
         + (f"{' '.join(hints)} It takes " if hints else "it takes ")
         + f"{', '.join(_ACCEPTED)}."
     )

@@ -38,11 +38,11 @@ def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False
 
 
 def batch_length(batch: Any) -> int:
-    """How many samples `batch` holds: the leading dimension of the first tensor or array in it that has one.
+    """Return the number of samples in `batch`: the leading dimension of its first tensor or array that has one.
 
-    An object that tells its `batchsize` or `batch_size` is believed; else its attributes are searched. With
+    The `batchsize` or `batch_size` of an object is used if it has one; else its attributes are searched. With
     only 0-d tensors: 1. Without any tensor: the length of the container (of a mapping: of its first value
-    that has one); 1 where nothing tells.
+    that has one); 1 if the size is unknown.
     """
     first = batch
     if batch.__class__ in (tuple, list) and batch:
@@ -129,9 +129,9 @@ def _leading_lengths(x: Any, inside_object: bool = False) -> Iterator[int | None
 
 def _leading_lengths_of_object(x: Any) -> Iterator[int | None]:
     for name in ("batchsize", "batch_size"):
-        told = getattr(x, name, None)
-        if isinstance(told, Integral):
-            yield int(told)
+        size = getattr(x, name, None)
+        if isinstance(size, Integral):
+            yield int(size)
             return
     values = [getattr(x, field.name, None) for field in fields(x)] if is_dataclass(x) else []
     for value in values or getattr(x, "__dict__", {}).values():

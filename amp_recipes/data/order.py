@@ -26,7 +26,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """What decides which samples a pass takes. It knows no loader, so that it keeps none (and no worker) alive.
+    """The order of the samples of a pass. It holds no loader, so that it keeps none (and no worker) alive.
 
     source: a sampler, or a batch sampler if `own_batches`; rank, world_size: as `rank_batches` takes them;
     already_shared: the source gives each rank its own samples.
@@ -45,7 +45,7 @@ class EpochOrder:
     def tasks(self, start: int, in_flight: dict[int, Task], done: dict[int, int]) -> Iterator[Task]:
         """The batches after the first `start` samples of all ranks.
 
-        Each is noted in `in_flight`, and in `done` how many samples of all ranks are behind one once it is done.
+        Each is added to `in_flight`; `done` gets the number of samples of all ranks that are read after it.
         """
         batched = self.own_batches or self.batch_size is not None
         for number, (indices, samples) in enumerate(self._batches(start)):

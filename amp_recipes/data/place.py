@@ -1,4 +1,4 @@
-"""Tells where any iterable of batches stands, and gets it back there."""
+"""Saves and restores the position of any iterable of batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BEGAN: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 def loader_state(loader: Any) -> dict[str, Any] | None:
-    """The place of `loader` in its data, for `batches_from`; None where it cannot tell."""
+    """Return the position of `loader` in its data, for `batches_from`; None if it has none."""
     if has_state(loader):
         return loader.state_dict()
     if not isinstance(loader, DataLoader):
@@ -54,7 +54,7 @@ def batches_from(loader: Iterable[Any], step: int, state: Mapping[str, Any] | No
 
 
 def generator_states(loader: Any) -> dict[str, Any]:
-    """Where the generators that a DataLoader and its samplers hold are now, for `set_generator_states`.
+    """Return the states of the generators of a DataLoader and its samplers, for `set_generator_states`.
 
     Without workers also those that the data set holds as attributes, through Subset, ConcatDataset and the like; with
     workers each has a copy of them, which draws on its own.
@@ -63,7 +63,7 @@ def generator_states(loader: Any) -> dict[str, Any]:
 
 
 def set_generator_states(loader: Any, states: Mapping[str, Any]) -> None:
-    """Put the generators of a loader made like the one of `generator_states` there."""
+    """Restore the states in the generators of a loader made like the one of `generator_states`."""
     _set_states(_held(loader), states)
 
 
@@ -78,52 +78,49 @@ def can_begin_again(loader: Any) -> bool:
 
 
 def beginning(loader: Any) -> Any:
-    """What `begin_again` needs of a loader that has not been asked for a batch yet."""
+    """Return what `begin_again` needs of a loader before its first batch."""
     if isinstance(loader, DataLoader):  # torch draws in `state_dict` of torchdata's, which begins by itself anyway
         return copy.deepcopy(loader.dataset.state_dict()) if _tells_by_dataset(loader) else None
     return copy.deepcopy(loader.state_dict()) if has_state(loader) else None
 
 
 def begin_again(loader: Any, state: Any) -> None:
-    """Have `loader` forget the batches that it gave, where it is one that would go on after them."""
+    """Reset a `loader` that would otherwise continue after the batches that it gave."""
     if state is not None:
         teller = loader.dataset if isinstance(loader, DataLoader) else loader
         teller.load_state_dict(copy.deepcopy(state))
 
 
 def replay_reason(loader: Any) -> str | None:
-    """Why a resume inside an epoch does not just go on: it reads batches again; and what to do. None if it goes on."""
+    """Return why a resume inside an epoch must read batches again, and what to do; None if it need not."""
     if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
         return (
-            "some batches may be read twice and others not at all: with in_order=False they come as the workers finish "
-            "them, in no order that repeats; leave it out"
+            "some batches may be read twice and others not at all: with in_order=False their order depends on which "
+            "worker is faster; leave in_order out"
         )
     reason = _cannot_tell(loader)
-    return f"the batches already done are read again, which takes time: {reason}" if reason is not None else None
+    return f"the batches already used are read again, which takes time: {reason}" if reason is not None else None
 
 
 def _cannot_tell(loader: Any) -> str | None:
-    """Why the batches that are left can only be reached by reading those before them, and what to do."""
+    """Return why the remaining batches need the earlier ones to be read again, and what to do."""
     kind = type(loader).__name__
     if isinstance(loader, StreamLoader):
         return _stream_cannot_tell(loader)
     if has_state(loader) or isinstance(loader, Sequence):
         return None
     if not isinstance(loader, DataLoader):
-        return (
-            f"a {kind} cannot tell its place: give a torch Dataset instead, or give it state_dict and load_state_dict"
-        )
+        return f"a {kind} cannot save its position: give a torch Dataset, or give it state_dict and load_state_dict"
     if _tells_by_dataset(loader):
         return None
     if isinstance(loader.dataset, IterableDataset):
         advice = "give the IterableDataset itself, with state_dict and load_state_dict, instead of a DataLoader"
-        return (
-            f"a DataLoader over an IterableDataset cannot tell its place: {advice}, or torchdata's StatefulDataLoader"
-        )
+        advice = f"{advice}, or torchdata's StatefulDataLoader"
+        return f"a DataLoader over an IterableDataset cannot save its position: {advice}"
     if not is_plain_loader(loader):
-        return f"a {kind} may order its batches as it likes: give a torch Dataset instead, or give it state_dict"
+        return f"a {kind} may give its batches in any order: give a torch Dataset instead, or give it state_dict"
     if not _can_skip(loader):
-        return "what a DataLoader's workers draw depends on all that they read before: give the Dataset itself instead"
+        return "the draws of a DataLoader's workers depend on all that they read before: give the Dataset itself"
     return None
 
 
@@ -131,9 +128,9 @@ def _stream_cannot_tell(loader: StreamLoader) -> str | None:
     if loader.knows_its_place:
         return None
     if has_state(loader.dataset):
-        return "an IterableDataset read by workers tells its place only through torchdata: pip install torchdata"
+        return "an IterableDataset read by workers can save its position only through torchdata: pip install torchdata"
     kind = type(loader.dataset).__name__
-    return f"{kind} is an IterableDataset that cannot tell its place: give it state_dict and load_state_dict"
+    return f"{kind} is an IterableDataset that cannot save its position: give it state_dict and load_state_dict"
 
 
 def _from_dataloader(loader: DataLoader, step: int, state: Mapping[str, Any]) -> Iterator[Any]:
@@ -158,7 +155,7 @@ def _replayed(loader: Iterable[Any], step: int) -> Iterator[Any]:
 
 
 def _skipped(loader: DataLoader, step: int) -> Iterator[Any]:
-    """As `iter(loader)`, whose sampler has given its first `step` batches already."""
+    """Return `iter(loader)` with its sampler advanced by `step` batches."""
     source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     skipping = _Skipping(source, step)
     order = {"sampler": skipping, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": skipping}
@@ -228,7 +225,7 @@ def _add_held(dataset: Any, path: str, found: dict[str, Any], seen: set[int]) ->
 
 
 def _made_of(attributes: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """What stands where a ConcatDataset or StackDataset has its `datasets`, and a Subset its `dataset`."""
+    """Return the `datasets` of a ConcatDataset or StackDataset, or the `dataset` of a Subset."""
     parts = attributes.get("datasets")
     if isinstance(parts, dict):
         yield from parts.items()

@@ -1,4 +1,4 @@
-"""Reads samples, in a worker or in the main process: seeds the draws, and says which sample failed."""
+"""Reads samples, in a worker or in the main process: seeds the draws, and reports which sample failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LISTS = ("samples", "files", "paths", "imgs", "items")  # names that torchvisio
 
 @dataclass(frozen=True)
 class Failure:
-    """A batch that could not be read, told by a worker; `error` only where it is of the same process."""
+    """A batch that could not be read, as reported by a worker; `error` only where it is of the same process."""
 
     what: str
     summary: str
@@ -58,7 +58,7 @@ class Reader(Dataset):
             self._workers.end()
 
     def _begin_epoch(self, epoch: int) -> None:
-        # A persistent worker has a copy of the data set, which the main process cannot tell.
+        # A persistent worker has a copy of the data set, which the main process cannot reach.
         if self._epoch is not None and get_worker_info() is not None and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         self._epoch, self._seeds = epoch, SampleSeeds(self._seed, epoch)
@@ -97,11 +97,11 @@ class Reader(Dataset):
         except Exception as error:
             if not self._batched:
                 return failure_of(samples_of(indices), error)
-            failure = failure_of(f"{samples_of(indices)} cannot be put into a batch", error)
+            failure = failure_of(f"{samples_of(indices)} cannot be collated into a batch", error)
             return replace(failure, summary=failure.summary + self._unfit(samples, indices))
 
     def _unfit(self, samples: Sequence[Any], indices: Sequence[Any]) -> str:
-        """Which sample of a batch that cannot be collated is unfit, and in what way; empty where that is open."""
+        """Return which sample prevents a batch from being collated, and why; empty if that is unknown."""
         names = [describe_sample(self.dataset, index) for index in indices]
         named = list(zip(names, samples, strict=False))
         missing = [name for name, sample in named if sample is None]
@@ -111,10 +111,10 @@ class Reader(Dataset):
         if len(alone) == len(samples):  # the fault may be the collate_fn's
             return ""
         if alone:
-            return f"; {alone[0]} cannot be put into one alone"
+            return f"; {alone[0]} cannot be collated even alone"
         other = next((name for name, sample in named[1:] if not self._fit([samples[0], sample])), None)
         advice = " (give a collate_fn that pads them)" if self._collate is default_collate else ""
-        return "" if other is None else f"; {other} does not fit with {named[0][0]}{advice}"
+        return "" if other is None else f"; {other} does not match {named[0][0]}{advice}"
 
     def _fit(self, samples: list[Any]) -> bool:
         try:
@@ -133,7 +133,7 @@ def collate_as_it_is(batch: Any) -> Any:
 
 
 def describe_sample(dataset: Any, index: Any) -> str:
-    """`sample 17 (data/a.wav)`: the index, and the file behind it where the data set tells."""
+    """`sample 17 (data/a.wav)`: the index, and its file if the data set names it."""
     if isinstance(index, list):
         return samples_of(index)
     try:

@@ -1,4 +1,4 @@
-"""Seeds what a data set draws: for each sample by a function of (seed, epoch, index), whoever reads it."""
+"""Seeds the random draws of a data set: those of a sample depend only on (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SampleSeeds:
 
 
 class DrawStream:
-    """A course of the global generators that runs beside the run's own: `with stream:` continues it."""
+    """A second state of the global generators, apart from the run's own: `with stream:` continues it."""
 
     def __init__(self, seeds: SampleSeeds, name: str) -> None:
         self._seeds, self._name = seeds, name
@@ -62,7 +62,7 @@ class DrawStream:
 
 @contextmanager
 def draws_put_back() -> Iterator[None]:
-    """The global generators are, after the block, where they were before it."""
+    """Restore the global generators after the block."""
     states = _states()
     try:
         yield

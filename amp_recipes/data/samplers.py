@@ -1,4 +1,4 @@
-"""Orders an epoch's samples, and picks those of this process."""
+"""Orders the samples of an epoch, and selects those of this process."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def share(samples: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
 
 
 def rank_groups(batches: Iterable[Any], start: int, rank: int, world_size: int) -> Iterator[tuple[Any, int]]:
-    """As `rank_batches`, of batches that a batch sampler made: a step takes the next `world_size` of them.
+    """Do as `rank_batches` with batches that a batch sampler made: a step takes the next `world_size` of them.
 
     Where fewer are left, the largest are halved until there is one for each rank; of fewer samples than ranks the last
     ranks get none.
@@ -125,7 +125,7 @@ def spread(batches: list[Any], world_size: int) -> list[Any]:
 
 
 def count_of(batch: Any) -> int:
-    """How many samples a batch of indices has; 1 where it does not tell."""
+    """Return the number of samples in a batch of indices; 1 if it is unknown."""
     return len(batch) if isinstance(batch, Sized) else 1
 
 

@@ -1,4 +1,4 @@
-"""Loads an IterableDataset and goes on where it stopped, as far as the data set can tell its place."""
+"""Loads an IterableDataset, and resumes where it stopped if the data set can save its position."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class StreamLoader(DataLoader):
     The place is the data set's own state where it has `state_dict` and `load_state_dict` (with workers this takes
     torchdata's StatefulDataLoader); else the number of batches, which are read again after `load_state_dict`.
 
-    stop: may be set before an iteration: asked about once a second while a batch of workers is waited for; if it says
-    yes, LoadingStopped is raised, and iterating on goes on waiting. Not asked where there are persistent_workers.
+    stop: may be set before an iteration: asked about once a second while a batch of workers is waited for; if it
+    returns true, LoadingStopped is raised; iterating on waits again. Not asked where there are persistent_workers.
     """
 
     stop: Callable[[], bool] | None = None
@@ -46,12 +46,12 @@ class StreamLoader(DataLoader):
 
     @property
     def batches_done(self) -> int:
-        """How many batches of the epoch have been handed out."""
+        """The number of batches of the epoch that have been returned."""
         return self._progress.batches
 
     @property
     def knows_its_place(self) -> bool:
-        """Whether a resume goes on in the middle of the stream without reading its beginning again."""
+        """Whether a resume continues in the middle of the stream without reading its beginning again."""
         return has_state(self.dataset) and (self.num_workers == 0 or has_torchdata())
 
     def set_epoch(self, epoch: int) -> None:
@@ -73,25 +73,24 @@ class StreamLoader(DataLoader):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration of that epoch goes on from there."""
+        """Let the next iteration of that epoch continue from there."""
         if not isinstance(state, Mapping) or not {"epoch", "batches", "num_workers"} <= state.keys():
-            raise DataError(f"{self.name}: a stream's position has 'epoch' and 'batches'; got {state!r:.200}")
+            raise DataError(f"{self.name}: a saved position needs 'epoch' and 'batches', but is {state!r:.200}")
         if state["batches"] and state["num_workers"] != self.num_workers:
             raise DataError(
                 f"{self.name}: the position in this IterableDataset was saved with num_workers={state['num_workers']}, "
-                f"but there are {self.num_workers} now, which read other samples. Resume with as many as then."
+                f"but now there are {self.num_workers} workers, which would read other samples. Resume "
+                "with the saved number."
             )
         if "stream" in state and not has_torchdata():
-            raise DataError(
-                f"{self.name}: this position needs torchdata, with which it was saved: pip install torchdata"
-            )
+            raise DataError(f"{self.name}: this position was saved with torchdata and needs it: pip install torchdata")
         self.set_epoch(state["epoch"])
         self._resumed, self._progress = state, _Progress(state["batches"])
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
         self._progress = _Progress()
-        # Where workers are to go on, they start anew with the state.
+        # New workers are started with the saved state.
         engine = self._engines.take(self._engine, anew=resumed is not None)
         self._set_epoch_of(engine)
         to_read_again = 0 if resumed is None else _restore_place(engine.loader, resumed)
@@ -148,7 +147,7 @@ class StreamLoader(DataLoader):
 
 
 def _restore_place(engine: DataLoader, state: Mapping[str, Any]) -> int:
-    """Let the stream go on at the saved place; returns how many batches are to be read again, where it has none."""
+    """Continue the stream at its saved position; return the number of batches to read again if it has none."""
     if "stream" in state:
         engine.load_state_dict(state["stream"])
     elif "dataset" in state:
@@ -165,7 +164,7 @@ def has_torchdata() -> bool:
 
 @dataclass
 class _Progress:
-    """How far a pass has come; the next pass has another one."""
+    """The progress of one pass; the next pass has its own."""
 
     batches: int = 0
 
@@ -178,7 +177,7 @@ class _Stream(IterableDataset):
         self.epoch = 0
         self._told: int | None = None
         self._samples: _Samples | _StatefulSamples | None = None
-        self._goes_on: Mapping[str, Any] | None = None
+        self._saved: Mapping[str, Any] | None = None
         if has_state(dataset):  # torchdata asks the data set and its iterator each for their own, if they have one
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
@@ -186,7 +185,7 @@ class _Stream(IterableDataset):
         info = get_worker_info()
         if info is not None:
             self.epoch = self.workers.epoch
-            # A persistent worker has a copy of the data set, which the main process cannot tell.
+            # A persistent worker has a copy of the data set, which the main process cannot reach.
             if self._told not in (None, self.epoch) and hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(self.epoch)
             self._told = self.epoch
@@ -197,9 +196,9 @@ class _Stream(IterableDataset):
         self._samples = _Samples(iterator, seeds, worker, self.workers)
         if has_state(self.dataset) or has_state(iterator):
             self._samples = _StatefulSamples(self._samples, self.dataset)
-        if self._goes_on is not None:
-            self._samples.load_state_dict(self._goes_on)
-            self._goes_on = None
+        if self._saved is not None:
+            self._samples.load_state_dict(self._saved)
+            self._saved = None
         return self._samples
 
     def place(self) -> dict[str, Any]:
@@ -208,7 +207,7 @@ class _Stream(IterableDataset):
 
     def go_to(self, place: Mapping[str, Any]) -> None:
         self.dataset.load_state_dict(place["dataset"])
-        self._goes_on = place["samples"]
+        self._saved = place["samples"]
 
 
 class _Samples:
@@ -238,7 +237,7 @@ class _Samples:
 
 
 class _StatefulSamples:
-    """The samples of a stream that can tell its place."""
+    """The samples of a stream that can save its position."""
 
     def __init__(self, samples: _Samples, dataset: Any) -> None:
         self._samples, self._dataset = samples, dataset
@@ -267,7 +266,7 @@ def _collate(collate: Callable[[Any], Any], samples: Any) -> Any:
     try:
         return collate(samples)
     except Exception as error:
-        return failure_of("samples of the stream cannot be put into a batch", error)
+        return failure_of("samples of the stream cannot be collated into a batch", error)
 
 
 class _StreamIterator:

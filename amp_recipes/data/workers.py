@@ -1,4 +1,4 @@
-"""Watches a loader's worker processes: what each reads now, and that none outlives the run."""
+"""Watches the worker processes of a loader: tracks what each reads, and ends them with the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALL: WeakSet[Workers] = WeakSet()
 
 
 class Reading(NamedTuple):
-    """What a worker reads now: its number, its pid, the number of its task and the place of the sample in it."""
+    """The sample that a worker reads now: worker number, pid, task number and place in the task."""
 
     worker: int
     pid: int
@@ -35,13 +35,13 @@ class Reading(NamedTuple):
 
 
 class _Row(ctypes.Structure):
-    """What one worker says of itself; task: -1 between two of them."""
+    """The state of one worker, as it reports it; task: -1 between two of them."""
 
     _fields_ = (("pid", ctypes.c_int64), ("task", ctypes.c_int64), ("place", ctypes.c_int64))
 
 
 class _Orders(ctypes.Structure):
-    """What the main process tells all workers."""
+    """The orders of the main process to all workers."""
 
     _fields_ = (("closing", ctypes.c_bool), ("epoch", ctypes.c_int64))
 
@@ -49,7 +49,7 @@ class _Orders(ctypes.Structure):
 class Workers:
     """A board in shared memory on which each worker writes its pid and what it reads; the main process reads it.
 
-    So the main process can tell which sample a worker was reading when it died or hung. count: 0 where it reads itself.
+    So the main process knows which sample a worker was reading when it died or hung. count: 0 where it reads itself.
     """
 
     def __init__(self, count: int) -> None:
@@ -64,21 +64,21 @@ class Workers:
     # ------------------------------------------------------------------ in a worker
 
     def join(self, worker: int) -> None:
-        """This process is worker `worker` from now on."""
+        """Make this process worker `worker`."""
         self._mine = self._rows[worker]
         self._mine.pid = os.getpid()
 
     def begin(self, task: int) -> None:
-        """This worker takes a task up."""
+        """Record that this worker begins a task."""
         self._mine.place = 0
         self._mine.task = task
 
     def at(self, place: int) -> None:
-        """This worker reads the sample at that place of its task."""
+        """Record that this worker reads the sample at that place of its task."""
         self._mine.place = place
 
     def end(self) -> None:
-        """This worker has read its task."""
+        """Record that this worker has finished its task."""
         self._mine.task = -1
 
     @property
@@ -88,7 +88,7 @@ class Workers:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is read, for workers that are told no tasks."""
+        """The epoch that is read, for workers that get no tasks."""
         return self._orders.epoch
 
     @epoch.setter
@@ -98,13 +98,13 @@ class Workers:
     # ------------------------------------------------------------------ in the main process
 
     def close(self) -> None:
-        """The workers may go: SIGTERM ends them from now on."""
+        """Let SIGTERM end the workers from now on."""
         if os.getpid() == self._owner:  # not a forked process that drops its copy of the loader
             self._orders.closing = True
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """The processes that are started in the block are these workers."""
+        """Register the processes that start in the block as these workers."""
         if not self.count:
             yield
             return
@@ -129,11 +129,11 @@ class Workers:
         return next((worker for worker, row in enumerate(self._rows) if row.pid == pid), None)
 
     def exit_code(self, pid: int) -> int | None:
-        """How that worker ended, as `multiprocessing` tells it: minus a signal's number, or what it returned."""
+        """Return the exit code of that worker: minus a signal's number, or what it returned."""
         return next((process.exitcode for process in self._processes if process.pid == pid), None)
 
     def reading(self) -> list[Reading]:
-        """What each worker reads that reads anything."""
+        """Return what each busy worker reads."""
         now = [Reading(worker, row.pid, row.task, row.place) for worker, row in enumerate(self._rows)]
         return [reading for reading in now if reading.task >= 0]
 
@@ -147,7 +147,7 @@ class Workers:
             time.sleep(0.01)
 
     def kill(self, pids: Collection[int] | None = None) -> None:
-        """End those workers, or all, with SIGKILL: a hung one heeds nothing less, and would hold up the exit."""
+        """End those workers, or all, with SIGKILL: a hung one ignores other signals, and would delay the exit."""
         if os.getpid() != self._owner:
             return
         doomed = [process for process in self._processes if pids is None or process.pid in pids]
@@ -158,7 +158,7 @@ class Workers:
 
 
 def start_worker(workers: Workers, worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
-    """What a worker does before its first sample.
+    """Prepare a worker before its first sample.
 
     Signals that a terminal or a job scheduler sends to every process of the run are the main process's business: it
     finishes its step and needs batches for that. A worker ends when the main process closes it or is gone.
@@ -187,7 +187,7 @@ def start_worker(workers: Workers, worker_init_fn: Callable[[int], None] | None,
 
 @contextmanager
 def deaths_unreported() -> Iterator[None]:
-    """Workers may be killed in the block: torch's SIGCHLD handler, which raises for that, is put aside."""
+    """Remove torch's SIGCHLD handler in the block, since it raises when a worker is killed."""
     if threading.current_thread() is not threading.main_thread():
         yield  # handlers run in the main thread only, and are set there only
         return

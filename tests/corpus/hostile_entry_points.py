@@ -348,7 +348,7 @@ TRAVELS = [
     ),
     Attack(
         "by_resolved_settings_that_were_edited",
-        f"# Resolved settings of a run: in place of each reference stands its value\nx: !apply:train.main [{WORDS}]\n",
+        f"# Resolved settings of a run: each reference is replaced by its value\nx: !apply:train.main [{WORDS}]\n",
         True,
     ),
 ]

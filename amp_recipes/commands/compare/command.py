@@ -35,8 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare as the command line says; the exit status.
 
     arguments: what the command line says, with the recipe's own words as `recipe_options`.
-    0: no precision is worse; 1: one is; 2: it could not be told of all of them (one seed, a reference that did not
-    finish, a mistake); 128 + n: signal n ended it, and the same command goes on.
+    0: no precision is worse; 1: one is; 2: there is no verdict on some of them (one seed, a reference that did not
+    finish, a mistake); 128 + n: signal n ended it, and the same command continues it.
     """
     # With --json, the only thing on the standard output is the JSON.
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
@@ -64,7 +64,7 @@ def _run(arguments: argparse.Namespace, say: Any) -> int:
     with runs_in(plan.folder) as children:
         outcomes = _train(plan, children, say)
         if children.requested is not None:
-            say(f"{children.requested.name}: ends here; the same command goes on with the comparison.")
+            say(f"{children.requested.name}: comparison stopped; run the same command again to continue it.")
             return 128 + children.requested
         found = compared(plan, outcomes, _command(arguments))
         _write(plan.folder, found, say, arguments.json)
@@ -80,7 +80,7 @@ def _train(plan: Plan, children: ChildRuns, say: Any) -> list[Outcome]:
     for ended in Runs(plan, children, say).make_all():
         outcomes.append(_outcome(plan, ended))
         if outcomes[-1].finished:
-            find_place(plan.metric, outcomes)  # a metric that is not there is told after the first run, not the last
+            find_place(plan.metric, outcomes)  # a missing metric is an error after the first run, not the last
     return outcomes
 
 
@@ -91,14 +91,14 @@ def _outcome(plan: Plan, ended: Ended) -> Outcome:
     outcome.script = ended.script
     if outcome.finished and not outcome.epochs:
         raise CannotCompare(
-            f"{run} finished, but left no records in {records}: does the script give its Brain the run options (or "
+            f"{run} finished, but wrote no records to {records}: does the script give its Brain the run options (or "
             "hparams) that it was started with, output_folder among them?"
         )
     return outcome
 
 
 def _warnings(plan: Plan) -> list[str]:
-    """What is known before anything runs of precisions that a CPU does slowly.
+    """Return the warnings on precisions that are slow on this CPU, before anything runs.
 
     A GPU is not asked: this process would then hold memory there, beside the runs.
     """
@@ -128,7 +128,7 @@ def _write(folder: Path, found: dict[str, Any], say: Any, as_json: bool) -> None
     files = f"{folder / JSON_FILE} and {TABLE_FILE}"
     try:
         picture = draw_comparison(folder)
-    except ConfigError as error:  # the numbers are there; a picture is more than is promised
+    except ConfigError as error:  # the numbers are written; the picture is optional
         say(f"\nWritten to {files}. No picture: {error}")
     else:
         say(f"\nWritten to {files}" + (f", drawn in {picture.name}." if picture else "."))

@@ -1,4 +1,4 @@
-"""Thins out what runs logged on their way to as many points as a picture can show."""
+"""Reduces the logged values of runs to as many points as a picture can show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads what one run left behind: losses, metrics, time per step, memory."""
+"""Reads the results of one run: losses, metrics, time per step, memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What came of one run.
+    """The results of one run.
 
     message: why it did not finish; empty if it did. losses: of each update, skipped ones too, in their order (NaN where
     there was none). step_seconds: the median over the updates after the first tenth. memory_of: what the peak counts,
@@ -131,7 +131,7 @@ def read_records(file: Path) -> tuple[list[Step], list[Epoch]]:
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The records; a line that a crash tore is none."""
+    """Yield the records; a line that a crash cut off is left out."""
     try:
         with suppress(FileNotFoundError), open(file, "rb", opener=regular_only) as stream:
             while line := stream.readline(_LINE_BYTES):
@@ -165,7 +165,7 @@ def _step(record: dict[str, Any]) -> Step:
 
 
 def _step_seconds(steps: Sequence[Step]) -> float | None:
-    """The median time between updates; None where too few were logged to tell.
+    """The median time between updates; None where too few were logged.
 
     A record has the seconds since its stage began, so the first update of an epoch counts from there.
     """
@@ -177,9 +177,9 @@ def _step_seconds(steps: Sequence[Step]) -> float | None:
 
 
 def _memory(steps: Sequence[Step], summary: dict[str, Any]) -> tuple[int | None, str]:
-    """Peak bytes, and of what: the summary's, else what the device told during the run."""
+    """Return the peak bytes and what they count: from the summary, else from the device during the run."""
     peak = summary.get("peak_memory_bytes")
     if isinstance(peak, int):
         return peak, str(summary.get("peak_memory_of") or "process")
-    told = [step.memory_bytes for step in steps if step.memory_bytes is not None]
-    return (max(told), "device") if told else (None, "")
+    logged = [step.memory_bytes for step in steps if step.memory_bytes is not None]
+    return (max(logged), "device") if logged else (None, "")

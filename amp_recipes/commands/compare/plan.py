@@ -34,7 +34,7 @@ _OWN = {"precision": "--precisions", "seed": "--seeds", "output_folder": "--to"}
 
 @dataclass(frozen=True)
 class Metric:
-    """What runs are judged by. mode: "min" or "max"; chosen: whether the YAML or the user named it."""
+    """The metric to compare by. mode: "min" or "max"; chosen: whether the YAML or the user named it."""
 
     name: str
     mode: str
@@ -54,7 +54,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of the comparison. settings: what is remembered of them, to tell when they change."""
+    """One run of the comparison. settings: those that are saved, to see when they change."""
 
     precision: str
     seed: int
@@ -138,7 +138,7 @@ def read_precisions(text: str) -> tuple[str, ...]:
     names = _words(text, "--precisions", "such as fp32,bf16,fp16")
     for name in names:
         if name == "auto":
-            raise ConfigError("--precisions: auto is one of the others on each machine; name the precision.")
+            raise ConfigError("--precisions: auto depends on the machine; name a precision, such as bf16.")
         try:
             AMPConfig.from_name(name)
         except ConfigError as error:
@@ -160,8 +160,8 @@ def read_seeds(text: str) -> tuple[int, ...]:
     if "," not in text:
         if not 1 <= numbers[0] <= _MANY_SEEDS:
             raise ConfigError(
-                f"--seeds {text}: as a number of seeds, expected 1 to {_MANY_SEEDS}. For the one seed {text}, put a "
-                f"comma behind it: --seeds {text},"
+                f"--seeds {text}: the number of seeds must be 1 to {_MANY_SEEDS}. For the one seed {text}, "
+                f"add a comma: --seeds {text},"
             )
         return tuple(range(1, numbers[0] + 1))
     if max(numbers) > MAX_SEED:
@@ -170,7 +170,7 @@ def read_seeds(text: str) -> tuple[int, ...]:
 
 
 def choose_metric(name: str | None, mode: str | None, options: Mapping[str, Any]) -> Metric:
-    """What to judge by: what was typed, else the YAML's early_stop_metric, else the loss.
+    """Return the metric to compare by: the one typed, else the YAML's early_stop_metric, else the loss.
 
     options: the recipe's run options. Raises ConfigError if it is not known which of two values is better.
     """
@@ -187,7 +187,7 @@ def choose_metric(name: str | None, mode: str | None, options: Mapping[str, Any]
 
 
 def setting_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two sets of remembered settings, one line each: `lr: 0.1 -> 0.2`."""
+    """Return the differences between two sets of saved settings, one line each: `lr: 0.1 -> 0.2`."""
     if was == now:
         return []
     try:
@@ -195,7 +195,7 @@ def setting_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         found = [str(change) for change in changes if change.name.partition(".")[0] not in _HARMLESS]
         before, after = dict(was["options"]), dict(now["options"])
     except (ConfigError, KeyError, TypeError, ValueError) as error:
-        return [f"the settings that were noted cannot be read ({error})"]
+        return [f"the saved settings cannot be read ({error})"]
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):
             found.append(f"{name}: {before.get(name, '(absent)')} -> {after.get(name, '(absent)')}")
@@ -214,7 +214,7 @@ def _tree(text: str) -> MappingNode:
     root = read_text(text, "the settings", mistakes, Budget())
     mistakes.raise_if_any("the settings")
     if not isinstance(root, MappingNode):
-        raise ConfigError("they are no mapping")
+        raise ConfigError("they are not a mapping")
     return root
 
 
@@ -224,5 +224,5 @@ def _words(text: str, option: str, expected: str) -> list[str]:
     if not all(words):
         raise ConfigError(f"{option} {text!r}: expected {expected}.")
     if twice := sorted(word for word, count in Counter(words).items() if count > 1):
-        raise ConfigError(f"{option} {text}: {', '.join(twice)} is there twice.")
+        raise ConfigError(f"{option} {text}: {', '.join(twice)} is given twice.")
     return words

@@ -31,12 +31,12 @@ _ASKED_TO_END = {status for signum in SIGNALS for status in (-signum, 128 + sign
 
 
 class CannotCompare(Exception):
-    """There is nothing to compare, or not yet; the message says why."""
+    """Raised if there is nothing to compare, or not yet; the message says why."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended.
+    """The end of a run.
 
     message: why it did not finish; empty if it did. diverged: it ended because its losses or gradients stayed
     nonfinite, which is a result, and not tried again.
@@ -56,7 +56,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class _Earlier:
-    """What is known of a run from before. changes: of its settings since; ended: None if it did not."""
+    """The record of a run from an earlier call. changes: of its settings since; ended: None if it did not."""
 
     changes: Sequence[str] = ()
     ended: Ended | None = None
@@ -82,7 +82,7 @@ class Runs:
         """Make each run in the plan's order; those that ended before are not run again.
 
         Gives each that ended, before the next begins. Ends early if a signal asks for it.
-        Raises ConfigError where a run of other settings stands in a folder, CannotCompare if the very first run fails.
+        Raises ConfigError if a folder holds a run with other settings, CannotCompare if the very first run fails.
         """
         before = {run: self._earlier(run) for run in self.plan.runs}
         _refuse_others(self.plan, before)
@@ -95,13 +95,13 @@ class Runs:
                 break
             if count == 1 and not ended.is_result:
                 raise CannotCompare(
-                    f"The reference, {run}, did not finish: {ended.message}\nThe end of what it said is in "
+                    f"The reference run ({run}) did not finish: {ended.message}\nIts output is in "
                     f"{run.folder / OUTPUT_FILE}."
                 )
             if not ended.message:
                 self._seconds.setdefault(run.precision, []).append(ended.seconds)
-            told = f"{_outcome(ended)}{', as before' if is_there else ''}{self._left(count, before)}"
-            self._say(f"{f'{count}/{len(self.plan.runs)}':>7}  {run!s:<{self._shown}}  {told}")
+            outcome = f"{_outcome(ended)}{', in an earlier call' if is_there else ''}{self._left(count, before)}"
+            self._say(f"{f'{count}/{len(self.plan.runs)}':>7}  {run!s:<{self._shown}}  {outcome}")
             yield ended
 
     def _make(self, run: PlannedRun, before: _Earlier) -> Ended | None:
@@ -120,7 +120,7 @@ class Runs:
         if child.status != 0 and self._children.requested is not None:
             return None
         if child.status in _ASKED_TO_END:
-            raise CannotCompare(f"{run} was asked to end by somebody else; the same command goes on with it.")
+            raise CannotCompare(f"{run} was stopped by a signal; run the same command again to continue it.")
         kind, message = ("", "") if child.status == 0 else why_it_failed(child)
         ended = Ended(run, message, kind == "NonfiniteError", child.seconds, self._script)
         state = {"message": message, "diverged": ended.diverged, "seconds": round(child.seconds, 3)}
@@ -143,7 +143,7 @@ class Runs:
             return _Earlier()
         record = read_object(run.folder / RECORD_FILE)
         if record.get("schema_version") != SCHEMA_VERSION:
-            return _Earlier([f"{RECORD_FILE} is not of this version"])
+            return _Earlier([f"{RECORD_FILE} was written by another version"])
         changes = setting_differences(record.get("settings") or {}, run.settings)
         if not record.get("ended"):
             return _Earlier(changes)
@@ -164,7 +164,7 @@ class Runs:
 
 
 def why_it_failed(child: EndedChild) -> tuple[str, str]:
-    """The kind of the exception that ended a process, and what to show for it in a line."""
+    """Return the kind of the exception that ended a process, and one line on it."""
     if killed := killed_by(child.status):
         hint = " (the machine may have run out of memory)" if child.status == -signal.SIGKILL else ""
         return "", f"{killed}{hint}"
@@ -177,15 +177,15 @@ def why_it_failed(child: EndedChild) -> tuple[str, str]:
 
 
 def _refuse_others(plan: Plan, before: dict[PlannedRun, _Earlier]) -> None:
-    """Raise ConfigError where a finished run of other settings stands: neither mixed with nor overwritten."""
+    """Raise ConfigError if a folder holds a finished run with other settings: it is not mixed with or overwritten."""
     others = [found.changes for found in before.values() if found.changes and found.is_there]
     if not others:
         return
     lines = list(dict.fromkeys(itertools.chain(*others)))
     shown = "\n  ".join(lines[:_CHANGES_SHOWN]) + ("\n  ..." if len(lines) > _CHANGES_SHOWN else "")
     raise ConfigError(
-        f"{plan.folder} holds {len(others)} finished runs of other settings (was -> would be):\n  {shown}\n"
-        "Give another folder with --to, or remove that one to compare anew."
+        f"{plan.folder} holds {len(others)} finished runs with other settings (saved -> now):\n  {shown}\n"
+        "Give another folder with --to, or delete that folder to compare again."
     )
 
 
@@ -195,7 +195,7 @@ def _set_aside(folder: Path, say: Callable[[str], None]) -> None:
     while (aside := folder.with_name(f"{folder.name}.aside_{number}")).exists():
         number += 1
     folder.rename(aside)
-    say(f"{folder}: an unfinished run of other settings is now {aside.name}.")
+    say(f"{folder}: an unfinished run with other settings was renamed to {aside.name}.")
 
 
 def _outcome(ended: Ended) -> str:

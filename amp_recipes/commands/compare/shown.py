@@ -9,7 +9,7 @@ from amp_recipes.commands.compare.verdict import REFERENCE
 from amp_recipes.commands.tables import markdown_table
 from amp_recipes.loggers.text import format_bytes, format_seconds, format_value
 
-_STATIONS = 4  # of the training at which the loss is told
+_STATIONS = 4  # points of the training at which the loss is shown
 
 
 def as_markdown(found: Mapping[str, Any]) -> str:
@@ -33,7 +33,7 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _explanation(found: Mapping[str, Any]) -> str:
-    """How the table is to be read."""
+    """Return the notes on how to read the table."""
     text = (
         f"{_metric(found)}: mean ± standard deviation over seeds, {_better(found)} is better; validation and test ran "
         f"in {found['eval_precision']}. Time: median per update after the first tenth; the runs were made one after "

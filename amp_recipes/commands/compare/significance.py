@@ -39,7 +39,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Tested:
-    """What a test says of two samples.
+    """The result of a test on two samples.
 
     name: the test's; count: runs, of the precision that is tested; worse_by: difference of the means, in the metric's
     unit, positive where the tested precision is worse; error: its standard error; freedom: the degrees of freedom; p:

@@ -1,4 +1,4 @@
-"""Puts the outcomes of all runs together: curves, times, memory, final metrics, and a verdict for each precision."""
+"""Combines the results of all runs: curves, times, memory, final metrics, and a verdict for each precision."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFERENCE, EQUAL, WORSE, NONE = "reference", "no different", "worse", "no verdic
 
 @dataclass(frozen=True)
 class Judged:
-    """What is said of one precision. reason: the verdict's, a sentence; tested: None where nothing was tested."""
+    """The verdict on one precision. reason: the verdict's, a sentence; tested: None where nothing was tested."""
 
     verdict: str
     reason: str
@@ -98,7 +98,7 @@ def find_place(metric: Metric, outcomes: Iterable[Outcome]) -> str:
 
 
 def _places(metric: Metric) -> Sequence[str]:
-    """Where the metric is looked for, the best place first."""
+    """Return the places to look for the metric, the best first."""
     if metric.stage:
         return (metric.stage,)
     # Without a metric to watch, the loss is that of validation: what a test has is not what was trained for.
@@ -138,7 +138,7 @@ def _without_test(plan: Plan, of: Mapping[str, Sequence[Outcome]], name: str, te
         return Judged(WORSE, f"{count} ({failed[0].message.partition('. ')[0]})", tested)
     same = [precision for precision in (plan.reference, name) if seeds_change_nothing(of[precision])]
     if same:
-        return Judged(NONE, f"all seeds give the same losses in {', '.join(same)}, so they say nothing of seed noise")
+        return Judged(NONE, f"all seeds give the same losses in {', '.join(same)}, so seed noise cannot be estimated")
     return None
 
 
@@ -185,10 +185,10 @@ def _headline(precision: str, judged: Judged, reference: str) -> str:
 def _too_few(plan: Plan, name: str, reference: int, tested: int) -> str:
     """Why there is no test. reference, tested: how many runs of each finished."""
     if len(plan.seeds) == 1:
-        return "1 seed says nothing of seed noise: give --seeds 3 or more"
+        return "seed noise cannot be estimated from 1 seed: give --seeds 3 or more"
     return (
-        f"of {len(plan.seeds)} runs each, {reference} of {plan.reference} and {tested} of {name} finished, and seed "
-        "noise shows from 2 on"
+        f"of {len(plan.seeds)} runs each, {reference} of {plan.reference} and {tested} of {name} finished; the "
+        "test needs 2 of each"
     )
 
 
@@ -254,10 +254,10 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _notes(plan: Plan, outcomes: Sequence[Outcome]) -> Iterable[str]:
-    """What a reader has to know to trust the numbers, or not."""
+    """Return the notes that a reader needs to judge the numbers."""
     for outcome in outcomes:
         if outcome.precision == plan.reference and not outcome.finished:
-            yield f"{outcome.precision} seed {outcome.seed}, of the reference, did not finish: {outcome.message}"
+            yield f"The reference run {outcome.precision} seed {outcome.seed} did not finish: {outcome.message}"
     if len({outcome.script for outcome in outcomes}) > 1:
         yield f"{plan.script.name} changed between the runs: remove those made before, and compare again."
     for what, keys in _COMPARED.items():

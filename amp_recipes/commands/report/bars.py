@@ -27,7 +27,7 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 class Bar(NamedTuple):
-    """A bar with its value behind it. value: as it stands in a report; shown: how a number is written."""
+    """A bar with its value after it. value: as in a report; shown: how a number is written."""
 
     value: Any
     colour: str
@@ -35,10 +35,10 @@ class Bar(NamedTuple):
 
 
 def bars_with_values(axes: Any, bars: Sequence[Bar], room: float = 0.28, beside: float | None = None) -> None:
-    """A bar in each row, its value behind it; the axis is logarithmic where the values differ much.
+    """A bar in each row, its value after it; the axis is logarithmic where the values differ much.
 
     What is nonfinite has a hatched bar over the whole width, and says so; what is missing has none. room: for what is
-    written behind the longest bar, as a share of it; beside: another number that the axis is to hold.
+    written after the longest bar, as a share of it; beside: another number that the axis is to hold.
     """
     numbers = [finite(bar.value) for bar in bars]
     low, high = _limits([*numbers, beside])
@@ -86,7 +86,7 @@ def share_cells(axes: Any, titles: Sequence[str], shares: Sequence[Sequence[Any]
 
 
 def stacked_bars(axes: Any, rows: Sequence[Counter[str]]) -> None:
-    """A bar of several parts in each row, its sum behind it; bytes. Parts have a colour and a hatching each."""
+    """A bar of several parts in each row, its sum after it; bytes. Parts have a colour and a hatching each."""
     largest = max((sizes.total() for sizes in rows), default=1.0)
     factor, unit = next(((size, name) for size, name in _UNITS if largest >= size), _UNITS[-1])
     left = np.zeros(len(rows))
@@ -112,7 +112,7 @@ def _series(rows: Sequence[Counter[str]]) -> dict[str, list[int]]:
 
 
 def label_rows(axes: Any, names: Sequence[str], above: str = "") -> None:
-    """Names beside the rows, the first on top; below the axis what they all stand in."""
+    """Names beside the rows, the first on top; below the axis the module that they are all in."""
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(max(len(names), 1) - 0.4, -0.6)
     if above:

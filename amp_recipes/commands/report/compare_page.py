@@ -102,7 +102,7 @@ def _by_point(runs: Any) -> np.ma.MaskedArray:
 
 
 def _results(axes: Any, entries: Sequence[dict[str, Any]], metric: dict[str, Any], colours: dict[str, str]) -> None:
-    """Each seed's final metric, a line from precision to precision; what did not finish is told below."""
+    """Each seed's final metric, a line from precision to precision; runs that did not finish are listed below."""
     better = "lower" if metric.get("mode") == "min" else "higher"
     name = f"{words(metric.get('place'))} {words(metric.get('name'))}"
     axes.set_title(f"Final {name} of each seed ({better} is better)")
@@ -162,5 +162,5 @@ def _bars(
     axes.set_xlabel(name)
 
 
-def _amount(behind: str, number: float) -> str:
-    return (f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.3g}") + behind
+def _amount(unit: str, number: float) -> str:
+    return (f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.3g}") + unit

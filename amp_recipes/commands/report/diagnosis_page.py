@@ -108,8 +108,8 @@ def _headline(found: dict[str, Any]) -> str:
     lines = [wrapped(line, 165, 3) for line in str(verdict).splitlines()[:6] if line.strip()] if verdict else []
     kinds = Counter(str(hazard.get("kind")) for hazard in dicts(found.get("hazards")))
     if kinds:
-        told = ", ".join(f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.most_common(8))
-        lines.append(wrapped(f"Hazards in the code: {told}.", 165, 2))
+        hazards = ", ".join(f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.most_common(8))
+        lines.append(wrapped(f"Hazards in the code: {hazards}.", 165, 2))
     return "\n".join(lines)
 
 
@@ -260,8 +260,8 @@ def _told_of_pins(pins: dict[str, Any], modules: Sequence[Any]) -> list[str]:
     if modules:
         lines.append(wrapped(f"in fp32: {listed(modules, _PINS_LISTED)}", 84, 3))
     costs = {"time": finite(pins.get("cost_time")), "memory": finite(pins.get("cost_memory"))}
-    told = [f"{cost:.2f} times the {what}" for what, cost in costs.items() if cost is not None]
-    return [*lines, *([f"a step takes {' and '.join(told)}"] if told else [])]
+    shown_costs = [f"{cost:.2f} times the {what}" for what, cost in costs.items() if cost is not None]
+    return [*lines, *([f"a step takes {' and '.join(shown_costs)}"] if shown_costs else [])]
 
 
 def _training(curves: dict[str, Any], low: str, figure: Any) -> None:

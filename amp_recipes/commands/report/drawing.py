@@ -1,7 +1,7 @@
 """Provides what all pages share: colours, the head of a page, numbers from files, and saving.
 
 The colours are those of M. Okabe and K. Ito (Color Universal Design, 2008), which people who see fewer colours can
-tell apart; and no page leaves a meaning to colour alone.
+distinguish; and no page gives a meaning to colour alone.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def percent(share: float) -> str:
 
 
 def words(value: Any, length: int = 0) -> str:
-    """Text from a file as a label, on one line, cut behind `length` characters (0: not cut).
+    """Text from a file as a label, on one line, cut after `length` characters (0: not cut).
 
     A `$` is escaped, since a formula would begin there.
     """
@@ -168,7 +168,7 @@ def module_name(name: Any, length: int) -> str:
 
 
 def module_names(names: Sequence[Any], length: int) -> tuple[list[str], str]:
-    """Labels of several modules, and the name of the module that they all stand in, which the labels leave out."""
+    """Labels of several modules, and the name of the module that they are all in, which the labels leave out."""
     split = [str(name).split(".") for name in names]
     shared = 0
     while len(split) > 1 and all(len(parts) > shared + 1 and parts[shared] == split[0][shared] for parts in split):

@@ -1,4 +1,4 @@
-"""Reads the words behind `--sweep`: which keys are swept, over which values, and the name of a run with some."""
+"""Reads the words after `--sweep`: the keys and their values; and names the folder of each run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amp_recipes.config.options.arguments import parse_value
 from amp_recipes.config.yaml.mistakes import did_you_mean, join_mistakes
 from amp_recipes.errors import ConfigError
 
-MOST_RUNS = 1_000  # of a grid: more is a slip of the pen, not a plan
+MOST_RUNS = 1_000  # of a grid: more is probably a mistake
 _NAME_CHARACTERS = 120  # file systems take 255 bytes, and people less
 _EXACT_FLOAT_CHARACTERS = 10
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
@@ -87,7 +87,7 @@ def read_axes(words: Sequence[str], trials: int | None) -> list[Axis]:
 
 
 def _wrong_size(axes: Iterable[Axis], words: Sequence[str], trials: int | None) -> Iterator[str]:
-    """What is wrong with the number of runs."""
+    """Yield the mistakes in the number of runs."""
     if not words:
         yield "--sweep-trials chooses among the values of --sweep, as in --sweep 'lr=1e-5..1e-2:log'."
     if trials is not None:
@@ -96,7 +96,7 @@ def _wrong_size(axes: Iterable[Axis], words: Sequence[str], trials: int | None) 
         return
     runs = math.prod(len(axis.choices) for axis in axes)
     if runs > MOST_RUNS:
-        yield f"the grid has {runs:,} runs, and {MOST_RUNS:,} are allowed; --sweep-trials N chooses N of them."
+        yield f"the grid has {runs:,} runs, but at most {MOST_RUNS:,} are allowed; --sweep-trials N chooses N of them."
 
 
 def _refuse_overlap(key: str, others: Iterable[str]) -> None:
@@ -105,7 +105,7 @@ def _refuse_overlap(key: str, others: Iterable[str]) -> None:
         if key == other:
             raise ValueError(f"{key} is swept twice; give all its values at once, as in lr=1e-3,1e-4.")
         if key.startswith(f"{other}.") or other.startswith(f"{key}."):
-            raise ValueError(f"{other} is swept too, and one of the two holds the other.")
+            raise ValueError(f"{other} is swept too, but one of the two keys is inside the other.")
 
 
 def grid(axes: Sequence[Axis]) -> Iterator[Combination]:
@@ -173,21 +173,21 @@ def _read_axis(word: str) -> Axis:
     if not equals:
         raise ValueError("expected key=value,value, as in lr=1e-3,1e-4.")
     if key.startswith("-"):
-        raise ValueError(f"the key is given without dashes: {word.lstrip('-')}")
+        raise ValueError(f"write the key without dashes: {word.lstrip('-')}")
     if not all(key.split(".")):
         raise ValueError("the name of the key, or of a part of it, is empty; expected key=... or key.subkey=...")
     if key == "output_folder":
-        raise ValueError("each run gets a folder of its own below the output_folder, which cannot be swept.")
+        raise ValueError("output_folder cannot be swept: each run gets its own folder below it.")
     if not text:
         raise ValueError(f"there is no value; expected {key}=value,value.")
     texts = _split(text)
     if not all(texts):
-        raise ValueError("a value is empty; an empty text is typed as ''.")
+        raise ValueError("a value is empty; write '' for an empty text.")
     ranges = [_read_range(key, text) for text in texts]
     if len(texts) == 1 and ranges[0] is not None:
         return ranges[0]
     if any(ranges):
-        raise ValueError("a range stands alone; give the values or the range.")
+        raise ValueError("a range cannot be mixed with values; give either the values or the range.")
     return Choices(key, _distinct(texts))
 
 
@@ -198,7 +198,7 @@ def _distinct(texts: Sequence[str]) -> tuple[Choice, ...]:
         choice = Choice(text, parse_value(text))
         same = choices.setdefault(repr(choice.value), choice)
         if same is not choice:
-            raise ValueError(f"{same.text} and {text} are the same value, and a run is made once for each.")
+            raise ValueError(f"{same.text} and {text} are the same value; give each value once.")
     return tuple(choices.values())
 
 
@@ -211,7 +211,8 @@ def _read_range(key: str, text: str) -> Range | None:
         return None
     if low is None or high is None:
         raise ValueError(
-            f"both ends of a range are finite numbers, as in 1e-5..1e-2; {text} has only one. A value is quoted."
+            f"a range needs two finite numbers, as in 1e-5..1e-2; {text} has only one. Put a value that is not a "
+            "range in quotes."
         )
     _refuse_range(low, high, below, above, scale if colon else "linear")
     if isinstance(low, float) or isinstance(high, float):
@@ -222,7 +223,7 @@ def _read_range(key: str, text: str) -> Range | None:
 def _refuse_range(low: float, high: float, below: str, above: str, scale: str) -> None:
     """Raise ValueError for ends that make no range, or a scale that there is not."""
     if scale not in _SCALES:
-        raise ValueError(f"{scale!r} is no scale of a range; expected log or linear.{did_you_mean(scale, _SCALES)}")
+        raise ValueError(f"{scale!r} is not a scale of a range; expected log or linear.{did_you_mean(scale, _SCALES)}")
     if low >= high:
         raise ValueError(f"a range goes from the smaller number to the larger: {above}..{below}.")
     if scale == "log" and low <= 0:
@@ -236,7 +237,7 @@ def _number(text: str) -> float | int | None:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between the commas that stand outside brackets and quotes. Raises ValueError if one is left open."""
+    """The parts between the commas outside brackets and quotes. Raises ValueError if one is left open."""
     parts = [""]
     waiting: list[str] = []  # closing brackets and quotes, the innermost last
     characters = iter(text)
@@ -252,12 +253,12 @@ def _split(text: str) -> list[str]:
             waiting.append(closing)
         parts[-1] += character
     if waiting:
-        raise ValueError(f"a closing {waiting[-1]} is missing; a value that holds a lone bracket or quote is quoted.")
+        raise ValueError(f"a closing {waiting[-1]} is missing; put a value with a single bracket or quote in quotes.")
     return [part.strip() for part in parts]
 
 
 def _closing(character: str, before: str, waiting: Sequence[str]) -> str:
-    """What closes a bracket or quote that a character opens; empty if it opens none."""
+    """Return the character that closes the bracket or quote; empty if none is opened."""
     if waiting and waiting[-1] in "'\"":
         return ""
     if character in "'\"":  # elsewhere it is an apostrophe

@@ -1,7 +1,7 @@
 """Runs a recipe once for each combination of values, one process and one folder each, and compares the results.
 
-The grid needs nothing else; `--sweep-trials` leaves the choice of the values to Optuna. What a sweep knows lies in its
-folder, so that the same command goes on where it was ended.
+The grid needs nothing else; `--sweep-trials` leaves the choice of the values to Optuna. The state of a
+sweep is in its folder, so the same command continues a sweep that was stopped.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SweepRequest:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a sweep has to know of a checked YAML.
+    """The settings of a checked YAML that a sweep needs.
 
     output_folder: None if there is none; metric and mode ("min" or "max"): what makes one run better than another;
     seed: what makes a choice of trials repeatable; fingerprint: changes when the settings do, so that what ran
@@ -70,7 +70,7 @@ class RunSettings:
 
 @dataclass
 class Result:
-    """What came of one run. last: the metrics of each stage; best: the watched metric's best and its epoch."""
+    """The result of one run. last: the metrics of each stage; best: the best of the tracked metric, and its epoch."""
 
     number: int
     folder: Path
@@ -98,7 +98,7 @@ class Result:
 
     @property
     def status(self) -> str:
-        """In a few words how the run ended; empty if it ended well."""
+        """Return a few words on how the run ended; empty if it succeeded."""
         if self.interrupted:
             return "interrupted"
         failed = f"failed with exit status {self.exit_status}" if self.exit_status else ""
@@ -116,7 +116,7 @@ def run_sweep(
 
     options: other words of the command line, for every run. check: raises ConfigError if the YAML is wrong with these
     values of dotted keys, and builds nothing; called for what will run before anything does.
-    0: all runs ended well; 1: one did not; 128 + n: signal n ended the sweep, and the same command goes on.
+    0: all runs ended well; 1: one did not; 128 + n: signal n ended the sweep, and the same command continues it.
     Raises ConfigError, FolderInUseError.
     """
     if "RANK" in os.environ:
@@ -139,7 +139,7 @@ def run_sweep(
             run_trials(optuna, study, axes, sweep.trials, settings.seed, runs.score, lambda: runs.interrupted)
         _report(runs, [script, hparams_file, *options], sweep)
     if children.requested is not None:
-        print(f"{children.requested.name}: the sweep ends here; the same command goes on with it.", flush=True)
+        print(f"{children.requested.name}: sweep stopped; run the same command again to continue it.", flush=True)
         return 128 + children.requested
     return int(any(result.exit_status for result in runs.results.values()))
 
@@ -196,21 +196,21 @@ class _Runs:
         print(f"{number}/{total}  {describe(values)} ... ", end="", flush=True)
         name = folder_name(values)
         if name in self.results:
-            print(f"as run {self.results[name].number}", flush=True)
+            print(f"same values as run {self.results[name].number}", flush=True)
             return self.results[name]
         folder = self.folder / name
         record = self._record(folder)
         if record.get("exit_status") == 0:
             last, best = record.get("last") or {}, record.get("best")
             result = Result(number, folder, values, 0, record.get("seconds", 0.0), last, best)
-            print(f"finished before: {self._outcome(result)}", flush=True)
+            print(f"already finished: {self._outcome(result)}", flush=True)
         else:
             result = self._make(folder, values, number, record.get("seconds", 0.0))
         self.results[name] = result
         return result
 
     def score(self, values: Combination, number: int, total: int) -> float | None:
-        """How well the run with these values did; None if it failed, or its metric is not a finite number."""
+        """Return the metric of the run with these values; None if it failed, or the metric is not finite."""
         return self.run(values, number, total).score(self.settings.metric)
 
     def _make(self, folder: Path, values: Combination, number: int, earlier_seconds: float) -> Result:
@@ -243,7 +243,7 @@ class _Runs:
         return f"no {metric} in its summary (which has {', '.join(known) or 'no metrics'}), {took}"
 
     def _record(self, folder: Path) -> dict[str, Any]:
-        """What was noted when a run in the folder ended; empty if it has not, or ran under other settings."""
+        """Return the record of a finished run in the folder; empty if there is none, or its settings differ."""
         record = _read_json(folder / RECORD_FILE)
         return record if all(record.get(name) == value for name, value in self.under.items()) else {}
 
@@ -264,7 +264,7 @@ def _report(runs: _Runs, words: list[str], sweep: SweepRequest) -> None:
     table = markdown_table(_rows(results, best, metric))
     better = "higher" if mode == "max" else "lower"
     stage = "validation" if any("valid" in result.last for result in results) else "training"
-    ranking = f"By {metric} on the {stage} set, {better} is better; in the best epoch if the run watched it."
+    ranking = f"Sorted by {metric} on the {stage} set, {better} is better; of the best epoch if the run tracked it."
     trials = [] if sweep.trials is None else ["--sweep-trials", str(sweep.trials)]
     command = shlex.join(["python", *words, "--sweep", *sweep.axes, *trials])
     page = f"# Sweep\n\n    {command}\n\n{ranking}\n\n{table}\n"
@@ -284,7 +284,7 @@ def _report(runs: _Runs, words: list[str], sweep: SweepRequest) -> None:
 
 
 def _rank(result: Result, metric: str, mode: str) -> tuple[bool, float, int]:
-    """What results are sorted by, the best first; those without a score come last, in the order of their numbers."""
+    """Return the sort key of a result: the best first, those without a score last, in the order of their numbers."""
     score = result.score(metric)
     if score is None:
         return True, 0.0, result.number
@@ -306,7 +306,7 @@ def _rows(results: Sequence[Result], best: Result | None, metric: str) -> list[l
 
 
 def _cells(result: Result, metric: str, stages: Sequence[str]) -> dict[str, str]:
-    """What a run has in the columns that not every sweep has, by their titles."""
+    """Return the cells of a run for the optional columns, by column title."""
     values = {key: describe_value(choice) for key, choice in result.values.items()}
     watched = {f"best {metric}": value for name, value in (result.best or {}).items() if name == metric}
     last = {f"{stage} {name}": value for stage in stages for name, value in result.last.get(stage, {}).items()}
@@ -314,7 +314,7 @@ def _cells(result: Result, metric: str, stages: Sequence[str]) -> dict[str, str]
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
-    """What the run has said of itself last; empty if it has not."""
+    """Return the last summary of the run; empty if there is none."""
     files = [folder / name for name in _SUMMARY_FILES if (folder / name).is_file()]
     return _read_json(max(files, key=lambda file: file.stat().st_mtime_ns)) if files else {}
 

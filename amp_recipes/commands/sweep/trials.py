@@ -35,7 +35,7 @@ def import_optuna() -> ModuleType:
 def open_study(optuna: ModuleType, folder: Path, mode: str, of: Sequence[Any]) -> Any:
     """The study of just this sweep in `folder`, new or as it was left.
 
-    of: JSON values that tell this sweep from others in the folder; mode: "min" or "max".
+    of: JSON values that distinguish this sweep from others in the folder; mode: "min" or "max".
     """
     file = folder / STUDY_FILE
     with suppress(FileNotFoundError):
@@ -63,8 +63,8 @@ def run_trials(
 ) -> None:
     """Call `score(values, number, trials)` for each trial, until there are `trials` of them or `interrupted()`.
 
-    A score of None is a failed trial. One that was interrupted is open, and goes on with its values next time. One that
-    failed is tried again next time, as a run of a grid is, and stands in the study once more when it succeeds.
+    A score of None is a failed trial. One that was interrupted stays open, and continues next time. One that failed is
+    tried again next time, as a run of a grid is, and is added to the study once more when it succeeds.
     """
     states = optuna.trial.TrialState
     distributions = {axis.key: _distribution(optuna, axis) for axis in axes}
@@ -85,7 +85,7 @@ def run_trials(
 
 
 def _new_trial(optuna: ModuleType, study: Any, distributions: dict[str, Any], seed: int | None, slot: int) -> Any:
-    """A trial with a seed of its own: a sweep that goes on chooses as one that was never ended."""
+    """A trial with a seed of its own: a continued sweep chooses the same values as one that was never stopped."""
     own_seed = None if seed is None else int(np.random.SeedSequence([seed, slot]).generate_state(1)[0])
     study.sampler = optuna.samplers.TPESampler(seed=own_seed)
     return study.ask(distributions)

@@ -1,4 +1,4 @@
-"""Says why two runs differ, as far as the first difference tells, and what to do about it."""
+"""Explains why two runs differ, as far as the first difference shows, and what to do about it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def describe(difference: Difference) -> list[str]:
-    """What differs first, for people; one line each."""
+    """Return the first difference as lines of text."""
     at = "at" if difference.section == "loss" else "before"
     lines = [f"First difference: the {KINDS[difference.section]}, {at} update {difference.update} ({difference.place})"]
     if difference.section not in ("place", "loss", "length"):
@@ -38,7 +38,7 @@ def describe(difference: Difference) -> list[str]:
     if difference.one or difference.other:
         lines.append(f"  {difference.one or '(something)'} | {difference.other or '(something)'}")
     if difference.also:
-        lines.append(f"  in the same moment also: {', '.join(f'the {KINDS[name]}' for name in difference.also)}")
+        lines.append(f"  at the same point also: {', '.join(f'the {KINDS[name]}' for name in difference.also)}")
     return lines
 
 
@@ -53,8 +53,8 @@ def why_not_reproducible(difference: Difference, unseeded: Sequence[str]) -> lis
 def _why_runs_differ(difference: Difference) -> str:
     if difference.section in ("place", "length"):
         return (
-            "The two runs cut the data into other batches: the number of samples or the lengths that a sampler sees "
-            "change from start to start (a listing or a split that is not seeded or not sorted)."
+            "The two runs made different batches: the number of samples, or the lengths that a sampler reads, "
+            "change from start to start (a file listing that is not sorted, or a split without a seed)."
         )
     if difference.section == "random":
         return (
@@ -63,11 +63,11 @@ def _why_runs_differ(difference: Difference) -> str:
         )
     if difference.index == 0 and difference.section != "loss":
         return (
-            "The runs begin with other values: something is initialized before the seed is set, or from a generator "
-            "without a seed."
+            "The runs start with different values: something is initialized before the seed is set, or from a "
+            "generator without a seed."
         )
     return (
-        "The data and the generators are equal, so the computation is not: an operation whose result changes from run "
+        "The data and the generators are equal, so the computation differs: an operation whose result changes from run "
         "to run (sums in parallel, in any order), or a value from outside (time, the order of a set)."
     )
 
@@ -97,7 +97,7 @@ _DRAW_PER_SAMPLE = (
 
 
 def what_determinism_says(returncode: int, stderr: str, equal: bool | None) -> list[str]:
-    """What a run with `--deterministic true` tells about the operation. equal: whether two such runs were."""
+    """Return what a run with `--deterministic true` shows about the operation. equal: whether two such runs were."""
     operations = list(dict.fromkeys(_NO_DETERMINISTIC.findall(stderr)))
     if returncode and operations:
         return [f"With --deterministic true, torch names the operation: {', '.join(operations)}."]
@@ -107,7 +107,7 @@ def what_determinism_says(returncode: int, stderr: str, equal: bool | None) -> l
         return ["With --deterministic true the run fails:", *(f"  {line}" for line in stderr.splitlines()[-3:])]
     if equal:
         return ["With --deterministic true two runs are equal bit for bit: set `deterministic: true` in the YAML."]
-    return ["Also with --deterministic true they differ, so it is no operation of torch that it knows of."]
+    return ["They differ with --deterministic true too, so the cause is not an operation that torch knows."]
 
 
 def why_not_resumed(
@@ -115,13 +115,13 @@ def why_not_resumed(
 ) -> list[str]:
     """Why a resumed run differs from one that was not interrupted.
 
-    first_resumed: whether the difference stands right at the resume; suspects: what the recipe remembers that was not
-    restored; log: what the resumed run wrote to stderr.
+    first_resumed: whether the difference is the first after the resume; suspects: what the recipe remembers that was
+    not restored; log: what the resumed run wrote to stderr.
     """
     if difference.section == "place":
-        return ["The resumed run did not go on at the batch at which the checkpoint was made."]
+        return ["The resumed run did not continue at the batch where the checkpoint was saved."]
     if difference.section == "data" and (replay := _REPLAY.search(log)):
-        return [f"The loader cannot be put at its place: {replay[1]}"]
+        return [f"The loader cannot restore its position: {replay[1]}"]
     if first_resumed and difference.section in SAVED:
         return [_why_not_as_saved(difference)]
     return [_why_it_went_another_way(difference.section, first_resumed, bool(suspects)), *_kept_outside(suspects)]
@@ -142,23 +142,23 @@ def _why_not_as_saved(difference: Difference) -> str:
 def _why_it_went_another_way(section: str, first_resumed: bool, remembers: bool) -> str:
     if section == "data":
         return (
-            "The loader did not go on with the batch after the checkpoint's, or the data set draws or counts in a way "
+            "The loader did not continue with the batch after the checkpoint, or the data set draws or counts in a way "
             "that a new process does not repeat."
         )
     if section == "random" and first_resumed:
-        return "They were not where the checkpoint says: something draws from them, or seeds them, after the resume."
+        return "Their state is not the saved one: something draws from them, or seeds them, after the resume."
     if section == "random":
-        return "The resumed run draws more, or less: what it draws depends on something that was not restored."
+        return "The resumed run draws more or fewer random numbers: this depends on something that was not restored."
     if remembers:
-        return "All that decides about the update was equal, but for what the recipe remembers."
+        return "Everything else that affects the update was equal; only what the recipe remembers differs."
     return (
-        "All that decides about the update was equal, but for something that the recipe keeps where neither a "
+        "Everything that this check can see was equal before the update. The recipe keeps something where neither a "
         "checkpoint nor this check can see it: in a file, in an object of a library, in a generator's frame."
     )
 
 
 def why_metrics_differ(metrics: Mapping[str, tuple[Any, Any]], suspects: Mapping[str, tuple[str, str]]) -> list[str]:
-    """What to say of metrics that differ after a resume although every update was equal."""
+    """Explain metrics that differ after a resume although every update was equal."""
     return [
         "First difference: the metrics (without interruption | resumed)",
         *(f"  {name}: {one} | {other}" for name, (one, other) in metrics.items()),

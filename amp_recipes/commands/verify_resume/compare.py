@@ -1,4 +1,4 @@
-"""Decides whether two runs are equal bit for bit, and what differs first, from what the probe wrote down."""
+"""Decides whether two runs are equal bit for bit, and finds the first difference, from the files of the probe."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Window:
 
     @property
     def place(self) -> str:
-        """Where it is in the run, for people."""
+        """Return the place in the run as text."""
         epoch = "" if self.epoch is None else f"epoch {self.epoch}, "
         return f"{epoch}batch {self.step}"
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run did; end: the state after the last update, None if it did not get there.
+    """The updates of a run; end: the state after the last update, None if it did not get there.
 
     unseeded: the places in its code that seed a generator from the machine's entropy.
     """
@@ -78,7 +78,7 @@ class Difference:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace at `path`; a last line that the run's death tore is left out."""
+    """The trace at `path`; a last line that the kill cut off is left out."""
     windows: list[Window] = []
     end = None
     for line in path.read_bytes().splitlines() if path.is_file() else []:
@@ -106,7 +106,7 @@ def spliced(killed: Trace, resumed: Trace) -> tuple[Trace, int]:
 
 
 def first_difference(one: Trace, other: Trace, both_ended: bool = True) -> Difference | None:
-    """What differs first between two runs; None if they are equal bit for bit.
+    """Return the first difference between two runs; None if they are equal bit for bit.
 
     both_ended: False where `other` was killed on purpose: what it did not get to is not compared.
     """
@@ -131,8 +131,8 @@ def first_difference(one: Trace, other: Trace, both_ended: bool = True) -> Diffe
 def _compare(left: Window, right: Window, index: int) -> Difference | None:
     at = {"update": left.update, "place": left.place, "index": index}
     if (left.update, left.place, left.batches) != (right.update, right.place, right.batches):
-        told = [f"update {window.update}: {window.place}, {window.batches} batches" for window in (left, right)]
-        return Difference("place", ["place"], **at, one=told[0], other=told[1])
+        texts = [f"update {window.update}: {window.place}, {window.batches} batches" for window in (left, right)]
+        return Difference("place", ["place"], **at, one=texts[0], other=texts[1])
     found = ((name, _differing(left.sections.get(name, {}), right.sections.get(name, {}))) for name in SECTIONS)
     if differing := {name: paths for name, paths in found if paths}:
         return _of_sections(left, right, differing, at)
@@ -155,14 +155,14 @@ def _of_sections(left: Window, right: Window, differing: Mapping[str, list[str]]
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The keys under which the two differ, in the order in which they stand."""
+    """The keys under which the two differ, in their order."""
     return [key for key in dict.fromkeys([*one, *other]) if one.get(key) != other.get(key)]
 
 
 def not_restored(one: Trace, again: Trace, resumed: Trace, resumed_at: int, until: int) -> dict[str, tuple[str, str]]:
-    """What the recipe remembers that is the same in both uninterrupted runs but another after the resume.
+    """Return what the recipe remembers that is equal in both uninterrupted runs, but differs after the resume.
 
-    until: index of the last window to look at. Returns where it stands -> its text in `one` and in `resumed`, at the
+    until: index of the last window to look at. Returns its place -> its text in `one` and in `resumed`, at the
     first window where they differ.
     """
     found: dict[str, tuple[str, str]] = {}
@@ -175,7 +175,7 @@ def not_restored(one: Trace, again: Trace, resumed: Trace, resumed_at: int, unti
 
 
 def unequal_generators(one: Trace, other: Trace, index: int) -> list[str]:
-    """Where the recipe keeps random generators that are not in the same state before the window at `index`."""
+    """Return the places of random generators whose states differ before the window at `index`."""
     left, right = _at(one, index), _at(other, index)
     return [name for name in _differing(left, right) if left.get(name, "").startswith(GENERATOR)]
 

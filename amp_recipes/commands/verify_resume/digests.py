@@ -1,4 +1,4 @@
-"""Decides when two values count as equal bit for bit: every part of a value that holds data gets a digest."""
+"""Computes digests that are equal only if two values are equal bit for bit: one for each part with data."""
 
 from __future__ import annotations
 

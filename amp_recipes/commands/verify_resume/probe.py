@@ -1,4 +1,4 @@
-"""Runs a recipe's script and writes down, before each update, everything that decides about the next one.
+"""Runs a recipe's script and records, before each update, everything that affects it.
 
     python -m amp_recipes.commands.verify_resume.probe TRACE.jsonl STEPS KILL_AT SCRIPT YAML [--option value ...]
 
@@ -80,18 +80,18 @@ class Probe:
         return batches if stage is Stage.TRAIN else islice(batches, VALID_BATCHES)
 
     def before_window(self, run: Any, batches: Sequence[Any]) -> None:
-        """Write down everything that decides about the window."""
+        """Record everything that affects the window."""
         self._write("window", run, batches)
 
     def after_window(self, run: Any, losses: Sequence[torch.Tensor]) -> None:
-        """Write down its losses; kill the process if it is time."""
+        """Record its losses; kill the process if it is time."""
         self._line({"kind": "loss", "losses": [float(loss).hex() for loss in losses]})
         self.windows += 1
         if self.windows == self._kill_at:
             run.checkpoints.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    # The count goes with the checkpoint: neither the Brain's count of optimizer steps nor a batch's place tells it.
+    # The count is saved: neither the Brain's count of optimizer steps nor the place of a batch gives it.
 
     def state_dict(self) -> dict[str, Any]:
         """The count of windows."""
@@ -167,17 +167,17 @@ def generators(device: torch.device) -> dict[str, str]:
 
 @contextmanager
 def noting_unseeded(file: Path) -> Iterator[None]:
-    """Within it, each place in the recipe that seeds from the machine's entropy is written to `file`, also in workers.
+    """Write to `file` each place of the recipe that seeds from the machine's entropy in the block, also in workers.
 
     What libraries do, when they are imported above all, is not the recipe's doing.
     """
     places = [(np.random, "default_rng"), (np.random, "seed"), (random, "seed"), (torch, "seed")]
     originals = [(owner, name, getattr(owner, name)) for owner, name in places]
-    told: set[str] = set()
+    written: set[str] = set()
 
     def note(text: str) -> None:
-        if text not in told:
-            told.add(text)
+        if text not in written:
+            written.add(text)
             with open(file, "a", encoding="utf-8") as stream:
                 stream.write(text + "\n")
 

@@ -1,6 +1,6 @@
-"""Looks for the values that a recipe keeps where a checkpoint may not see them: globals, closures, class attributes.
+"""Finds the values that a recipe keeps where a checkpoint may not see them: globals, closures, class attributes.
 
-They decide nothing about equality (a clock may stand among them); they tell which value explains a difference.
+They do not decide about equality (a clock may be among them); they show which value explains a difference.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_TEXT = 60
 
 
 def remembered_values(run: Any, script_folder: Path) -> dict[str, str]:
-    """Where each value stands (`train.py: calls`, `train_set.rng`) -> its text, or a digest of it.
+    """Return a mapping from the place of each value (`train.py: calls`, `train_set.rng`) to its text or digest.
 
     script_folder: functions, classes and objects of the modules below it are looked into, of no others.
     """
@@ -85,7 +85,7 @@ class _Walk:
             return
         if isinstance(value, Brain):
             return  # the recipe's own attributes of it are looked at apart; the others are the framework's
-        # Any object may stand there, and one that cannot be looked at must not end the run.
+        # Any object may be there, and one that cannot be read must not end the run.
         with suppress(Exception):
             text = _text(value)
             if text is not None:

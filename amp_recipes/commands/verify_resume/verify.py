@@ -1,4 +1,4 @@
-"""Runs a recipe whole, again, and killed and resumed, and says whether all did the same."""
+"""Runs a recipe twice without interruption, and once killed and resumed; reports whether all are equal."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _TAIL_LINES = 20
 
 
 class _RunFailed(Exception):
-    """A run of the recipe did not do what it was started for."""
+    """Raised if a run of the recipe did not do what it was started for."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run of the recipe did, and how it ended."""
+    """The trace of a run of the recipe, and how it ended."""
 
     trace: Trace
     ended: EndedChild
@@ -47,7 +47,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class ResumeCheck:
-    """What is run: the recipe's command, for `steps` updates, saved after `save_at`, killed after `kill_at`.
+    """The runs to make: the recipe's command, for `steps` updates, saved after `save_at`, killed after `kill_at`.
 
     say: called with each line for the user.
     """
@@ -67,10 +67,10 @@ class ResumeCheck:
         for line in lines:
             self.say(line)
 
-    def run(self, name: str, goes_on: str = "", kill_at: int = 0, more: Sequence[str] = ()) -> _Run:
+    def run(self, name: str, resumes: str = "", kill_at: int = 0, more: Sequence[str] = ()) -> _Run:
         """Start the recipe and wait for its end; its trace and what it says lie in the folder under `name`.
 
-        goes_on: the name of the run that it goes on with. Raises SystemExit if a signal asked this process to end
+        resumes: the name of the run that it resumes. Raises SystemExit if a signal asked this process to end
         meanwhile.
         """
         trace = self.folder / f"{name}.jsonl"
@@ -79,7 +79,7 @@ class ResumeCheck:
             *(str(trace), str(self.steps), str(kill_at), str(self.script), str(self.hparams_file)),
             *self.options,
             *more,
-            f"--output_folder={self.folder / (goes_on or name)}",
+            f"--output_folder={self.folder / (resumes or name)}",
             f"--ckpt_interval_steps={self.save_at}",
             *("--resume=auto", "--test_only=false", "--debug=false", "--noprogressbar=true"),
         ]
@@ -89,18 +89,18 @@ class ResumeCheck:
             raise SystemExit(128 + self.children.requested)
         return _Run(read_trace(trace), ended)
 
-    def told(self, what: str, name: str, goes_on: str = "", kill_at: int = 0) -> _Run:
-        """A run whose length is told."""
-        run = self.run(name, goes_on, kill_at)
+    def reported(self, what: str, name: str, resumes: str = "", kill_at: int = 0) -> _Run:
+        """Run it, and print its length."""
+        run = self.run(name, resumes, kill_at)
         self.say(f"  {what:<26}{len(run.trace.windows):>4} updates {run.ended.seconds:>7.1f} s")
         return run
 
-    def whole(self, what: str, name: str, goes_on: str = "") -> _Run:
-        """A run that has to come to its end."""
-        run = self.told(what, name, goes_on)
+    def whole(self, what: str, name: str, resumes: str = "") -> _Run:
+        """Run it, and raise if it does not finish."""
+        run = self.reported(what, name, resumes)
         run.refuse_failure(name)
         if run.trace.end is None:
-            raise _RunFailed(f"{self.script} ended without a call of Brain.fit that returned.")
+            raise _RunFailed(f"{self.script} ended, but no call of Brain.fit() returned.")
         return run
 
 
@@ -114,7 +114,7 @@ def verify_resume(
     keep: str | Path | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Whether a recipe that is killed and started again does, bit for bit, what it does without: 0 yes, 1 no.
+    """Return 0 if a killed and resumed recipe equals, bit for bit, one that was not killed; else 1.
 
     options: of the recipe, as on its command line; steps: updates of each run; save_at: updates after which a
         checkpoint is made inside the epoch; kill_at: updates after which one run is killed (SIGKILL); all three count
@@ -151,19 +151,19 @@ def _verify(check: ResumeCheck) -> int:
     if difference := first_difference(one, again):
         return _not_reproducible(check, difference, one, again)
 
-    killed = check.told(f"killed after {check.kill_at} updates", "killed", kill_at=check.kill_at)
+    killed = check.reported(f"killed after {check.kill_at} updates", "killed", kill_at=check.kill_at)
     if killed.ended.status != -signal.SIGKILL:
         killed.refuse_failure("killed")
         raise _RunFailed(f"The run that was to be killed ended after {len(killed.trace.windows)} updates.")
     if difference := first_difference(one, killed.trace, both_ended=False):
         return _not_reproducible(check, difference, one, killed.trace)
-    resumed = check.whole("that one, resumed", "resumed", goes_on="killed")
+    resumed = check.whole("that one, resumed", "resumed", resumes="killed")
     whole, resumed_at = compare.spliced(killed.trace, resumed.trace)
     check.say("")
     if resumed_at == 0:
         check.say(
-            "The resumed run began at its first update: it did not go on from the checkpoint. Does the recipe give its"
-            "\nBrain a checkpointer of its own in another folder, or change output_folder? Its last lines were:"
+            "The resumed run began at its first update: it did not continue from the checkpoint. Does the recipe give "
+            "its\nBrain a checkpointer of its own in another folder, or change output_folder? Its last lines were:"
         )
         check.say_all(resumed.last_words)
         return DIFFERENT
@@ -190,7 +190,7 @@ def _judge(check: ResumeCheck, one: Trace, again: Trace, whole: Trace, resumed_a
     else:
         check.say_all(_equal(check, resumed_at, suspects))
         return EQUAL
-    check.say("NOT EQUAL: the resumed run did something else than the one without interruption.")
+    check.say("NOT EQUAL: the resumed run differs from the run without interruption.")
     return DIFFERENT
 
 
@@ -198,7 +198,7 @@ def _equal(check: ResumeCheck, resumed_at: int, suspects: Mapping[str, tuple[str
     if suspects:
         yield "Not restored by the resume, but without effect in these updates (without interruption | resumed):"
         yield from causes.suspect_lines(suspects)
-    yield f"EQUAL bit for bit: the run that was killed after update {check.kill_at} went on from update {resumed_at}."
+    yield f"EQUAL bit for bit: the run that was killed after update {check.kill_at} resumed from update {resumed_at}."
 
 
 def _what_was_compared(one: Trace, resumed_at: int, metrics: int) -> Iterator[str]:
@@ -216,10 +216,10 @@ def _what_was_compared(one: Trace, resumed_at: int, metrics: int) -> Iterator[st
 
 def _what_was_not_compared(one: Trace, by_chance: Iterable[str]) -> Iterator[str]:
     if by_chance:
-        yield f"not compared, as they differ without interruption too: {', '.join(by_chance)}"
+        yield f"not compared, since they differ without interruption too: {', '.join(by_chance)}"
     unread = sorted({name for window in one.windows for name in window.unread})
     if unread:
-        yield f"not compared, as there was nothing to read in them: objects of type {', '.join(unread)}"
+        yield f"not compared, since their state cannot be read: objects of type {', '.join(unread)}"
 
 
 def _not_reproducible(check: ResumeCheck, difference: Difference, one: Trace, other: Trace) -> int:
@@ -235,7 +235,7 @@ def _not_reproducible(check: ResumeCheck, difference: Difference, one: Trace, ot
 
 
 def _ask_determinism(check: ResumeCheck) -> list[str]:
-    """What torch says about the operations, and whether two deterministic runs are equal."""
+    """Return what torch reports about the operations, and whether two deterministic runs are equal."""
     more = ["--deterministic=true"]
     one = check.run("deterministic", more=more)
     if one.ended.status:
@@ -252,13 +252,13 @@ def _seed_if_none(hparams_file: Path, options: Sequence[str], say: Callable[[str
     given = read_settings(hparams_file, overrides, folders=["/"]).options
     if given.get("seed", run_options.seed) is not None:
         return []
-    say("The YAML sets no seed, without which no two runs are alike: --seed=1 is added here. Set one in the YAML.")
+    say("The YAML sets no seed, so no two runs would be equal. This check adds --seed=1; set a seed in the YAML.")
     return ["--seed=1"]
 
 
 @contextmanager
 def _folder(keep: str | Path | None) -> Iterator[Path]:
-    """The folder of the runs; one that is kept must be new or empty, since runs would go on from what is in it."""
+    """The folder of the runs; one that is kept must be new or empty, since runs would resume from what is in it."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="amp-resume-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary)
@@ -270,5 +270,5 @@ def _folder(keep: str | Path | None) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"--keep {folder}: {error.strerror}.") from error
     if taken:
-        raise ConfigError(f"--keep {folder} is not empty; give a new folder, so that the runs begin afresh.")
+        raise ConfigError(f"--keep {folder} is not empty; give a new folder.")
     yield folder

@@ -1,4 +1,4 @@
-"""Reads a command line: a YAML file, run options, overrides of YAML keys, and what is asked for beside a run."""
+"""Reads a command line: a YAML file, run options, overrides of YAML keys, and requests such as --check."""
 
 from __future__ import annotations
 
@@ -83,8 +83,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
     """
     if _loads:
         raise ConfigError(
-            "parse_arguments is called by what a YAML names, whose words, --trust among them, would then be its own. "
-            "Call it from the script, below `if __name__ == '__main__':` if a YAML names something of that script."
+            "parse_arguments was called by code that a YAML names, and the YAML could then choose the command line, "
+            "--trust included. Call it in the script itself, below `if __name__ == '__main__':` if a YAML names "
+            "something in that script."
         )
     if argv is None:
         show_mistakes_plainly()
@@ -102,10 +103,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
 
 
 class _CommandLine:
-    """A command line, taken apart.
+    """The parts of a command line.
 
     files: words that are no options; words: the options that are not requests, as they can be given again;
-    help_topic: None without `--help`, else "" or the word behind it.
+    help_topic: None without `--help`, else "" or the word after it.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -123,14 +124,14 @@ class _CommandLine:
                 self._take(name, text)
 
     def all_mistakes(self) -> Iterator[str]:
-        """What is wrong with the words, in about their order."""
+        """Yield the mistakes in the words, roughly in their order."""
         if not self.files:
             script = Path(sys.argv[0]).name or "train.py"
             yield f"the YAML file is missing; expected: {script} CONFIG.yaml [--option value ...]."
         yield from self._mistakes
         for extra in self.files[1:]:
             hint = did_you_mean(extra, OPTION_NAMES, prefix="--")
-            yield f"{extra!r} is neither an option nor a value; an option opens with --.{hint}"
+            yield f"{extra!r} is neither an option nor a value; an option starts with --.{hint}"
         yield from self.requests.all_mistakes()
         yield from validate_options(self.options)[1].values()
 
@@ -141,7 +142,7 @@ class _CommandLine:
         if text is None:
             self._mistakes.append(_without_value(name))
         elif head in OPTION_NAMES and below:
-            self._mistakes.append(f"--{name}: {head} is a run option and has no keys below it.")
+            self._mistakes.append(f"--{name}: {head} is a run option, so it has no keys below it.")
         elif head in OPTION_NAMES:
             self.options[name] = option_value(name, text)
         else:
@@ -157,7 +158,7 @@ class _CommandLine:
                 continue
             name, equals, text = word[2:].partition("=")
             if not word.startswith("--"):
-                self._mistakes.append(f"{word!r}: an option opens with two dashes.")
+                self._mistakes.append(f"{word!r}: an option starts with two dashes.")
             elif not all(name.split(".")):
                 self._mistakes.append(f"{word!r} has an empty name; expected --key=value or --key.subkey=value.")
             else:
@@ -166,7 +167,7 @@ class _CommandLine:
 
 
 def _texts_behind(name: str, words: deque[str]) -> list[str | None]:
-    """What an option without `=` takes from the words behind it; of `--sweep`, several texts."""
+    """Return the values of an option without `=`, from the words after it; several for `--sweep`."""
     following = words[0] if words else "--"
     if name == "sweep":
         return _axes_behind(words)
@@ -193,7 +194,7 @@ _loads: list[object] = []  # one for each YAML that is being checked or built, i
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """While a YAML is checked or built: what it names may not read a command line in this process."""
+    """Forbid code that a YAML names to read the command line while the YAML is checked or built."""
     load = object()
     _loads.append(load)
     try:
@@ -203,7 +204,7 @@ def loading() -> Iterator[None]:
 
 
 def _without_value(name: str) -> str:
-    """What is wrong with an option that has no value: it needs one, or it is a misspelt one that needs none."""
+    """Return the mistake in an option without a value: it needs one, or its name is misspelt."""
     if advice := instead_of(name):
         return f"there is no run option {name!r}.{advice}"
     hint = did_you_mean(name, FLAGS, prefix="--")
@@ -221,7 +222,7 @@ def _nest(overrides: dict[str, Any], name: str, value: Any, mistakes: list[str])
         below = branch.setdefault(part, {})
         if not isinstance(below, dict):
             parent = ".".join(parents[:depth])
-            mistakes.append(f"--{name}: --{parent} is given too, with a value that has no keys.")
+            mistakes.append(f"--{name} conflicts with --{parent}, whose value has no keys.")
             return
         branch = below
     if not isinstance(branch.get(last), dict) or not branch[last]:
@@ -230,4 +231,4 @@ def _nest(overrides: dict[str, Any], name: str, value: Any, mistakes: list[str])
         for key, item in value.items():
             _nest(branch[last], str(key), item, mistakes)
     else:
-        mistakes.append(f"--{name} gives a value, but another option gives keys below it.")
+        mistakes.append(f"--{name} conflicts with another option, which sets a key below it.")

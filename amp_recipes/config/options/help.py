@@ -20,24 +20,28 @@ from amp_recipes.config.yaml.nodes import Mistakes
 from amp_recipes.config.yaml.reading import read_file
 
 _METAVARS = {bool: "BOOL", list[str]: "LIST", str | None: "TEXT", float: "X", float | None: "X"}
-# Beside the flags: each with what argparse is told of it.
+# Options besides the flags, each with its arguments for argparse.
 _REQUESTS = {
     "trust": {
         "metavar": "NAME",
-        "help": "what the YAML may name beside the recipe, amp_recipes and torch: a package, a module, a function; or "
-        "a folder that it may include from. Several: with commas, or given again",
+        "help": "let the YAML use this package, module or function, or include files from this folder. Without it the "
+        "YAML may use the recipe and harmless names of amp_recipes, torch and Python. Several names: separate them by "
+        "commas, or repeat the option",
     },
     "sweep": {
         "metavar": "KEY=A,B",
         "nargs": "+",
-        "help": "run every combination, one folder each, and print a table: --sweep 'lr=1e-3,1e-4' "
-        "'model.hidden=64,128'",
+        "help": "train with every combination of these values, each in its own folder, and print a table: "
+        "--sweep 'lr=1e-3,1e-4' 'model.hidden=64,128'",
     },
     "sweep-trials": {
         "metavar": "N",
         "help": "let Optuna choose N combinations; keys may then have ranges: 'lr=1e-5..1e-2:log', 'hidden=32..256'",
     },
-    "replay": {"metavar": "FOLDER", "help": "show again how a step went nonfinite (a folder nonfinite-N), and end"},
+    "replay": {
+        "metavar": "FOLDER",
+        "help": "repeat the step that became nonfinite, from its folder nonfinite-N, and exit",
+    },
     "allow-config-change": {"action": "store_true", "help": "the same as --accept_changes"},
 }
 
@@ -51,7 +55,7 @@ def print_help(hparams_file: str | None, with_rare: bool) -> None:
     root = read_file(hparams_file, Mistakes(), Budget()) if hparams_file is not None else None
     if root is not None:
         expand_includes(root, (), Mistakes(), Budget())
-        print(f"\nKeys of {hparams_file}, each an option too:\n\n{keys_help(root)}")
+        print(f"\nKeys of {hparams_file}; each can be set as an option:\n\n{keys_help(root)}")
 
 
 def _parser(with_rare: bool) -> argparse.ArgumentParser:
@@ -59,16 +63,16 @@ def _parser(with_rare: bool) -> argparse.ArgumentParser:
     left_out = len(OPTIONS) - sum(map(len, groups.values()))
     parser = argparse.ArgumentParser(
         usage="%(prog)s CONFIG.yaml [--option value ...] [--yaml.key value ...]",
-        description="Overrides any key of the YAML: --key=value or --key value, a dot for each level.",
-        epilog=f"--help all shows {left_out} more options, which few recipes need." if left_out else None,
+        description="Any key of the YAML can be set: --key=value or --key value, with a dot for each level.",
+        epilog=f"--help all shows {left_out} more options that few recipes need." if left_out else None,
         allow_abbrev=False,
     )
-    parser.add_argument("hparams_file", metavar="CONFIG.yaml", help="hyperparameters, in HyperPyYAML")
-    requests = parser.add_argument_group("Configuration (not in the YAML)")
+    parser.add_argument("hparams_file", metavar="CONFIG.yaml", help="hyperparameters (YAML with HyperPyYAML's tags)")
+    requests = parser.add_argument_group("Configuration (command line only)")
     for flag, text in FLAGS.items():
         requests.add_argument(f"--{flag}", action="store_true", help=text)
-    for name, told in _REQUESTS.items():
-        requests.add_argument(f"--{name}", **told)  # type: ignore[arg-type]
+    for name, settings in _REQUESTS.items():
+        requests.add_argument(f"--{name}", **settings)  # type: ignore[arg-type]
     defaults = RunOptions()
     for title, options in groups.items():
         group = parser.add_argument_group(title)

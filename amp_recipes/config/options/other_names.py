@@ -1,18 +1,18 @@
-"""Says what to do in place of options and values of SpeechBrain's Brain, Lightning's Trainer and others."""
+"""Translates options and values of SpeechBrain's Brain, Lightning's Trainer and others into ours."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-_COMPILE = "compile what the script gives to the Brain: modules={'model': torch.compile(model)}"
-_PROFILE = "put torch.profiler.profile around fit, with --optimizer_step_limit"
+_COMPILE = "compile the modules in the script: modules={'model': torch.compile(model)}"
+_PROFILE = "wrap fit() in torch.profiler.profile, with --optimizer_step_limit"
 _GROUPS = "make the parameter groups in init_optimizers"
 
 # Of the original Brain: its default, and what to do for another value; "" where nothing is to be done.
 _ORIGINAL: dict[str, tuple[Any, str]] = {
-    "auto_mix_prec": (False, "give precision: fp16"),
-    "bfloat16_mix_prec": (False, "give precision: bf16"),
+    "auto_mix_prec": (False, "set precision: fp16"),
+    "bfloat16_mix_prec": (False, "set precision: bf16"),
     "compile": (False, _COMPILE),
     "compile_mode": ("default", _COMPILE),
     "compile_module_keys": (None, _COMPILE),
@@ -20,7 +20,7 @@ _ORIGINAL: dict[str, tuple[Any, str]] = {
     "compile_using_fullgraph": (False, _COMPILE),
     "data_parallel_backend": (False, "start the script with torchrun, which gives each GPU a process"),
     "data_parallel_count": (-1, "start the script with torchrun --nproc_per_node"),
-    "debug_persistently": (False, "debug runs keep what they write in debug/ of the output folder"),
+    "debug_persistently": (False, "find the files of a debug run in debug/ of the output folder"),
     "distributed_launch": (False, ""),
     "jit": (False, _COMPILE),
     "jit_module_keys": (None, _COMPILE),
@@ -36,19 +36,19 @@ _ORIGINAL: dict[str, tuple[Any, str]] = {
 }
 
 _OTHERS = {
-    "accelerator": "give device",
-    "accumulate_grad_batches": "give grad_accumulation_factor",
-    "amp": "give precision",
-    "default_root_dir": "give output_folder",
+    "accelerator": "set device",
+    "accumulate_grad_batches": "set grad_accumulation_factor",
+    "amp": "set precision",
+    "default_root_dir": "set output_folder",
     "devices": "start the script with torchrun --nproc_per_node",
-    "fast_dev_run": "give debug",
-    "gradient_accumulation_steps": "give grad_accumulation_factor",
-    "gradient_clip_val": "give max_grad_norm",
-    "log_every_n_steps": "give log_interval_steps",
-    "max_epochs": "give the limit of the EpochCounter",
-    "max_steps": "give optimizer_step_limit",
-    "mixed_precision": "give precision",
-    "use_amp": "give precision",
+    "fast_dev_run": "set debug",
+    "gradient_accumulation_steps": "set grad_accumulation_factor",
+    "gradient_clip_val": "set max_grad_norm",
+    "log_every_n_steps": "set log_interval_steps",
+    "max_epochs": "set the limit of the EpochCounter",
+    "max_steps": "set optimizer_step_limit",
+    "mixed_precision": "set precision",
+    "use_amp": "set precision",
 }
 
 # Words of other trainers and of torch for the values of options, in lower case.
@@ -61,15 +61,15 @@ _VALUES = {
 
 
 def value_here(value: Any) -> str:
-    """What a value is called here, in lower case: `fp16` for `16-mixed`, `torch.float16`; `cuda:1` for `GPU:1`."""
+    """Return our name of a value, in lower case: `fp16` for `16-mixed`, `torch.float16`; `cuda:1` for `GPU:1`."""
     name, colon, index = str(value).lower().removeprefix("torch.").partition(":")
     return _VALUES.get(name, name) + colon + index
 
 
 def instead_of(name: str) -> str:
-    """What to do in place of an option of another trainer, as a sentence behind a space; empty for other names."""
+    """Return advice on an option of another trainer, as a sentence after a space; empty for other names."""
     advice = _ORIGINAL[name][1] if name in _ORIGINAL else _OTHERS.get(name, "")
-    return f" In its place {advice}." if advice else ""
+    return f" Instead, {advice}." if advice else ""
 
 
 def without_originals(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def without_originals(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ignored_options(hparams: Mapping[str, Any]) -> list[str]:
-    """What to say of hparams that are options of the original Brain and do nothing here."""
+    """Return warnings on hparams that are options of the original Brain and do nothing here."""
     found = [name for name in hparams if name in _ORIGINAL and _asks(name, hparams[name])]
     return [f"{name!r} does nothing here.{instead_of(name)}" for name in found]
 

@@ -1,4 +1,4 @@
-"""Shows a user's mistake that ends a script as its message alone, without a traceback."""
+"""Prints only the message, without a traceback, when a user's mistake ends a script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amp_recipes.files.user_code import lies_with_the_user
 
 
 def show_mistakes_plainly() -> None:
-    """Let a user's mistake that ends the script be its message alone: the way through the loader would only hide it.
+    """Print a user's mistake that ends the script without its traceback, in which the message would be hard to find.
 
     One that came from an exception in the recipe's own code keeps its traceback; of a library's, the message is enough.
     """

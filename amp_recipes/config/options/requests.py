@@ -1,4 +1,4 @@
-"""Takes from a command line what is neither a run option nor a key of the YAML: `--check`, `--sweep`, `--trust`, ..."""
+"""Reads the requests of a command line, such as `--check`, `--sweep` and `--trust`, which no YAML can set."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from amp_recipes.files.granted_trust import granted_trust, names_in
 
 # Words of the command line that are no run options: a YAML cannot say them. Those with a dash are also known with `_`.
 FLAGS = {
-    "check": "Check YAML and command line, build nothing, and end.",
-    "show-config": "Print the resolved YAML with the place that each value came from, and end.",
-    "diagnose": "Say what the precision does to the model, in place of training it, and end.",
+    "check": "Check the YAML and the command line, build nothing, and exit.",
+    "show-config": "Print the resolved YAML with the source of each value, and exit.",
+    "diagnose": "Report what the precision does to the model instead of training it, and exit.",
 }
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line asks `load_hparams` for, beside options and overrides.
+    """The task that a command line gives to `load_hparams`, besides options and overrides.
 
     action: a run, or what is to be done instead of one; trust: what the YAML may name beside the defaults; axes,
     trials: of a sweep, as they were typed; words: what each run of the sweep is given too.
@@ -33,7 +33,7 @@ class Request:
 
 
 class RequestWords:
-    """What of a command line is neither a run option nor an override, as it is read word by word."""
+    """Collects the words of a command line that are neither run options nor overrides."""
 
     def __init__(self) -> None:
         self._flags: list[str] = []
@@ -41,7 +41,7 @@ class RequestWords:
         self._mistakes: list[str] = []
 
     def takes(self, name: str, text: str | None) -> bool:
-        """Whether an option is one of these words; its value is kept."""
+        """Store an option that is one of these words; return whether it was."""
         name = name.replace("_", "-")
         if name in FLAGS:
             if text is not None:
@@ -54,19 +54,20 @@ class RequestWords:
         return False
 
     def all_mistakes(self) -> Iterator[str]:
-        """What is wrong with the words, also with those that go together."""
+        """Yield the mistakes in the words and in their combination."""
         yield from self._mistakes
         # A YAML has no way to the words that started this process, nor to its variables.
         granted = granted_trust()
         if foreign := [name for name in self._trust if name not in granted]:
             yield (
-                f"--trust {','.join(foreign)} is not on the command line that started this process, and only that can "
-                "grant trust: other words may be a YAML's. Give it there, or in the script, to load_hparams(trust=...)."
+                f"--trust {','.join(foreign)} is refused: it is not on the command line that started this process, and "
+                "other arguments may come from a YAML. Give it on that command line, or call load_hparams(trust=...) "
+                "in the script."
             )
         yield from self._wrong_trials()
         actions = [*dict.fromkeys(self._flags), *(name for name in ("sweep", "replay") if self._values[name])]
         if len(actions) > 1:
-            yield f"{' and '.join(f'--{action}' for action in actions)} cannot be done at once; give one of them."
+            yield f"{' and '.join(f'--{action}' for action in actions)} cannot be combined; give one of them."
 
     def _wrong_trials(self) -> Iterator[str]:
         for trials in self._values["sweep-trials"][-1:]:
@@ -76,7 +77,7 @@ class RequestWords:
                 yield "--sweep-trials needs --sweep with the keys to try: --sweep 'lr=1e-5..1e-2:log'."
 
     def request(self, words: list[str]) -> Request:
-        """What is asked for. words: the other words of the command line."""
+        """Return the request. words: the other words of the command line."""
         trust, axes = tuple(self._trust), tuple(self._values["sweep"])
         if axes:
             trials = self._values["sweep-trials"][-1:]
@@ -86,7 +87,7 @@ class RequestWords:
         return Request(instead[0] if instead else "run", trust)  # type: ignore[arg-type]
 
     def purpose(self) -> Purpose:
-        """What a run is started for."""
+        """Return the purpose of the run."""
         if self._values["replay"]:
             return Purpose("replay", self._values["replay"][-1])
         return Purpose("diagnose") if "diagnose" in self._flags else Purpose()

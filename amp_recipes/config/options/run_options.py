@@ -1,4 +1,4 @@
-"""Puts the options that the rooms declare together as `RunOptions`, and validates them."""
+"""Combines the options that the packages declare into `RunOptions`, and validates them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ else:
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a script is started for: to train, to be diagnosed, or to show again how a step went nonfinite.
+    """The purpose of a start: to train, to diagnose, or to replay a step that became nonfinite.
 
     folder: what `--replay` was given.
     """
@@ -65,7 +65,7 @@ class RunOptions(Mapping[str, Any], OptionFields):
     """The options of one run: typed, validated, readable as attributes and as a mapping.
 
     `RunOptions(precision="bf16", seed=3)` sets two options; the others have their defaults. `explicit`
-    tells which ones were set. Two objects are equal if all their values are.
+    holds the names of those that were set. Two objects are equal if all their values are.
     Raises ConfigError that names every unknown option and every wrong value together.
     """
 
@@ -83,7 +83,7 @@ class RunOptions(Mapping[str, Any], OptionFields):
 
     @property
     def purpose(self) -> Purpose:
-        """What the command line asks for beside the options: no YAML can say it, and it is not written down."""
+        """The purpose, from the command line only: a YAML cannot set it, and it is not saved."""
         return vars(self)["_purpose"]
 
     @property
@@ -191,14 +191,14 @@ def display(value: Any) -> str:
 
 
 def near_misses(keys: Iterable[str]) -> list[str]:
-    """What to say of keys that are no run options but look like a misspelt one: a YAML may have keys of its own."""
+    """Return hints on keys that look like misspelt run options; a YAML may also have keys of its own."""
     strange = [key for key in keys if key not in OPTION_NAMES | FRAMEWORK_KEYS]
     near = {key: difflib.get_close_matches(str(key), sorted(OPTION_NAMES), 1, cutoff=0.8) for key in strange}
-    return [f"{key!r} is no run option; did you mean {names[0]!r}?" for key, names in near.items() if names]
+    return [f"{key!r} is not a run option; did you mean {names[0]!r}?" for key, names in near.items() if names]
 
 
 def _attributes(options: Mapping[str, Any], where: str, purpose: Purpose) -> dict[str, Any]:
-    """What a `RunOptions` holds. Raises ConfigError that names every mistake."""
+    """Return the attributes of a `RunOptions`. Raises ConfigError that names every mistake."""
     values, mistakes = validate_options(options)
     if mistakes:
         raise ConfigError(join_mistakes([f"{where}: {text}" for text in mistakes.values()], where))

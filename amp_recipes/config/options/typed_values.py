@@ -53,7 +53,7 @@ def _string_list(value: Any, text: str) -> Any:
 
 
 def _plain_value(text: str) -> Any:
-    """As `parse_value`, with any exception where the text is not plain YAML that says what was typed."""
+    """Do the same as `parse_value`, but raise any exception if the text is not plain YAML."""
     if any(map(_is_marked, YAML(typ="safe", pure=True).parse(text))):
         raise ValueError("anchors, aliases and tags are not plain values")
     yaml = YAML(typ="safe", pure=True)

@@ -44,7 +44,7 @@ class _Rows:
         self._named: dict[Node, bool] = {}
 
     def below(self, parent: Node, parent_path: KeyPath) -> Iterator[tuple[str, str, str]]:
-        """Of each key: its option or, where no value can be given to it, its name; its value; the comment."""
+        """Yield for each key its option (its name, if it takes no value), its value and its comment."""
         for key, node in children(parent):
             path = (*parent_path, str(key))
             name = one_line(dotted(path))
@@ -62,7 +62,7 @@ class _Rows:
                 yield from self.below(node, path)
 
     def _has_names(self, node: Node) -> bool:
-        """Whether keys stand below a node; a list of values is one value."""
+        """Whether a node has keys below it; a list of values is one value."""
         if node not in self._named:
             below = [child for _, child in children(node)]
             named = bool(below) if isinstance(node, Mapping) else any(map(self._has_names, below))

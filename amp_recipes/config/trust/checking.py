@@ -47,7 +47,7 @@ class Settings:
     root: the tree with overrides; resolved: without references, values of `!applyref:` unknown; options: the run
     options that the YAML and the overrides set, as their types; objects: how many objects the YAML describes; tree: as
     it was read, without overrides, where it has been checked; unread: top-level keys that neither the YAML, the
-    framework nor the recipe's code reads, as far as that can be told.
+    framework nor the recipe's code reads, as far as that is known.
     """
 
     file: str
@@ -65,7 +65,7 @@ class Settings:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Where each value was written, by its dotted key: for a reference, where what it refers to was written."""
+        """Return the source of each value by its dotted key; for a reference, the source of its target."""
         found: dict[str, str] = {}
         pending: list[tuple[KeyPath, Node]] = [((), self.resolved)]
         while pending:  # aliases are followed each time: `limits.EXPANDED_NODES` bounds it
@@ -97,7 +97,7 @@ def read_settings(
 def check_settings(
     path: str | os.PathLike[str], overrides: AnyOverrides, trust: Trust, recipe_folder: str | None = None
 ) -> Settings:
-    """As `read_settings`, and the objects that the YAML names are looked up and their arguments compared.
+    """Read the settings, look up the objects that the YAML names, and compare their arguments with the signatures.
 
     recipe_folder: with the recipe's Python files, which are read to find keys of the YAML that nothing reads (a check
     asks for it, a run does not: that is most of a check's time); None: they are not read. Raises ConfigError that

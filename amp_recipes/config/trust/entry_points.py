@@ -1,4 +1,4 @@
-"""Finds functions that read a command line: a YAML that calls one would start the script again, in its own words."""
+"""Finds functions that read a command line: a YAML that calls one would start the script with arguments of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Name(str):
 
 
 def reads_command_line(subject: Any, is_own: Callable[[str], bool]) -> str:
-    """What a function, or a class once it has an object, would read a command line with; empty if nothing.
+    """Return the name of the reader of a command line that a function or class would call; empty if none.
 
     is_own: whether a module, by its name, holds code that is followed; that of other modules is not looked at.
     A function called `main` counts. Nothing is called or imported: what the code names is looked up.
@@ -45,7 +45,7 @@ def reads_command_line(subject: Any, is_own: Callable[[str], bool]) -> str:
 
 
 def _followed(value: Any, owner: type | None, is_own: Callable[[str], bool]) -> list[tuple[Any, type | None]]:
-    """What the code of a function names, each with the class of its `self`; empty for the code of others."""
+    """Return the functions that a function's code names, each with the class of its `self`; none for foreign code."""
     function, owner = _function_of(value, owner)
     if function is None or not is_own(str(function.__module__)):
         return []
@@ -65,14 +65,14 @@ def _reader(value: Any) -> str:
 
 
 def _called_unnamed(kind: type) -> Iterator[Any]:
-    """The methods that Python or torch call without being told their names: `__init__`, `__call__`, `forward`."""
+    """The methods that Python or torch call without a name in the code: `__init__`, `__call__`, `forward`."""
     for name, value in vars(kind).items():
         if (name.startswith("__") and name.endswith("__")) or name == "forward":
             yield value
 
 
 def _function_of(value: Any, owner: type | None) -> tuple[FunctionType | None, type | None]:
-    """The Python function behind a value, and the class whose `self` or `cls` it is given."""
+    """The Python function of a value, and the class whose `self` or `cls` it is given."""
     while not isinstance(value, FunctionType):
         if isinstance(value, functools.partial | functools.partialmethod):
             value = value.func

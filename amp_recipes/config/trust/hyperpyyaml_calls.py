@@ -22,7 +22,7 @@ _one_at_a_time = threading.Lock()
 
 
 def call(kind: str, name: str, arguments: dict[str, Any] | list[Any] | None) -> Any:
-    """What HyperPyYAML makes of a tag such as `!new:torch.nn.Linear`: kind `!new`, and the name.
+    """Return what HyperPyYAML builds for a tag such as `!new:torch.nn.Linear`: kind `!new`, and the name.
 
     arguments: built already; a dict by name, a list by position, None: there are none.
     """
@@ -49,7 +49,7 @@ class _BuiltArguments:
 
 
 def _node_of(tag: str, arguments: dict[str, Any] | list[Any] | None) -> ruamel.yaml.Node:
-    """What HyperPyYAML takes for the node of a YAML."""
+    """Return an object that HyperPyYAML accepts as the node of a YAML."""
     if isinstance(arguments, dict):
         return ruamel.yaml.MappingNode(tag, arguments)
     if isinstance(arguments, list):

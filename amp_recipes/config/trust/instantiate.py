@@ -30,7 +30,7 @@ from amp_recipes.errors import ConfigError
 
 
 def build(root: Mapping, trust: Trust) -> dict[str, Any]:
-    """The values and objects of a resolved and checked tree, without the keys that begin with `__`.
+    """Build the values and objects of a resolved and checked tree, without the keys that begin with `__`.
 
     Objects are built in the order of the file, arguments before the object that takes them. A node that several keys
     share is built once.
@@ -87,7 +87,7 @@ class _Builder:
         # HyperPyYAML looks the name up again, with pydoc: what has been checked must be what it calls.
         found = pydoc.locate(name)
         if not _is_same(found, target):
-            raise ConfigError(f"{name} is ambiguous: {found!r} is found where {target!r} was checked; rename one.")
+            raise ConfigError(f"{name} is ambiguous: the check found {target!r}, Python {found!r}; rename one.")
         return call(kind, name, arguments)
 
 

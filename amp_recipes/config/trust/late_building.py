@@ -1,4 +1,4 @@
-"""Says which key of a YAML describes an object that could not be built, also where it is built after the YAML."""
+"""Names the key of a YAML whose object could not be built, also if it is built after the YAML was loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from amp_recipes.errors import AmpRecipesError, ConfigError
 
 
 class LateClass(functools.partial):
-    """What `!name:` makes of a class with arguments: the caller gives those that are missing, and builds the object.
+    """The result of `!name:` for a class with arguments: a call adds the missing ones and builds the object.
 
     place: `x.yaml:7:3: opt_class: !name:torch.optim.Adam`. Raises ConfigError that names it where the object cannot be
     built. A call that the class's signature refuses is a mistake of the caller's, and raises TypeError.

@@ -1,4 +1,4 @@
-"""Finds where a module's code lies, or would lie, without an import; and how far it is the recipe's own."""
+"""Finds the files of a module without importing it, and decides whether they belong to the recipe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def submodule_exists(owner: ModuleType, name: str) -> bool:
 
 
 def spec_of(module_name: str) -> importlib.machinery.ModuleSpec | None:
-    """Where a module comes from, or would come from; those above it must be imported."""
+    """Return the spec of a module without importing it; its parent packages must be imported."""
     if (module := sys.modules.get(module_name)) is not None:
         return getattr(module, "__spec__", None)
     parent, _, _ = module_name.rpartition(".")

@@ -50,7 +50,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 class Callee:
     """A class or function as its caller sees it, read once: its name, parameters and annotations.
 
-    parameters: None where Python cannot tell them for certain.
+    parameters: None where they are not known for certain.
     hints: the annotations that can be resolved and are certain, of the parameters and of what it returns.
     """
 
@@ -61,7 +61,7 @@ class Callee:
         self.hints = {} if signature is None else _hints_of(target)
 
     def check(self, node: Node, partial: bool) -> Iterator[tuple[Source, str]]:
-        """What is wrong with the arguments at `node`: where, and what in words.
+        """Yield the mistakes in the arguments at `node`: the source of each, and its text.
 
         partial: for `!name:`, whose caller gives the arguments that are missing.
         """
@@ -82,11 +82,12 @@ class Callee:
         yield from self._wrong_types(given)
 
     def _too_many(self, by_position: list[str], node: Sequence) -> Iterator[tuple[Source, str]]:
-        """That more arguments are given by position than are taken, told where the first of them stands."""
+        """Yield the mistake of too many positional arguments, at the first one that is too many."""
         if len(node.items) > len(by_position) and not _has(self.parameters, inspect.Parameter.VAR_POSITIONAL):
-            takes = f"{len(by_position)} ({', '.join(by_position)})" if by_position else "none"
+            count = f"{len(by_position)} positional argument{'' if len(by_position) == 1 else 's'}"
+            names = f" ({', '.join(by_position)})" if by_position else ""
             first = node.items[len(by_position)]
-            yield first.source, f"{self.name} takes {takes} by position, but {len(node.items)} are given."
+            yield first.source, f"{self.name} takes {count}{names}, but got {len(node.items)}."
 
     def _wrong_types(self, given: dict[str, Node]) -> Iterator[tuple[Source, str]]:
         for argument, item in given.items():
@@ -101,14 +102,14 @@ class Callee:
 
 
 def _wrong_names(name: str, parameters: Any, node: Mapping) -> Iterator[tuple[Source, str]]:
-    """Keywords that the target does not take; what it takes is said with each."""
+    """Yield the keywords that the target does not accept, each with those that it does."""
     accepted = _accepted(parameters)
     by_position = {p.name for p in parameters.values() if p.kind is inspect.Parameter.POSITIONAL_ONLY}
     takes_any = _has(parameters, inspect.Parameter.VAR_KEYWORD)
     for key in node.items:
         where = node.key_sources.get(key, node.source)
         if not isinstance(key, str):
-            yield where, f"{name} is given {key!r} as the name of an argument, which must be text."
+            yield where, f"{name} has an argument named {key!r}; the name of an argument must be a string."
         elif key in accepted or takes_any:
             continue
         elif key in by_position:
@@ -119,7 +120,7 @@ def _wrong_names(name: str, parameters: Any, node: Mapping) -> Iterator[tuple[So
 
 
 def _missing(parameters: Any, given: dict[str, Node]) -> list[str]:
-    """The arguments without a default that are not given; one that is only misspelt has been told already."""
+    """Return the missing arguments without a default, but for those that were reported as misspelt."""
     unknown = [key for key in given if key not in parameters][:_GUESSES]
     guessed = {did_you_mean(key, _accepted(parameters)) for key in unknown}
     return [
@@ -141,7 +142,7 @@ def _has(parameters: Any, kind: Any) -> bool:
 
 
 def _signature_of(target: Any) -> inspect.Signature | None:
-    """The signature of a class or function; None where Python cannot tell it for certain."""
+    """The signature of a class or function; None where it is not known for certain."""
     if not (inspect.isclass(target) or inspect.isroutine(target) or isinstance(target, functools.partial)):
         return None
     try:
@@ -189,7 +190,7 @@ def _called(target: Any) -> Any:
 
 
 def _fits(node: Node, hint: Any) -> bool:
-    """Whether a node may be of the type of an annotation; true where that cannot be known."""
+    """Whether a node may have the type of an annotation; true if that cannot be known."""
     if not isinstance(node, Scalar | Sequence | Mapping) or node.tag not in ("", TUPLE):
         return True  # what a call gives is known once it is called
     return any(_fits_kind(node, *kind) for kind in _kinds(hint))
@@ -301,10 +302,10 @@ def _list_words(kind: Any, inner: tuple[Any, ...]) -> str:
 
 
 def _hint(node: Node, hint: Any) -> str:
-    """What was probably meant: the nearest of a closed list of values, or a boolean of older YAML."""
+    """Return a hint at the value that was probably meant: the nearest of a list, or a boolean of older YAML."""
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
         return ""
     kinds = _kinds(hint)
     if (bool, ()) in kinds and node.value.lower() in _OLD_BOOLEANS:
-        return f" Text in YAML 1.2: write {str(node.value.lower() in ('yes', 'on', 'true')).lower()}."
+        return f" In YAML 1.2 this is text: write {str(node.value.lower() in ('yes', 'on', 'true')).lower()}."
     return did_you_mean(node.value, [choice for kind, inner in kinds if kind is typing.Literal for choice in inner])

@@ -1,4 +1,4 @@
-"""Checks every object that a resolved YAML names, before one of them is built: what it is, may be, and is given."""
+"""Checks every object that a resolved YAML names before any is built: its kind, its trust and its arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from amp_recipes.config.yaml.nodes import Mapping, Mistakes, Node, Scalar, Seque
 from amp_recipes.config.yaml.tags import ATTRIBUTE
 from amp_recipes.errors import ConfigError
 
-_ENOUGH_MISTAKES = 300  # of which the first are told; a file of nothing but mistakes must not take minutes
+_ENOUGH_MISTAKES = 300  # only the first are shown; a file of nothing but mistakes must not take minutes
 _OBJECTS = ("!new", "!name", "!apply")
 _KINDS = (*_OBJECTS, "!module", "!applyref")
 # What a tag must name: as a test, and in words.
@@ -28,7 +28,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_targets(root: Mapping, trust: Trust, mistakes: Mistakes) -> int:
-    """How many objects a resolved tree would build; what is wrong with any of them is added to `mistakes`.
+    """Return the number of objects that a resolved tree would build; add their mistakes to `mistakes`.
 
     Imports the modules that the tree names, if `trust` allows them; calls nothing. Ends early after hundreds of
     mistakes.
@@ -79,7 +79,7 @@ class _Checking:
             text = "getattr takes an object and the name of an attribute; write !ref <key.attribute>."
             self._mistakes.add(node.source, text)
         elif not (name.isascii() and name.isidentifier()) or name.startswith("_"):
-            text = f"{name!r} is no public attribute: expected one name that begins with a letter."
+            text = f"{name!r} is not a public attribute: expected one name that begins with a letter."
             self._mistakes.add(node.source, text)
         else:
             assert isinstance(node, Sequence)  # as `attribute_name` says
@@ -87,14 +87,16 @@ class _Checking:
 
     def _check_attribute_of(self, tag: str, name: str, node: Node) -> None:
         kind, _, owner = tag.partition(":")
-        with suppress(ConfigError):  # told where the object itself is checked
+        with suppress(ConfigError):  # reported where the object itself is checked
             if kind == "!module":
                 self._check_member(self._trust.module(owner), name, node)
             elif kind in ("!new", "!apply"):
                 known = self._attributes_of(tag)
                 public = [attribute for attribute in known if not attribute.startswith("_")]
                 if known and name not in known:
-                    self._mistakes.add(node.source, f"{tag} gives no {name!r}.{did_you_mean(name, public)}")
+                    self._mistakes.add(
+                        node.source, f"the object of {tag} has no attribute {name!r}.{did_you_mean(name, public)}"
+                    )
 
     def _check_member(self, module: ModuleType, name: str, node: Node) -> None:
         try:
@@ -184,7 +186,7 @@ def _has_only_fields(made: Any) -> bool:
 
 
 def _has_no_other_kind(returned: Any) -> bool:
-    """Whether what a function says that it returns is certainly of that class, and as it was made."""
+    """Whether a function certainly returns an unchanged object of the class in its annotation."""
     if not inspect.isclass(returned) or "__final__" in vars(returned):
         return inspect.isclass(returned)
     parameters = vars(returned).get("__dataclass_params__")

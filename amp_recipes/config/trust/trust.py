@@ -68,11 +68,11 @@ class NotFound(ConfigError):
 
 
 class _NotImported(Exception):
-    """To know more, a module would have to be imported."""
+    """Raised where a module would have to be imported to know more."""
 
 
 class Trust:
-    """What one load may name.
+    """The names that one load may use.
 
     packages: names beside the defaults: a package with all below it (`sklearn`), a module, or one object
         (`sklearn.svm.SVC`); an entry that has a `/` or begins with a `.` is a folder for `!include:`.
@@ -119,7 +119,7 @@ class Trust:
         """The module of that name. Raises NotTrusted or NotFound, also where the name leads to something else."""
         found = self.locate(name)
         if not isinstance(found, ModuleType):
-            raise NotFound(f"{name} is no module, but {description_of(found)}.")
+            raise NotFound(f"{name} is not a module, but {description_of(found)}.")
         return found
 
     def attribute(self, owner: Any, name: str) -> Any:
@@ -127,7 +127,7 @@ class Trust:
         _parts_of(name)
         what = f"{owner.__name__ if inspect.isclass(owner) or inspect.ismodule(owner) else type(owner).__name__}.{name}"
         if "." in name or name == "__main__":
-            raise NotFound(f"{name!r} is no attribute: expected one name without dots.")
+            raise NotFound(f"{name!r} is not the name of an attribute: expected one name without dots.")
         if isinstance(owner, ModuleType):
             return self._attribute_of_module(owner, name, what)
         self.check_value(owner, what)
@@ -151,7 +151,7 @@ class Trust:
             raise NotTrusted(f"{what} is not trusted: {owner.__name__} is not a module that can be named.")
         value = self.locate(f"{owner.__name__}.{name}")
         if isinstance(value, ModuleType):
-            raise NotTrusted(f"{what} is a module, and a reference does not go from one module to another.")
+            raise NotTrusted(f"{what} is a module; a reference may not lead from one module to another.")
         return value
 
     def _entered(self, top: str, wanted: str) -> ModuleType:
@@ -166,7 +166,7 @@ class Trust:
         return self._imported(top, wanted)
 
     def _step(self, owner: Any, part: str, walked: str, wanted: str) -> Any:
-        """What `part` is in `owner`, one step of a walk; a module must be what its name says, and allowed."""
+        """Return the member `part` of `owner`, one step of a dotted name; a module must be allowed."""
         value = self._member(owner, part, walked, wanted)
         if value is _MISSING:
             place, _, _ = walked.rpartition(".")
@@ -174,15 +174,15 @@ class Trust:
         if isinstance(value, ModuleType):
             if value.__name__ != walked and sys.modules.get(walked) is not value:  # os.path is posixpath
                 own = f"{value.__name__}{wanted.removeprefix(walked)}"
-                reason = f"{walked} is the module {value.__name__}; its own name is {own}"
+                reason = f"{walked} is the module {value.__name__}; write {own}"
                 raise NotTrusted(f"{wanted} is not trusted: {reason}.")
             self._check_module(walked, wanted)
         return value
 
     def _member(self, owner: Any, part: str, walked: str, wanted: str) -> Any:
-        """What `part` is in `owner`, or `_MISSING`; a submodule is imported if it is allowed."""
+        """Return the member `part` of `owner`, or `_MISSING`; import a submodule if it is allowed."""
         if not isinstance(owner, ModuleType):
-            # A rehearsal goes on where the walk has ended, so it must not run an object's own code.
+            # A trial continues where the walk has ended, so it must not run an object's own code.
             get = inspect.getattr_static if self.rehearses and not inspect.isclass(owner) else getattr
             return get(owner, part, _MISSING)
         if walked not in sys.modules and submodule_exists(owner, walked):
@@ -207,7 +207,7 @@ class Trust:
             raise NotFound(f"{wanted}: the module {module_name} cannot be imported: {reason}") from error
         module = sys.modules[module_name]
         if not isinstance(module, ModuleType):
-            raise NotTrusted(f"{wanted}: the module {module_name} puts something else in its place.")
+            raise NotTrusted(f"{wanted}: the module {module_name} replaces itself by another object.")
         self._recipe_modules.pop(module_name, None)
         self._check_module(module_name, wanted)
         return module
@@ -234,10 +234,10 @@ class Trust:
 
     def _refusal(self, what: str, reason: str, entries: Iterable[str], attempt: Callable[[Trust], Any]) -> NotTrusted:
         """The error with what, why, and the first of the entries for `trust` with which the attempt would succeed."""
-        why = reason or "of torch, amp_recipes and Python, a YAML may name only what can do no harm; of others, nothing"
+        usual = "a YAML may use only harmless names of torch, amp_recipes and Python, and none of other packages"
         entry = next((entry for entry in entries if self._is_enough(entry, attempt)), "")
         allow = f' To allow it: trust=("{entry}",) in load_hparams, or --trust {entry}.' if entry else ""
-        return NotTrusted(f"{what} is not trusted: {why}.{allow}")
+        return NotTrusted(f"{what} is not trusted: {reason or usual}.{allow}")
 
     def _is_enough(self, entry: str, attempt: Callable[[Trust], Any]) -> bool:
         """Whether an attempt would succeed with one more trusted name, as far as can be known without an import."""
@@ -301,7 +301,7 @@ class Trust:
         return self._is_named(qualified) or self._is_recipe(home)
 
     def _command_line_reader(self, subject: Any, home: str | None, qualified: str) -> str:
-        """What of the recipe's own code would read a command line, in the words of the YAML; empty if nothing."""
+        """Return the name of the recipe's code that would read a command line, as the YAML writes it; empty if none."""
         if home is None or self._is_named(qualified) or not self._is_recipe(home):
             return ""
         return reads_command_line(subject, self._is_recipe)
@@ -415,7 +415,7 @@ def _is_public(name: str) -> bool:
 def _parts_of(name: str) -> list[str]:
     """The parts of a dotted name. Raises NotFound for one that no YAML may write."""
     if len(name) > _NAME_CHARACTERS:
-        raise NotFound(f"{name[:40]!r}... is longer than {_NAME_CHARACTERS} characters: no dotted name.")
+        raise NotFound(f"{name[:40]!r}... is longer than {_NAME_CHARACTERS} characters, too long for a dotted name.")
     for character in name:
         if not character.isascii():
             words = unicodedata.name(character, f"U+{ord(character):04X}")
@@ -423,7 +423,7 @@ def _parts_of(name: str) -> list[str]:
     parts = name.split(".")
     for part in parts:
         if not _IDENTIFIER.fullmatch(part):
-            raise NotFound(f"{name!r} is no dotted name of letters, digits and underscores.")
+            raise NotFound(f"{name!r} is not a dotted name of letters, digits and underscores.")
     for depth, part in enumerate(parts):
         if part.startswith("_") and (depth or part != "__main__"):
             raise NotTrusted(f"{name!r}: {part!r} begins with an underscore, which makes it private to Python code.")
@@ -449,7 +449,7 @@ def _existing_folder(entry: str) -> str:
 
 
 def _entry_for(name: str) -> str:
-    """What to trust for a name: of Python and torch the one object, of anything else the package."""
+    """Return the entry to trust for a name: the object itself for Python and torch, else the package."""
     top, dot, _ = name.partition(".")
     return name if _is_of_lists(name) or (not dot and hasattr(builtins, name)) else top
 

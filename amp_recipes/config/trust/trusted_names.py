@@ -1,8 +1,8 @@
-"""Lists what a YAML may name without being told to: of torch, of the standard library and of amp_recipes.
+"""Lists the names that a YAML may use by default: of torch, of the standard library and of amp_recipes.
 
 A name is here only if no arguments that a YAML can give make it read, write, import, execute or walk attributes. That
 is why `getattr`, `operator.attrgetter`, `functools.partial` (`!name:` with arguments makes one), `torch.load`,
-`torch.nn.ParameterDict` (it sets any attribute that it is told) are missing, and with them what makes one huge number
+`torch.nn.ParameterDict` (it sets any attribute by name) are missing, and with them what makes one huge number
 of small ones (`math.factorial`, `math.prod`, `decimal.Decimal`, `operator.pow`). What is listed of amp_recipes writes,
 if at all, what a run writes: checkpoints, metrics and a summary, in the folder that it is given.
 
@@ -111,7 +111,7 @@ _AMP_RECIPES_NAMES = [f"{module}.{name}" for module, names in AMP_RECIPES.items(
 
 
 def key_of(value: Any) -> int:
-    """What an object is compared by: itself, but for a bound method its function (each access binds it anew)."""
+    """Return the key to compare an object by: itself, or the function of a bound method (each access is new)."""
     return id(value.__func__) if isinstance(value, MethodType) else id(value)
 
 
@@ -184,7 +184,7 @@ def walkable_modules() -> frozenset[str]:
 
 
 def listed_names() -> list[str]:
-    """Every name that a YAML may use without being told to, also of amp_recipes' modules that are not imported."""
+    """Every name that a YAML may use by default, also of amp_recipes' modules that are not imported."""
     return [*torch_objects(), *_AMP_RECIPES_NAMES, *standard_objects()]
 
 

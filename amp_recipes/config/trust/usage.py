@@ -1,4 +1,4 @@
-"""Finds keys of a YAML that nothing reads, by reading the recipe's own code: one of them may be misspelt."""
+"""Finds keys of a YAML that the recipe's code does not read, since one of them may be misspelt."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def find_unread_keys(root: Mapping, folder: str, mistakes: Mistakes) -> tuple[st
     """The top-level keys that nothing reads; where one that is read and not there has nearly its name, a mistake.
 
     Looked at are the top-level keys, and those of `modules` and of mappings for a loader. A key counts as read if the
-    YAML refers to it, if it is a run option, or if its name stands anywhere in the Python files in and below `folder`;
+    YAML refers to it, if it is a run option, or if its name is anywhere in the Python files in and below `folder`;
     if not all of those can be read, nothing is said. So a key of the user's own is never refused because nobody needs
     it.
     """
@@ -91,7 +91,7 @@ def _compare(
     for key in strange[:_SUGGESTIONS]:
         if nearest := slip_of(key, missing, _CUTOFF, plurals=True) or slip_of(key, missing_options, _OPTION_CUTOFF):
             source = mapping.key_sources.get(key, mapping.items[key].source)
-            text = f"{start}{key} is read by nothing: not by this YAML, the recipe's code or the framework."
+            text = f"{start}{key} is not used: this YAML, the recipe's code and the framework do not read it."
             mistakes.add(source, f"{text} Did you mean {start}{nearest}?")
 
 

@@ -1,4 +1,4 @@
-"""Says what a value is that a YAML's name leads to: what decides about it, what it holds, where it is defined."""
+"""Describes the value that a name leads to: the object to judge it by, its contents, and where it is defined."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _VALUE_TYPES: tuple[type, ...] = (
 
 
 def subject_of(value: Any) -> Any:
-    """What decides about a value: itself if it is a class or function, what it binds, or else its class."""
+    """Return the object to judge a value by: itself if it is a class or function, what it binds, or else its class."""
     while True:
         if type(value) is MethodType:
             value = value.__func__
@@ -46,13 +46,13 @@ def subject_of(value: Any) -> Any:
 
 
 def is_container(value: Any) -> bool:
-    """Whether what a value holds decides about it. Not by isinstance: `__class__` can lie."""
+    """Whether a value is judged by its contents. Not by isinstance: `__class__` can be false."""
     kind = type(value)
     return kind in (dict, *_CONTAINERS) or issubclass(kind, _VALUE_TYPES)
 
 
 def held_by(value: Any) -> list[Any]:
-    """What a container holds: a function in it can be had with `random.choice`, and called with `max(key=...)`."""
+    """Return the contents of a container: `random.choice` can return a function in it, `max(key=...)` can call one."""
     kind = type(value)
     if issubclass(kind, dict):
         return [*dict.keys(value), *dict.values(value)]
@@ -76,7 +76,7 @@ def home_of(subject: Any) -> tuple[str | None, str]:
     """The module that defines a class or function (None where it does not say), and its full name."""
     name = getattr(subject, "__qualname__", None) or getattr(subject, "__name__", repr(subject))
     home = getattr(subject, "__module__", None)
-    if not isinstance(home, str):  # a method of C: the class that defines it tells, not the one that inherits it
+    if not isinstance(home, str):  # a method of C: the class that defines it decides, not the one that inherits it
         owner = getattr(subject, "__objclass__", getattr(subject, "__self__", None))
         if owner is None or isinstance(owner, ModuleType):
             return None, str(name)
@@ -86,7 +86,7 @@ def home_of(subject: Any) -> tuple[str | None, str]:
 
 
 def description_of(value: Any) -> str:
-    """What a value is, in a few words."""
+    """Return a short description of a value."""
     if inspect.isclass(value):
         return f"the class {value.__name__}"
     return f"the function {value.__name__}" if inspect.isroutine(value) else f"a {type(value).__name__}"

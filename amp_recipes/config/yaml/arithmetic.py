@@ -58,7 +58,7 @@ def evaluate(text: str) -> int | float | None:
     if len(text) > CHARACTERS or _open_at_once(text) > PARENTHESES:
         raise ConfigError(
             f"{short(text)} is too long: arithmetic has at most {CHARACTERS:,} characters "
-            f"and {PARENTHESES} parentheses that are open at once."
+            f"and {PARENTHESES} nested parentheses."
         )
     try:
         body = ast.parse(text, mode="eval").body

@@ -33,11 +33,11 @@ _Chain: TypeAlias = "tuple[str, ...]"
 
 
 def expand_includes(root: Mapping, trusted_folders: Sequence[str], mistakes: Mistakes, budget: Budget) -> None:
-    """Put in the place of each `!include:` node the root of its file, with the values below the tag merged into it.
+    """Replace each `!include:` node by the root of its file, with the values below the tag merged into it.
 
     root: of the main YAML; a file must lie in the folder of that YAML, or in one of `trusted_folders`, after links are
-        followed. It is looked up beside the file in which the tag stands, after links are followed too.
-    A file that several tags include comes as a tree of its own for each. A file that cannot be included is told in
+        followed. It is looked up in the folder of the file with the tag, after links are followed too.
+    A file that several tags include becomes a separate tree for each. A file that cannot be included is one of the
     `mistakes`, and becomes an `Unknown`: nothing is known of its keys. Raises LimitError.
     """
     main = os.path.realpath(root.source.file)
@@ -57,13 +57,13 @@ class _Including:
         self.scopes: set[Mapping] = set()  # mappings in which references look up their `<key>`
 
     def expand(self, node: Node, chain: _Chain, path: KeyPath) -> None:
-        """Replace each include below `node`, which stands at `path` in the last file of `chain`."""
+        """Replace each include below `node`, which is at `path` in the last file of `chain`."""
         pending = [(node, path)]
         while pending:
             parent, path = pending.pop()
             nodes = children(parent)
             if nodes and len(path) >= DEPTH:
-                raise LimitError(f"{parent.source}: with includes, the YAML is nested more than {DEPTH} levels deep.")
+                raise LimitError(f"{parent.source}: YAML and includes are nested more than {DEPTH} levels deep.")
             below = []
             for key, child in nodes:
                 child_path = (*path, str(key))
@@ -75,7 +75,7 @@ class _Including:
             pending += reversed(below)
 
     def _root_for(self, node: Node, chain: _Chain, path: KeyPath) -> Node:
-        """What comes in the place of an include; an alias of it gets the same."""
+        """Return the root that replaces an include; each alias of it gets the same one."""
         if node not in self.included:
             self.included[node] = Unknown(node.tag, node.source)
             self.included[node] = self._read(node, chain, path) or self.included[node]
@@ -83,7 +83,7 @@ class _Including:
 
     def _read(self, node: Node, chain: _Chain, path: KeyPath) -> Mapping | None:
         self.budget.take_file(node.source)  # before going deeper: it bounds how deep that is
-        # The values below the tag stand in this file: their own includes are looked up beside it.
+        # The values below the tag belong to this file: their own includes are looked up in its folder.
         self.expand(node, chain, path)
         file = self._find(node, chain, path)
         root = None if file is None else read_file(file, self.mistakes, self.budget, node.source)
@@ -132,7 +132,7 @@ class _Including:
     def _merge(self, root: Mapping, values: Mapping, path: KeyPath) -> None:
         """Merge the values below an include into the root of its file, as HyperPyYAML's `recursive_update` does.
 
-        Beyond it: a call whose tag differs replaces what stands there (there its arguments went to the old class), as
+        Beyond it: a call with another tag replaces the old one (in HyperPyYAML its arguments went to the old class), as
         any value replaces null or a placeholder.
         """
         pending = [(root, values, path)]
@@ -155,14 +155,14 @@ class _Including:
         source = given.key_sources.get(key, value.source)
         if old is None:
             if nearest := _slip(key, target):
-                text = f"{dotted(path)} is no key of the included file, but nearly one of its keys."
+                text = f"{dotted(path)} is not a key of the included file."
                 self.mistakes.add(source, f"{text} Did you mean {nearest}?")
         elif is_plain_mapping(value):
             if _is_call_without_arguments(old):
                 value = self._with_arguments(old, value)
             elif not _holds_nothing(old):
                 where = target.key_sources.get(key, old.source)
-                text = f"{dotted(path)}: a mapping is given here, but {where} holds a value without keys."
+                text = f"{dotted(path)}: this is a mapping, but {where} holds a value without keys."
                 self.mistakes.add(source, text)
                 return
         _put(target, key, value, given)
@@ -185,7 +185,7 @@ class _Including:
 
 
 def _slip(key: Key, target: Mapping) -> str:
-    """The key of an included file that a new one is a slip of; of files with hundreds of keys, none is looked for."""
+    """Return the key of an included file that a new key misspells; not searched in files with hundreds of keys."""
     known = [name for name in target.items if isinstance(name, str)]
     return slip_of(key, known, _SLIP) if isinstance(key, str) and len(known) <= _COMPARED_NAMES else ""
 
@@ -198,12 +198,12 @@ def _put(target: Mapping, key: Key, value: Node, given: Mapping) -> None:
 
 
 def _is_call_without_arguments(node: Node) -> bool:
-    """`!new:X` or `!include:FILE` with nothing behind it: it may be given arguments, or values."""
+    """Whether a node is `!new:X` or `!include:FILE` with nothing after it, which may be given arguments or values."""
     return isinstance(node, Scalar) and ":" in node.tag and node.value in (None, "")
 
 
 def _holds_nothing(node: Node) -> bool:
-    """Whether anything may stand here instead, without losing what the file says (an empty mapping just gets keys)."""
+    """Whether anything may replace this node without loss (an empty mapping just gets keys)."""
     empty = isinstance(node, Scalar) and (node.tag == PLACEHOLDER or (not node.tag and node.value is None))
     return empty or isinstance(node, Unknown)
 
@@ -234,7 +234,7 @@ def _followed(value: Node) -> tuple[Node, Node | None]:
 
 
 def _referred(reference: Scalar) -> Node | None:
-    """What stands at the keys that a reference names, where it is one through mappings only."""
+    """Return the node at the keys of a reference, if the reference goes through mappings only."""
     match = _REFERENCE_TO_KEYS.fullmatch(str(reference.value).strip())
     node: Node | None = reference.scope if match else None
     for part in match[1].split("[") if match else ():

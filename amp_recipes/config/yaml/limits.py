@@ -1,4 +1,4 @@
-"""Limits how large a YAML may be, in every way in which a small file can be made to fill a machine."""
+"""Limits the size of a YAML in every way in which a small file could expand and fill the memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class LimitError(ConfigError):
     """A YAML is larger than anything that a person would write."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(printable(text))  # raised at once, not told among the mistakes, which are made printable
+        super().__init__(printable(text))  # raised at once, not collected with the mistakes, which are made printable
 
 
 @dataclass
 class Budget:
-    """What is left of the limits that hold over all files of one load. Each method raises LimitError beyond one."""
+    """The remaining limits for all files of one load. Each method raises LimitError beyond its limit."""
 
     nodes: int = NODES
     files: int = INCLUDED_FILES

@@ -16,7 +16,7 @@ _SHOWN_CHARACTERS = 80
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Within it, whoever reads standard output may have seen enough, as `head` has: the rest goes nowhere."""
+    """Let the reader of standard output close it early in the block, as `head` does; the rest is discarded."""
     try:
         try:
             yield
@@ -55,15 +55,15 @@ def _nearest(name: str, known: Iterable[Any], cutoff: float = 0.6) -> str:
 def join_mistakes(mistakes: list[str], where: str) -> str:
     """One message for all mistakes: the mistake itself if it is alone, else a count and one per line.
 
-    Of hundreds, the first are told: nobody reads more, and mending one often mends others. What a terminal would obey
-    (a YAML may hold it) is shown as an escape.
+    Of hundreds, only the first are shown: fixing one often fixes others. Control characters of a terminal
+    (a YAML may contain them) are shown as escapes.
     """
-    told = [printable(text) for text in mistakes[:_TOLD]]
+    shown_mistakes = [printable(text) for text in mistakes[:_TOLD]]
     if len(mistakes) == 1:
-        return told[0]
+        return shown_mistakes[0]
     left_off = len(mistakes) - _TOLD
     more = [f"... and {left_off} more."] if left_off > 0 else []
-    return "\n  ".join([f"{len(mistakes)} mistakes in {printable(where)}:", *told, *more])
+    return "\n  ".join([f"{len(mistakes)} mistakes in {printable(where)}:", *shown_mistakes, *more])
 
 
 def one_line(text: str) -> str:

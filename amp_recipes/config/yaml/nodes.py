@@ -14,14 +14,14 @@ from amp_recipes.errors import ConfigError
 COMMAND_LINE = "command line"
 NOT_PLAIN = object()  # what `plain_data` returns for a node that describes an object
 
-# What may stand as a key: YAML's plain scalars.
+# The types of a key: YAML's plain scalars.
 Key: TypeAlias = "str | int | float | bool | None"
 KeyPath: TypeAlias = "tuple[str, ...]"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Source:
-    """Where a value was written. file: a path, or in words (`command line`); line, column: from 1, or 0 for none."""
+    """The source of a value. file: a path, or words (`command line`); line, column: from 1, or 0 for none."""
 
     file: str
     line: int = 0
@@ -36,9 +36,9 @@ class Scalar:
     """A single value. Two keys share a node where an alias or a `!ref` says so: they then get the same object.
 
     tag: empty for plain data, else as written (`!ref`, `!new:torch.nn.ReLU`).
-    value: plain data (None, bool, int, float, str, date or datetime); with a tag: the text behind it.
+    value: plain data (None, bool, int, float, str, date or datetime); with a tag: the text after it.
     text: as it was written, for messages.
-    scope: for a reference, the root of the file that it stands in, where its `<key>` is looked up.
+    scope: for a reference, the root of its file, in which its `<key>` is looked up.
     """
 
     tag: str
@@ -61,7 +61,7 @@ class Sequence:
 class Mapping:
     """A mapping of keys to nodes, or a call with keyword arguments (tag `!new:...`).
 
-    key_sources: where each key stands; comments: what the line of a key says behind `#`.
+    key_sources: the source of each key; comments: the text after `#` on the line of each key.
     """
 
     tag: str
@@ -131,7 +131,7 @@ def walk(root: Node) -> Iterator[tuple[KeyPath, Node]]:
 
 
 def plain_data(node: Node) -> Any:
-    """The data that a resolved node stands for, as fresh lists and dicts; NOT_PLAIN if there is a call in it."""
+    """The data of a resolved node, as new lists and dicts; NOT_PLAIN if there is a call in it."""
     if isinstance(node, Scalar):
         return NOT_PLAIN if node.tag else node.value
     if isinstance(node, Unknown) or node.tag not in ("", TUPLE):
@@ -159,13 +159,13 @@ def dotted(path: KeyPath) -> str:
 
 
 class Mistakes:
-    """What is wrong with a YAML and its overrides, gathered so that all of it is told at once."""
+    """Collects the mistakes in a YAML and its overrides, to report them all together."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[Source, str], None] = {}
 
     def add(self, source: Source, text: str) -> None:
-        """Note one mistake; the same one twice is told once."""
+        """Add one mistake; the same one twice is reported once."""
         self._found[source, text] = None
 
     def __len__(self) -> int:

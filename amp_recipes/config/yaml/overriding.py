@@ -1,4 +1,4 @@
-"""Writes overrides, which are plain data only, into a YAML's tree, and refuses those that do not fit."""
+"""Writes overrides into the tree of a YAML; refuses those that do not fit, or are not plain data."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def apply_overrides(
 
     overrides: nested as the YAML is, or with dots in its keys. A key must be in the tree, or be a run option, which
         then becomes a new key at the top. A mapping changes single keys of a mapping, or arguments of a call, and
-        replaces only what holds nothing; every other value replaces what stands there.
-    source_name: where the new values say that they are from, and mistakes in them are told; dashes: what stands
-        before a key where it is typed.
+        replaces only what holds nothing; every other value replaces the old one.
+    source_name: the source of the new values, also in messages about their mistakes; dashes: the prefix
+        of a key as it is typed.
     Raises LimitError.
     """
     if not isinstance(overrides, AnyMapping):
@@ -112,7 +112,7 @@ class _Overriding:
             if isinstance(value, AnyMapping):
                 if len(key_path) >= DEPTH:
                     name = f"{self._name(key_path[:3])}..."
-                    self.mistakes.add(self.source, f"{name} goes down more than {DEPTH} levels.")
+                    self.mistakes.add(self.source, f"{name} has more than {DEPTH} levels.")
                     continue
                 value = self.split_keys(value, key_path)
             self._combine(nested, head, value, key_path)
@@ -121,7 +121,7 @@ class _Overriding:
     def _combine(self, nested: dict[Any, Any], key: Any, value: Any, path: KeyPath) -> None:
         """Add one entry to what is given for the same keys already; the last of two values wins."""
         if key in nested and isinstance(nested[key], dict) != isinstance(value, dict):
-            self.mistakes.add(self.source, f"{self._name(path)} is given a value, and another one for keys below it.")
+            self.mistakes.add(self.source, f"{self._name(path)} is given both a value and values for keys below it.")
         elif isinstance(value, dict) and key in nested:
             for below, item in value.items():
                 self._combine(nested[key], below, item, (*path, str(below)))
@@ -129,7 +129,7 @@ class _Overriding:
             nested[key] = value
 
     def below(self, node: Mapping | Sequence, overrides: dict[Any, Any], path: KeyPath, where: Source) -> None:
-        """Write overrides below `node`, which stands at `path`, and in the YAML at the line `where`."""
+        """Write overrides below `node`, which is at `path`, and at the line `where` of the YAML."""
         for given, value in overrides.items():
             key = _find_key(node, given)
             if key is not None:
@@ -144,7 +144,7 @@ class _Overriding:
                 self.mistakes.add(self.source, self._no_such_key(node, (*path, str(given)), where))
 
     def _no_such_key(self, node: Mapping | Sequence, path: KeyPath, where: Source) -> str:
-        """That `node`, at the line `where`, has no key or index that the path ends with."""
+        """Return the mistake that `node`, at the line `where`, lacks the last key or index of the path."""
         above = path[:-1]
         if isinstance(node, Sequence):
             text = f"{_standing(above, where)} is a list of {len(node.items)}; expected one of its indices, from 0."
@@ -152,11 +152,11 @@ class _Overriding:
         text = f"{self._name(path)} is neither a key of the YAML nor a run option."
         hint = instead_of(dotted(path)) or self._suggestion(dotted(path))
         if above and node.tag.startswith(_OBJECTS):
-            text += f" A further argument of {_standing(above, where)} must be written there first."
+            text += f" To give {_standing(above, where)} another argument, add it to the YAML first."
         return text + hint
 
     def _write(self, parent: Mapping | Sequence, key: Any, value: Any, path: KeyPath, where: Source) -> None:
-        """Write one override over what stands at `key`, or below it."""
+        """Write one override over the value at `key`, or below it."""
         old = parent.items[key]
         where = parent.key_sources.get(key, where) if isinstance(parent, Mapping) else old.source
         if not isinstance(value, dict) or _takes_a_mapping(old):
@@ -166,7 +166,7 @@ class _Overriding:
                 self._replace(parent, key, value, path)
         elif isinstance(old, Mapping | Sequence):
             self.below(old, value, path, where)
-        elif not isinstance(old, Unknown):  # of those nothing is known, and a mistake is told already
+        elif not isinstance(old, Unknown):  # nothing is known of those, and their mistake has been reported
             given = self._name((*path, *map(str, list(value)[:1])))
             written = f"{old.tag} {old.value}".strip() if old.tag else shown(old.value)
             known = "; override what it refers to" if old.tag in REFERENCES else ", which has no keys"
@@ -212,13 +212,13 @@ def _nearest_of(wanted: str, names: list[str]) -> str:
 
 
 def _wrong_replacement(old: Node, value: Any, where: Source) -> str:
-    """Why a value cannot replace what stands at the line `where`; empty if it can."""
+    """Return why a value cannot replace the one at the line `where`; empty if it can."""
     if old.tag.startswith(_OBJECTS) and not (value is None or value is False):
-        text = f"replaces the {old.tag} at {_line(where)} by {shown(value)}, and plain data is no object"
-        return f"{text}; null or false leaves it out."
+        text = f"would replace the object {old.tag} at {_line(where)} by {shown(value)}, which is plain data"
+        return f"{text}. To leave the object out, give null or false."
     if isinstance(old, Sequence) and isinstance(value, str) and re.fullmatch(r"\(.*\)", value):
         # On a command line this is text, which no call that wants two numbers would understand.
-        return f"is the text {shown(value)}, but replaces the list at {_line(where)}; expected a list, [1, 2]."
+        return f"is the text {shown(value)}, but would replace the list at {_line(where)}; give a list, such as [1, 2]."
     return ""
 
 
@@ -245,7 +245,7 @@ def _find_key(node: Mapping | Sequence, given: Any) -> tuple[Key] | None:
 
 
 def _takes_a_mapping(node: Node) -> bool:
-    """Whether a mapping may stand here instead: it has no keys that a typo could miss.
+    """Whether a mapping may replace this node: it has no keys that a typo could miss.
 
     Not the rule of an include, in whose file new keys are allowed: there only null and a placeholder give way.
     """
@@ -264,7 +264,7 @@ def _node(value: Any, source: Source, mistakes: Mistakes, name: str, budget: Bud
         mistakes.add(source, f"{name} has the key {shown(wrong[0])}; expected a string, a number, true or false.")
         return None
     if depth >= DEPTH:
-        mistakes.add(source, f"{name} goes down more than {DEPTH} levels.")
+        mistakes.add(source, f"{name} has more than {DEPTH} levels.")
         return None
     items: dict[Any, Node] = {}
     for key, item in zip(keys, value.values() if isinstance(value, AnyMapping) else value, strict=True):
@@ -325,14 +325,14 @@ def _wrong_text(text: str) -> str:
 
 
 def _written_out(node: Node, path: KeyPath, mistakes: Mistakes, budget: Budget) -> Any:
-    """The plain data that nodes stand for; aliases are written out, each counted. A tag is a mistake, and null."""
+    """Return the plain data of nodes; each alias is written out and counted. A tag is a mistake, and becomes null."""
     budget.take_nodes(1, node.source)
     if is_plain_sequence(node):
         items = [_written_out(item, (*path, str(at)), mistakes, budget) for at, item in enumerate(node.items)]
         return tuple(items) if node.tag else items
     if node.tag:
         start = f"{dotted(path)}: " if path else ""
-        mistakes.add(node.source, f"{start}an override is plain data, without a tag, but has {node.tag}.")
+        mistakes.add(node.source, f"{start}an override must be plain data, but this one has the tag {node.tag}.")
         return None
     if isinstance(node, Mapping):
         return {key: _written_out(item, (*path, str(key)), mistakes, budget) for key, item in node.items.items()}

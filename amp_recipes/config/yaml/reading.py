@@ -49,7 +49,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 
 def read_file(path: str, mistakes: Mistakes, budget: Budget, where: Source | None = None) -> Mapping | None:
-    """The YAML file at `path` as a tree; None where it has none, which then stands among the mistakes.
+    """Return the YAML file at `path` as a tree; None, and a mistake, if it has none.
 
     where: what asked for the file, if another file did. Raises LimitError for a file larger than the limits.
     """
@@ -63,7 +63,7 @@ def read_file(path: str, mistakes: Mistakes, budget: Budget, where: Source | Non
 
 
 def _as_top_level(root: Node | None, path: str, mistakes: Mistakes) -> Mapping | None:
-    """The root of a file, if it is a mapping; that its keys are no text is a mistake."""
+    """Return the root of a file if it is a mapping; keys that are not text are mistakes."""
     if root is None or not is_plain_mapping(root):
         place = root.source if root else Source(path)
         mistakes.add(place, f"the top level must be a mapping of names to values (lr: 0.1), but is {_describe(root)}.")
@@ -87,7 +87,7 @@ def read_text(text: str, name: str, mistakes: Mistakes, budget: Budget) -> Node 
     try:
         root = composer.compose(text)
     except MarkedYAMLError as error:
-        if not (composer.took_bracket and "expected ',' or" in str(error.problem)):  # else it has been told
+        if not (composer.took_bracket and "expected ',' or" in str(error.problem)):  # else it has been reported
             line, column, meaning = explain(error, _LINE_BREAK.split(text))
             mistakes.add(Source(name, line, column), f"not valid YAML: {meaning}")
         return None
@@ -104,7 +104,7 @@ def read_text(text: str, name: str, mistakes: Mistakes, budget: Budget) -> Node 
 
 
 def read_tuple(text: str, source: Source, mistakes: Mistakes, budget: Budget) -> Sequence:
-    """`(1, a, [2])`, which stands at `source`, as a tuple of plain data. Raises LimitError."""
+    """Return the text `(1, a, [2])` at `source` as a tuple of plain data. Raises LimitError."""
     return _Composer(source.file, mistakes, budget, _Parser()).tuple_of(text, source)
 
 
@@ -128,7 +128,7 @@ class _Open:
 
 
 class _Scanner(Scanner):
-    """ruamel's scanner, which looks a thousand characters ahead of what it says; this stops it at the limit."""
+    """ruamel's scanner, which reads a thousand characters ahead; this stops it at the limit."""
 
     def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
         if self.flow_level >= DEPTH:
@@ -148,7 +148,7 @@ class _Parser(YAML):
 
 
 class _Stream:
-    """Text for ruamel's reader, which scans a value to its end before it says anything; this stops it before."""
+    """Text for ruamel's reader, which scans a value to its end before it returns; this stops it at the limit."""
 
     def __init__(self, text: str, name: str, place: Callable[[Any], Source]) -> None:
         self.text, self.name, self.place, self.position, self.since_event = text, name, place, 0, 0
@@ -159,17 +159,18 @@ class _Stream:
         self.since_event += len(chunk)
         if self.since_event > 2 * TEXT_CHARACTERS:
             where = _place(self.name, self.text, self.position - self.since_event)
-            raise LimitError(f"{where}: a value (or comment) of more than {TEXT_CHARACTERS:,} characters; use a file.")
+            limit = f"{TEXT_CHARACTERS:,} characters"
+            raise LimitError(f"{where}: a value or comment has more than {limit}; put it into a file.")
         return chunk
 
 
 @dataclass(eq=False, slots=True)
 class _Composer:
-    """One document in the making.
+    """The builder of one document.
 
-    tuple_source: where the `(...)` stands whose inside is read, in which tags and aliases are refused;
-    depth: the levels of nesting in which it stands; reach: how far each line is known to be no comment;
-    took_bracket: a tag has a bracket in it, which is missing where it belongs.
+    tuple_source: the source of the `(...)` that is being read, in which tags and aliases are refused;
+    depth: its level of nesting; reach: up to where each line is known to be no comment;
+    took_bracket: a tag contains a bracket that belongs to the list or mapping around it.
     """
 
     file: str
@@ -197,7 +198,8 @@ class _Composer:
             self.line = event.start_mark.line + 1
             if isinstance(event, events.DocumentStartEvent):
                 if begun:
-                    self.mistakes.add(Source(self.file, self.line, 1), "a second document begins here; expected one.")
+                    text = "a second document begins here; a file must hold only one."
+                    self.mistakes.add(Source(self.file, self.line, 1), text)
                     break
                 begun = True
             elif isinstance(event, events.NodeEvent):
@@ -208,7 +210,7 @@ class _Composer:
         return self.root
 
     def add_comments(self, lines: list[str]) -> None:
-        """Note the comment behind each key that is the first on its line."""
+        """Add the comment after each key that is the first on its line."""
         first: dict[int, Source] = {}
         for mapping in self.mappings:
             for key, source in mapping.key_sources.items():
@@ -228,7 +230,7 @@ class _Composer:
         self._note_reach(event)
         is_alias = isinstance(event, events.AliasEvent)
         if self.tuple_source and (is_alias or event.tag is not None or event.anchor is not None):
-            self.mistakes.add(source, "a tuple in parentheses holds plain data only; with tags, write !tuple [...].")
+            self.mistakes.add(source, "a tuple in parentheses holds plain data only; to use tags, write !tuple [...].")
         if is_alias:
             self._add(self._aliased(event, source), source)
             return
@@ -268,7 +270,7 @@ class _Composer:
         else:
             if parent.key is _MERGE_KEY:
                 if parent.merged is not None:
-                    self.mistakes.add(source, "<< stands twice in this mapping; write <<: [*first, *second].")
+                    self.mistakes.add(source, "<< is used twice in this mapping; write <<: [*first, *second].")
                 parent.merged = node
             elif parent.key is not _BROKEN_KEY:
                 parent.node.items[parent.key] = node
@@ -287,7 +289,7 @@ class _Composer:
         sources: dict[Any, Source] = parent.node.key_sources  # type: ignore[union-attr]
         if node.value in sources:
             text, first, line = parent.key_texts[node.value], sources[node.value].line, source.line
-            again = f"stands at line {first} and again at line {line}; keep one."
+            again = f"is given at line {first} and again at line {line}; keep one."
             if text != node.text:
                 again = f"at line {line} is the same key as {short(text)} at line {first}; put one of them in quotes."
             self.mistakes.add(source, f"{short(node.text)} {again}")
@@ -314,9 +316,9 @@ class _Composer:
         name = short(event.anchor)
         if node is None:
             hint = did_you_mean(name, self.anchors, "*") if len(self.mistakes) < _HINTED_MISTAKES else ""
-            self.mistakes.add(source, f"*{name} is used, but no &{name} stands above it.{hint}")
+            self.mistakes.add(source, f"*{name} is used, but &{name} is not defined above it.{hint}")
         elif any(node is above.node for above in self.stack):
-            self.mistakes.add(source, f"*{name} stands inside of &{name}, which so contains itself.")
+            self.mistakes.add(source, f"*{name} is used inside &{name}, so the value would contain itself.")
         else:
             return node
         return Scalar("", None, source)
@@ -324,9 +326,9 @@ class _Composer:
     def _scalar(self, event: events.ScalarEvent, source: Source) -> Node:
         text, is_plain = event.value, event.style is None
         if len(text) > TEXT_CHARACTERS:
-            raise LimitError(f"{source}: a value of more than {TEXT_CHARACTERS:,} characters; use a file.")
+            raise LimitError(f"{source}: a value has more than {TEXT_CHARACTERS:,} characters; put it into a file.")
         if _SURROGATE.search(text):
-            self.mistakes.add(source, "an escape (\\ud800 to \\udfff) is no character; write \\U and 8 digits.")
+            self.mistakes.add(source, "the escapes \\ud800 to \\udfff are not characters; write \\U and 8 digits.")
             return Scalar("", "", source)
         is_tuple = is_plain and bool(TUPLE_TEXT.match(text))
         if is_plain and self._is_cut_tuple(text, is_tuple):
@@ -374,7 +376,7 @@ class _Composer:
             inside.compose(f"[{text[1:-1]}]")
         except (YAMLError, IndexError) as error:
             why = getattr(error, "problem", None) or error
-            self.mistakes.add(source, f"{short(text)} is read as a tuple, but is none ({why}); put text in quotes.")
+            self.mistakes.add(source, f"{short(text)} looks like a tuple, but is not one ({why}); put text in quotes.")
         return Sequence(TUPLE, inside.root.items if isinstance(inside.root, Sequence) else [], source)
 
     def _tag(self, event: events.NodeEvent, kind: str, source: Source) -> str:
@@ -382,7 +384,7 @@ class _Composer:
         tag = "" if event.tag is None else str(event.tag)
         text = event.value if isinstance(event, events.ScalarEvent) else ""
         if tag == "!" and begins_as_a_tag(text):
-            self.mistakes.add(source, f"a space stands behind the !; write !{short(text)}.")
+            self.mistakes.add(source, f"there is a space after the !; write !{short(text)}.")
         if tag in ("", "!"):  # YAML's `! text` is the same as text
             return ""
         if wrong := wrong_tag(tag, kind, text, with_hint=len(self.mistakes) < _HINTED_MISTAKES):
@@ -392,7 +394,7 @@ class _Composer:
         return "" if tag in (f"{STANDARD}seq", f"{STANDARD}map") else tag
 
     def _note_reach(self, event: events.Event) -> None:
-        """Remember which part of a line is a value, in which a # opens no comment."""
+        """Record which part of a line is a value, in which a # starts no comment."""
         start, end = event.start_mark, event.end_mark
         is_open = isinstance(event, events.ScalarEvent) and event.style in ("'", '"') and start.line < end.line
         for line, column in ((start.line, math.inf if is_open else start.column), (end.line, end.column)):
@@ -400,12 +402,12 @@ class _Composer:
 
 
 def _text_of(path: str, mistakes: Mistakes, where: Source) -> str | None:
-    """What stands in a regular file, as text."""
+    """Return the text of a regular file."""
     try:
         # Without O_NONBLOCK, opening a named pipe waits for whoever writes into it.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                mistakes.add(where, f"{path} cannot be read: it is no regular file.")
+                mistakes.add(where, f"{path} cannot be read: it is not a regular file.")
                 return None
             data = stream.read(FILE_BYTES + 1)
     except (OSError, ValueError) as error:
@@ -428,7 +430,7 @@ def _has_wrong_character(text: str, name: str, mistakes: Mistakes) -> bool:
     """Whether text has a character that YAML cannot have there; it is then among the mistakes."""
     if found := Reader.NON_PRINTABLE.search(text):
         source = _place(name, text, found.start())
-        mistakes.add(source, f"the character U+{ord(found.group()):04X} cannot stand in YAML; in quotes, write \\x..")
+        mistakes.add(source, f"the character U+{ord(found.group()):04X} is not allowed in YAML; in quotes, write \\x..")
         return True
     found = _FIRST_CHARACTER.search(text)
     if found and found[1] == "%":

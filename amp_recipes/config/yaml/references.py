@@ -1,6 +1,6 @@
-"""Resolves `!ref`, `!copy` and `!applyref:`: a tree without them.
+"""Resolves `!ref`, `!copy` and `!applyref:` into a tree without them.
 
-Where HyperPyYAML's meaning hangs on the order of the keys or loses what was written, ours does not:
+The meaning does not depend on the order of the keys, and keeps what was written. HyperPyYAML differs here:
 
 - A reference to a formula gives its result (`<b> * 2` with `b: !ref <a> + 1` further down: there `<a> + 1 * 2`).
 - What a value says is never read as a reference or as arithmetic again (there `a: <b>` and `a: 1 - 2` are).
@@ -54,20 +54,20 @@ from amp_recipes.errors import AmpRecipesError, ConfigError
 
 Call = Callable[[str, list[Any], dict[str, Any]], Any]
 
-_REFERENCE = re.compile(r"<([^<>]*)>")  # HyperPyYAML lets `<` stand in a key, at quadratic time
+_REFERENCE = re.compile(r"<([^<>]*)>")  # HyperPyYAML allows `<` in a key, at quadratic time
 _PARTS = re.compile(r"([^.\[\]]+)((?:\[[^\[\]]*\])*)((?:\.[^.\[\]]+)*)")  # key [key] ... .attribute ...
 _NUMBER_IN_TEXT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 
 _STAND_IN = re.compile(r"ref[0-9]+x")
 
-_STEPS = 3 * DEPTH  # references and nodes that lead on to each other; below what Python's own stack holds
+_STEPS = 3 * DEPTH  # references and nodes that lead on to each other; less than Python's own stack allows
 # The search for the nearest name takes seconds where there are thousands.
 _HINTED_MISTAKES = 20
 _HINTED_KEYS = 500
 
 
 def resolve(root: Mapping, mistakes: Mistakes, budget: Budget, call: Call | None = None) -> Mapping:
-    """A new tree in which what was referred to stands in place of the references; `root` stays as it is.
+    """Return a new tree in which each reference is replaced by its value; `root` is unchanged.
 
     A node that several keys refer to is one object in it. What is wrong goes to `mistakes`; Unknown takes its place.
     call: gets the name and the arguments of each `!applyref:`, once, in the order of the file, and returns plain data;
@@ -106,7 +106,7 @@ class _Resolver:
         self._written = 0  # nodes of lists and mappings that went into text or into a function
 
     def resolved(self, node: Node) -> Node:
-        """What a node of the tree stands for, or the node itself if it has been resolved; made once."""
+        """Return the resolved form of a node, made once; a resolved node is returned as it is."""
         if node not in self._resolved:
             if node in self._resolving:
                 return self._circular(node)
@@ -121,13 +121,13 @@ class _Resolver:
         if node.tag in REFERENCES:
             if isinstance(node, Scalar):
                 return self._refer(node)
-            return self._wrong(node, f"{node.tag} needs one reference behind it: {node.tag} <key>.")
+            return self._wrong(node, f"{node.tag} needs one reference after it: {node.tag} <key>.")
         if node.tag.startswith(APPLYREF):
             return self._apply(node)
         if node.tag == PLACEHOLDER:
             name = self._name(node)
             self._mistakes.add(node.source, f"{name} is a placeholder that needs a value: --{name}=...")
-        if node.tag == PLACEHOLDER or node.tag.startswith(INCLUDE):  # why a file is not included has been told
+        if node.tag == PLACEHOLDER or node.tag.startswith(INCLUDE):  # the reason has been reported
             return self._unknown(node)
         return _rebuilt(node, self.resolved)
 
@@ -145,7 +145,7 @@ class _Resolver:
         return self._put_together(scalar, text, references, in_parentheses)
 
     def _put_together(self, scalar: Scalar, text: str, references: list[str], in_parentheses: bool) -> Node:
-        """A number, a tuple or text, in which the values of references stand."""
+        """Return a number, a tuple or a text, with the values of its references."""
         nodes = {reference: self.resolved(self._find(scalar, reference)) for reference in references}
         if any(isinstance(node, Unknown) for node in nodes.values()):
             return self._unknown(scalar)
@@ -158,7 +158,7 @@ class _Resolver:
         """`!ref` with text alone is the text, as in HyperPyYAML; but not where the brackets were forgotten."""
         key = text.split("[")[0].split(".")[0]
         if not text:
-            return self._wrong(scalar, f"{scalar.tag} needs a reference behind it: {scalar.tag} <key>.")
+            return self._wrong(scalar, f"{scalar.tag} needs a reference after it: {scalar.tag} <key>.")
         if key in self._scope(scalar).items and _PARTS.fullmatch(text):
             return self._wrong(scalar, f"{scalar.tag} {short(text)}: write <{short(text)}> to refer to that key.")
         if text.lstrip().startswith("<") or text.rstrip().endswith(">"):
@@ -194,7 +194,7 @@ class _Resolver:
         root = read_tuple(_REFERENCE.sub(put_away, text), scalar.source, mistakes, self._budget)
         nodes: list[Node] = [root, *(node for _, node in walk(root))]
         if mistakes or any(isinstance(node, Mapping) for node in nodes):
-            return self._wrong(scalar, f"{short(text)} is no tuple: expected values with commas between them.")
+            return self._wrong(scalar, f"{short(text)} is not a tuple: expected values with commas between them.")
         put_back = re.compile(rf"{stand_in}([0-9]+)\.")
         for node in nodes:
             self._names[node] = self._name(scalar)
@@ -212,8 +212,8 @@ class _Resolver:
                 what = "an attribute" if node.tag == ATTRIBUTE else node.tag or "a list or mapping with an object in it"
                 return self._wrong(
                     scalar,
-                    f"<{short(reference)}> is {what}, which cannot stand in text: it is built after this is read. "
-                    f"Refer to it alone, or to a value that it is built from.",
+                    f"<{short(reference)}> is {what}, which cannot be part of a text: it is built later. "
+                    "Use the reference alone, or refer to a value that it is built from.",
                 )
             values[reference] = str(value)
         length = len(text) + sum(len(values[reference]) for reference in _REFERENCE.findall(text))
@@ -221,17 +221,17 @@ class _Resolver:
             return self._wrong(scalar, f"the text would have more than {TEXT_CHARACTERS:,} characters.")
         self._characters += length
         if self._characters > FILE_BYTES:
-            raise LimitError(f"{scalar.source}: references make more than {FILE_BYTES:,} characters of text.")
+            raise LimitError(f"{scalar.source}: references expand to more than {FILE_BYTES:,} characters of text.")
         result = _REFERENCE.sub(lambda found: values[found[1]], text)
         number = number_of(result)
         return Scalar("", result if number is None else number, scalar.source, result)
 
     def _plain_data(self, node: Node) -> Any:
-        """As `plain_data`, within a limit on all that is written out: it repeats what is shared."""
+        """Return `plain_data` within a limit on its size, since it repeats shared nodes."""
         size = self._sizes[node]
         self._written += size.nodes if size.depth else 0
         if self._written > EXPANDED_NODES or size.characters > TEXT_CHARACTERS:
-            raise LimitError(f"{node.source}: is too large to be put into text or into a function of !applyref:.")
+            raise LimitError(f"{node.source}: the value is too large for text or for an argument of !applyref:.")
         return plain_data(node)
 
     def _copy(self, node: Node, copies: dict[Node, Node]) -> Node:
@@ -244,7 +244,7 @@ class _Resolver:
     # What a reference names
 
     def _target(self, scalar: Scalar) -> Node:
-        """The node at the end of references that stand alone; not resolved, as it may be what `scalar` stands in."""
+        """Return the unresolved node at the end of a chain of references; `scalar` may be inside it."""
         if scalar not in self._targets:
             if scalar in self._following:
                 return self._circular(scalar)
@@ -256,7 +256,7 @@ class _Resolver:
         parts = _PARTS.fullmatch(reference)
         if not parts:
             shown = short(reference)
-            return self._wrong(scalar, f"<{shown}> is no reference; expected <key>, <key[sub]> or <key.attribute>.")
+            return self._wrong(scalar, f"<{shown}> is not a reference; expected <key>, <key[sub]> or <key.attribute>.")
         node: Node = self._scope(scalar)
         keys = [parts[1], *parts[2][1:-1].split("][")] if parts[2] else [parts[1]]
         for depth, key in enumerate(keys):
@@ -314,33 +314,33 @@ class _Resolver:
             if not (name.isascii() and name.isidentifier()):
                 return f": {short(name)!r} cannot be the name of an attribute."
         if any(name.startswith("_") for name in names):
-            return ": attributes that begin with _ are closed to a YAML."
+            return ": a YAML may not use attributes that begin with _."
         return ""
 
     def _not_there(self, scalar: Scalar, reference: str, node: Node, keys: list[str], depth: int) -> str:
-        """What is wrong with a reference whose key at `depth` is not in `node`, and what it may have meant."""
+        """Return the mistake in a reference whose key at `depth` is not in `node`, with a suggestion."""
         start, shown, key = "".join(f"[{above}]" for above in keys[1:depth]), short(reference), keys[depth]
         above = short(keys[0] + start)
         scope = self._scope(scalar)
         if is_plain_sequence(node):
             return f"<{shown}>: {above} is a list of {len(node.items)}; expected one of its indices, from 0."
         if not isinstance(node, Mapping):
-            built = "built only later" if node.tag else "without keys"
+            built = "which is built later" if node.tag else "which has no keys"
             return f"<{shown}>: {above} is {_words(node)}, {built}."
-        text = f"<{shown}>: {above} has no {short(key)}." if depth else f"<{shown}> refers to a key that is not there."
+        text = f"<{shown}>: {above} has no {short(key)}." if depth else f"<{shown}> refers to a key that is missing."
         is_hinted = len(self._mistakes) < _HINTED_MISTAKES and len(key) <= 100
         return text + self._hint(key, node, scope, depth) if is_hinted else text
 
     def _hint(self, key: str, node: Mapping, scope: Mapping, depth: int) -> str:
-        """What a key that is not in `node` may have meant."""
+        """Return a suggestion for a key that is not in `node`."""
         if not depth and scope is not self._root and key in self._root.items:
-            return f" An included file is looked in alone; give it the value below its tag: {key}: !ref <{key}>."
+            return f" An included file sees only its own keys; pass it the value below its tag: {key}: !ref <{key}>."
         return did_you_mean(key, list(node.items)[:_HINTED_KEYS]) or _elsewhere(key, scope)
 
     # Functions
 
     def _apply(self, node: Node) -> Node:
-        """What the function of `!applyref:` returns, as nodes."""
+        """Return the result of the function of `!applyref:`, as nodes."""
         args, kwargs = self._arguments(node)
         below = [self.resolved(argument) for argument in [*args, *kwargs.values()]]
         values = [self._plain_data(argument) for argument in below]
@@ -366,8 +366,8 @@ class _Resolver:
         except Exception as error:  # the function that the YAML names may raise anything
             words = str(error) if isinstance(error, AmpRecipesError) else f"{type(error).__name__}: {error}"
             cause = None if isinstance(error, AmpRecipesError) else error
-            told = printable(f"{node.source}: {self._name(node)}: {node.tag} failed: {words}")
-            raise ConfigError(told) from cause
+            message = printable(f"{node.source}: {self._name(node)}: {node.tag} failed: {words}")
+            raise ConfigError(message) from cause
 
     def _arguments(self, node: Node) -> tuple[list[Node], dict[str, Node]]:
         if isinstance(node, Sequence):
@@ -383,7 +383,7 @@ class _Resolver:
         return [], self._keywords(node)
 
     def _keywords(self, node: Mapping) -> dict[str, Node]:
-        wrong = "is no string, as the name of an argument must be."
+        wrong = "is not a string; the name of an argument must be one."
         return {
             str(key): item if isinstance(key, str) else self._wrong(item, f"{key!r} {wrong}")
             for key, item in node.items.items()
@@ -392,7 +392,7 @@ class _Resolver:
     # The limits, and what goes wrong
 
     def _measured(self, node: Node) -> Node:
-        """The node, once its size is known to be within the limits. What stands below it has been measured."""
+        """Return the node if its size is within the limits. The nodes below it have been measured."""
         if node in self._sizes:
             return node
         sizes = [self._sizes[child] for _, child in children(node)]
@@ -404,7 +404,7 @@ class _Resolver:
         if size.depth > DEPTH:
             raise LimitError(f"{node.source}: lists and mappings are nested more than {DEPTH} levels deep.")
         if size.nodes > EXPANDED_NODES:
-            raise LimitError(f"{node.source}: aliases and references make more than {EXPANDED_NODES:,} values.")
+            raise LimitError(f"{node.source}: aliases and references expand to more than {EXPANDED_NODES:,} values.")
         self._sizes[node], self._resolved[node] = size, node
         return node
 
@@ -414,7 +414,7 @@ class _Resolver:
     @contextmanager
     def _within(self, active: set[Node], node: Node) -> Iterator[None]:
         if len(self._chain) >= _STEPS:
-            raise LimitError(f"{node.source}: references lead on to each other more than {_STEPS} times.")
+            raise LimitError(f"{node.source}: a chain of references has more than {_STEPS} steps.")
         active.add(node)
         self._chain.append(node)
         try:
@@ -459,7 +459,7 @@ def _rebuilt(node: Node, make: Callable[[Node], Node]) -> Node:
 
 
 def _operand(node: Node) -> str | None:
-    """A value as it stands in a formula; None if it is no number."""
+    """Return the text of a value for a formula; None if it is not a number."""
     text = _number_text(node.value) if is_plain_scalar(node) else ""
     # (-3) ** 2 is 9, as for a number, where the text -3 ** 2 would be -9.
     if text.startswith(("+", "-")):

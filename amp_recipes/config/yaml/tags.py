@@ -1,4 +1,4 @@
-"""Names the tags that a YAML may have, and those that stand in a resolved tree."""
+"""Names the tags of a YAML, and those of a resolved tree."""
 
 REF, COPY = "!ref", "!copy"
 REFERENCES = (REF, COPY)

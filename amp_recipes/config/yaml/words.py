@@ -1,4 +1,4 @@
-"""Says what is wrong with YAML text: a tag that there is not, or text that is no YAML."""
+"""Explains mistakes in YAML text: unknown tags, and text that is not YAML."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _IN_FLOW = re.compile(r"[],[]")  # YAML takes these for a part of a tag that the
 
 
 def begins_as_a_tag(text: str) -> bool:
-    """Whether text begins with the word of a tag (`ref <b>`): the ! before it stands apart."""
+    """Whether text begins with the word of a tag (`ref <b>`), which a space separates from its !."""
     return bool(_BEFORE_A_WORD.match(text))
 
 
 def wrong_tag(tag: str, kind: str, text: str, with_hint: bool = True) -> str:
-    """What is wrong with a tag that stands before text, a list or a mapping; empty if nothing is.
+    """Return the mistake in a tag of a text, a list or a mapping; empty if there is none.
 
     with_hint: name the tag that was meant, the search for which takes time.
     """
@@ -46,31 +46,31 @@ def wrong_tag(tag: str, kind: str, text: str, with_hint: bool = True) -> str:
 
 def _wrong_reference(tag: str, kind: str, text: str) -> str:
     if kind != "text":
-        return f"{tag} takes a text, but a {kind} stands below it."
-    return "" if text.strip() or tag == PLACEHOLDER else f"{tag} needs a reference behind it: {tag} <key>."
+        return f"{tag} takes a text, but has a {kind} below it."
+    return "" if text.strip() or tag == PLACEHOLDER else f"{tag} needs a reference after it: {tag} <key>."
 
 
 def _wrong_call(head: str, name: str, kind: str, text: str) -> str:
     """The same for a tag that a name follows: `!new:`, `!include:`, ..."""
     shown = short(head + name)
     if not name:
-        return f"{head} needs a name directly behind it, without a space: {head}{short(text.strip()) or 'name'}."
+        return f"{head} needs a name directly after it, without a space: {head}{short(text.strip()) or 'name'}."
     if not name.isprintable():
-        return f"the name behind {head} has characters that cannot be printed: {short(name)}."
+        return f"the name after {head} has characters that cannot be printed: {short(name)}."
     found = _IN_FLOW.search(name, len(name) - 1 if head == INCLUDE else 0)  # the name of a file may hold one
     if found:
         return f"a space is missing between {short(head + name[: found.start()])} and {found[0]}"
     if text.strip():
-        return f"{shown} has {short(text)} behind it; arguments must be a list or a mapping."
+        return f"{shown} has {short(text)} after it; arguments must be a list or a mapping."
     if head == INCLUDE and kind == "list":
-        return f"{shown} takes a mapping of values for the file, but a list stands below it."
+        return f"{shown} takes a mapping of values for the file, but has a list below it."
     return ""
 
 
 def _wrong_standard_tag(name: str, kind: str, with_hint: bool) -> str:
     fitting = {"seq": "list", "map": "mapping"}.get(name, "text" if name in SCALARS else "")
     if fitting:
-        return "" if fitting == kind else f"!!{name} takes a {fitting}, but a {kind} stands here."
+        return "" if fitting == kind else f"!!{name} takes a {fitting}, but this is a {kind}."
     if name.startswith("python/"):
         what, _, target = name.removeprefix("python/").partition(":")
         advice = f"write {_INSTEAD[what]}{short(target)}" if what in _INSTEAD else "write the plain value"
@@ -91,30 +91,30 @@ def _unknown_tag(tag: str, text: str, with_hint: bool) -> str:
 # What ruamel's parser says, what the line above and the line of the mistake hold, and what it means, with groups of the
 # second in braces. A ^ in front of the meaning: the mistake is where the list, the quote ... opens.
 _MEANINGS = [
-    (r"'\\t' that cannot start", "", "a tab indents this line; use spaces."),
+    (r"'\\t' that cannot start", "", "this line is indented with a tab; use spaces."),
     (r"cannot start|',' or", r"<[^<>\n]*\[.*\Z", 'inside [ ] or {{ }} this needs quotes: !ref "<a[b]>".'),
     (r"cannot start", "", "a value cannot begin with this character; put it in quotes."),
-    (r"mapping values", r"^\s*(?:- +)*([\w.-]+):\S.*\n", "a space is missing behind `{0}:` in the line above."),
-    (r"mapping values", r"\n.*:\s.*:", "a second colon with a space behind it; put the value in quotes."),
-    (r"mapping values", "", "a key below a value; is the line above complete, and the indentation right?"),
-    (r"expected ':'", r"\n\s*(?:- +)*([\w.-]+):\S.*\Z", "^a space is missing behind `{0}:`."),
+    (r"mapping values", r"^\s*(?:- +)*([\w.-]+):\S.*\n", "a space is missing after `{0}:` in the line above."),
+    (r"mapping values", r"\n.*:\s.*:", "a second colon followed by a space; put the value in quotes."),
+    (r"mapping values", "", "a key below a value; is the line above complete, and is the indentation right?"),
+    (r"expected ':'", r"\n\s*(?:- +)*([\w.-]+):\S.*\Z", "^a space is missing after `{0}:`."),
     (r"expected ':'", "", "^a key without its colon."),
     (r"end of stream|document separator", "", "^the quote that opens here is never closed."),
-    (r"quoted.*escape", "", "no escape of YAML; write \\\\ for a backslash, or use single quotes."),
+    (r"quoted.*escape", "", "not an escape of YAML; write \\\\ for a backslash, or use single quotes."),
     (r"expected ',' or '([]}])'", "", "^the bracket that opens here is not closed."),
     (r"scanning a tag|undefined tag", "", f"^not a tag; expected one of {', '.join(TAGS)}."),
-    (r"scanning an (?:alias|anchor)", "", "^* and & open an alias or an anchor; put text in quotes."),
-    (r"sequence entries", "", "a list item (-) behind its key; put it on the next line, or write [ ]."),
+    (r"scanning an (?:alias|anchor)", "", "^* and & start an alias or an anchor; put text in quotes."),
+    (r"sequence entries", "", "a list item (-) on the line of its key; put it on the next line, or write [ ]."),
     (r"expected the node content", "", "a value is missing here."),
-    (r"found \(?'<(?:scalar|alias)", "", "text behind a value that has ended; put all of it in quotes."),
-    (r"<block end>.*'[]},]'", "", "a bracket is closed, or a comma given, that no [ or {{ has opened."),
-    (r"<block end>|<document start>", "", "the indentation fits none of the lines above."),
-    (r"block scalar", "", "behind | or > only +, - or a number may stand."),
+    (r"found \(?'<(?:scalar|alias)", "", "text after the end of a value; put all of it in quotes."),
+    (r"<block end>.*'[]},]'", "", "a closing bracket or a comma, but no [ or {{ is open."),
+    (r"<block end>|<document start>", "", "the indentation matches none of the lines above."),
+    (r"block scalar", "", "only +, - or a number may follow | or >."),
 ]
 
 
 def explain(error: MarkedYAMLError, lines: list[str]) -> tuple[int, int, str]:
-    """Line, column and meaning of what ruamel's parser stumbled over, with the line and a caret under the column."""
+    """Return the line, column and meaning of an error of ruamel's parser, with a caret under the column."""
     mark, meaning = _end_of_tag(error, lines) or _meaning(error, lines)
     line = lines[mark.line]
     first = max(0, mark.column - 60)
@@ -132,7 +132,7 @@ def _end_of_tag(error: MarkedYAMLError, lines: list[str]) -> tuple[StringMark, s
     if found := _IN_FLOW.search(tag):
         tag, behind = tag[: found.start()], found[0]
     if behind.isalnum():
-        return end, f"{behind} cannot stand in a tag."
+        return end, f"{behind} is not allowed in a tag."
     return end, f"a space is missing between {short(tag)} and {behind}"
 
 

@@ -28,14 +28,14 @@ from amp_recipes.config.yaml.tags import TUPLE
 from amp_recipes.config.yaml.words import TUPLE_TEXT
 from amp_recipes.errors import ConfigError
 
-# A line of text, and the key that stands on it.
+# A line of text, and its key.
 _Line: TypeAlias = "tuple[str, KeyPath | None]"
 
-_FLOW_CHARACTERS = 80  # a list of plain values up to this length stands on one line
-_SIMPLE_KEY_CHARACTERS = 1000  # YAML: 1,024; a longer key stands behind `?`
-_ALIGNED_CHARACTERS = 72  # up to this length of a line, the sources behind the keys of a mapping form a column
+_FLOW_CHARACTERS = 80  # a list of plain values up to this length is written on one line
+_SIMPLE_KEY_CHARACTERS = 1000  # YAML: 1,024; a longer key is written after `?`
+_ALIGNED_CHARACTERS = 72  # the sources after the keys of a mapping are aligned up to this length of a line
 
-# Text that may stand without quotes, wherever it stands; rather too few than too many.
+# Text that needs no quotes in any place; the pattern rather matches too few texts than too many.
 _WITHOUT_QUOTES = re.compile(r"[A-Za-z_./][A-Za-z0-9_./+-]*(?: [A-Za-z0-9_./+=][A-Za-z0-9_./+=-]*)*")
 _YAML_1_1_WORDS = frozenset({"yes", "no", "on", "off", "true", "false", "null"})
 _BLOCK_LINE = re.compile(r"(?:[ -~\xa1-\ud7ff]*[!-~\xa1-\ud7ff])?")  # printable, without white space at its end
@@ -53,7 +53,7 @@ def to_yaml(root: Mapping, header: Iterable[str] = ()) -> str:
 
 
 def with_sources(root: Mapping, source_of: Callable[[KeyPath], str]) -> str:
-    """The YAML text of a tree with `# file:line`, or what else `source_of` says, behind each key."""
+    """The YAML text of a tree with `# file:line`, or another text of `source_of`, after each key."""
     lines = _document(root)
     columns: dict[KeyPath, int] = {}
     for line, path in lines:
@@ -72,7 +72,7 @@ def _document(root: Mapping) -> list[_Line]:
 
 
 class _Writer:
-    """One text in the making; it knows which nodes are shared, and which of these were already written."""
+    """The writer of one text; it records which nodes are shared, and which of these were already written."""
 
     def __init__(self, root: Mapping) -> None:
         nodes = [root, *(node for _, node in walk(root))]
@@ -103,7 +103,7 @@ class _Writer:
             yield from below
 
     def _value(self, node: Node, path: KeyPath, indent: str) -> tuple[str, Iterable[_Line]]:
-        """What stands on the line of a key or dash, and the lines below it."""
+        """Return the text on the line of a key or dash, and the lines below it."""
         if node in self._anchors:
             return f"*{self._anchors[node]}", ()
         marks = self._marks(node)
@@ -135,7 +135,7 @@ class _Writer:
         return " ".join([*marks, flow]) if len(flow) <= _FLOW_CHARACTERS and '"' not in flow else ""
 
     def _fits_on_a_line(self, sequence: Sequence) -> bool:
-        """Whether all below is plain data that stands nowhere else: no call, no tuple, nothing shared."""
+        """Whether all below is plain data: no call, no tuple, nothing shared."""
         below = [node for _, node in walk(sequence)]
         is_shared = any(self._uses[node] > 1 and not isinstance(node, Scalar) for node in below)
         return not is_shared and not any(node.tag or isinstance(node, Unknown) for node in below)
@@ -150,7 +150,7 @@ class _Writer:
 
 
 def _scalar(value: Any, indent: str) -> tuple[str, Iterable[_Line]]:
-    """A plain value; text of several lines stands below its key as it is, where YAML can hold it so."""
+    """A plain value; text of several lines is written unchanged below its key, if YAML allows it."""
     lines = value.removesuffix("\n").split("\n") if isinstance(value, str) and "\n" in value else []
     if not lines or not _is_block(lines):
         return _plain_text(value), ()
@@ -195,7 +195,7 @@ def _float(value: float) -> str:
     mantissa, exponent, power = text.partition("e")
     if not exponent:
         return text
-    # Without a point, 1e-05 is text for YAML 1.1. Without zeros behind a long mantissa, HyperPyYAML, which writes the
+    # Without a point, 1e-05 is text for YAML 1.1. Without zeros after a long mantissa, HyperPyYAML, which writes the
     # text anew with ruamel, loses its last digit: of 4,000 random floats 664 were changed, none with the zeros.
     mantissa = mantissa if "." in mantissa else f"{mantissa}.0"
     return f"{mantissa.ljust(20, '0') if len(mantissa) > 8 else mantissa}e{power}"

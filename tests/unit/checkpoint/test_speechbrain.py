@@ -394,14 +394,14 @@ def test_run_opts_that_their_parser_made(tmp_path):
 
 @pytest.mark.parametrize("name", ["auto_mix_prec", "data_parallel_backend", "jit", "profile_training"])
 def test_option_of_theirs_that_we_do_not_have_says_what_to_do(name, caplog):
-    with pytest.raises(ConfigError, match=f"there is no run option '{name}'. In its place "):
+    with pytest.raises(ConfigError, match=f"there is no run option '{name}'. Instead, "):
         LengthBrain({}, run_opts={**RUN_OPTS, name: True})
-    with pytest.raises(ConfigError, match=f"'{name}'. In its place "):
+    with pytest.raises(ConfigError, match=f"'{name}'. Instead, "):
         parse_arguments(["train.yaml", f"--{name}"])
     LengthBrain({}, run_opts={**RUN_OPTS, name: False})
     assert "have no effect here" not in caplog.text
     LengthBrain({}, hparams={name: True}, run_opts=RUN_OPTS)
-    assert f"'{name}' does nothing here. In its place " in caplog.text
+    assert f"'{name}' does nothing here. Instead, " in caplog.text
 
 
 def test_hparams_have_the_access_of_a_simple_namespace():

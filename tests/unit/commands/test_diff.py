@@ -178,7 +178,7 @@ def test_a_folder_that_is_no_run_is_told_from_one(subtests, run, tmp_path):
         ("a/summary.json", "is a file"),
         ("a/save", "belongs to the run {0}/a;"),
         ("a/save/CKPT+000001", "belongs to the run {0}/a;"),
-        ("", "none of hyperparams.yaml, environment.json, summary.json. Runs lie below it: {0}/a."),
+        ("", "none of hyperparams.yaml, environment.json, summary.json. It contains the runs {0}/a."),
         ("empty", "none of hyperparams.yaml, environment.json, summary.json."),
     ]:
         with subtests.test(path=path):
@@ -218,7 +218,7 @@ def test_names_do_not_steer_the_terminal_either(run, tmp_path):
     json.loads(compare_runs(a, hostile).as_json())
     (tmp_path / "above" / "\x1b[2J").mkdir(parents=True)
     shutil.copy(hostile / "environment.json", tmp_path / "above" / "\x1b[2J")
-    with pytest.raises(ConfigError, match=r"Runs lie below it: .*\\x1b\[2J\.") as refused:
+    with pytest.raises(ConfigError, match=r"It contains the runs .*\\x1b\[2J\.") as refused:
         compare_runs(a, tmp_path / "above")
     assert "\x1b" not in str(refused.value)
 

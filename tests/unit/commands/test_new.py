@@ -241,9 +241,9 @@ def test_a_file_or_a_dead_link_in_the_way_is_left_as_it_is(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "link"):
-        with pytest.raises(ConfigError, match="is no folder"):
+        with pytest.raises(ConfigError, match="is not a folder"):
             new.new_recipe("my_task", tmp_path / name, "basic")
-    with pytest.raises(ConfigError, match=r"was not made: .*Give another with --to"):
+    with pytest.raises(ConfigError, match=r"cannot be created: .*Give another with --to"):
         new.new_recipe("my_task", tmp_path / "file" / "below", "basic")
     assert (tmp_path / "file").read_text() == "mine" and (tmp_path / "link").is_symlink()
 
@@ -289,7 +289,7 @@ def test_a_folder_that_comes_into_being_meanwhile_is_not_overwritten(tmp_path, m
         (folder / "mine").touch()
 
     monkeypatch.setattr(new, "_fill", slow)
-    with pytest.raises(ConfigError, match="was not made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         new.new_recipe("my_task", folder, "basic")
     assert [path.name for path in folder.rglob("*")] == ["mine"]
     assert [path.name for path in tmp_path.iterdir()] == ["my_task"]

@@ -159,12 +159,12 @@ def test_mistakes_in_what_is_typed(subtests, sweep, folder):
         (["lr=1e-3,0.001"], None, "1e-3 and 0.001 are the same value"),
         (["n=1,1"], None, "1 and 1 are the same value"),
         (["lr=1e-5..1e-2"], None, "a range needs --sweep-trials N"),
-        (["lr=1e-5..1e-2,3"], 5, "a range stands alone"),
+        (["lr=1e-5..1e-2,3"], 5, "a range cannot be mixed with values"),
         (["lr=1e-2..1e-5"], 5, "from the smaller number to the larger: 1e-5..1e-2"),
         (["lr=0..1:log"], 5, "greater than 0, not 0"),
-        (["lr=1e-5..1e-2:lgo"], 5, "'lgo' is no scale of a range; expected log or linear. Did you mean log?"),
-        (["lr=1e-5.."], 5, "both ends of a range"),
-        (["lr=1e-5...inf"], 5, "both ends of a range"),
+        (["lr=1e-5..1e-2:lgo"], 5, "'lgo' is not a scale of a range; expected log or linear. Did you mean log?"),
+        (["lr=1e-5.."], 5, "a range needs two finite numbers"),
+        (["lr=1e-5...inf"], 5, "a range needs two finite numbers"),
         (["a=[1,2"], None, "a closing ] is missing"),
         (["a='x,y"], None, "a closing ' is missing"),
         (["output_folder=a,b"], None, "cannot be swept"),
@@ -304,8 +304,8 @@ def test_finished_runs_are_not_run_again_and_failed_ones_are(sweep, folder, caps
     assert sweep("act=gelu,relu,bad") == 1
     assert [len(starts(folder, f"act={act}")) for act in ("bad", "relu", "gelu")] == [2, 1, 1]
     said = capsys.readouterr().out
-    assert "2/3  act=relu ... finished before: accuracy 0.01, 0.0 minutes" in said
-    assert "| 0.01 " in said.split("finished before")[1], "its metrics are in the table"
+    assert "2/3  act=relu ... already finished: accuracy 0.01, 0.0 minutes" in said
+    assert "| 0.01 " in said.split("already finished")[1], "its metrics are in the table"
 
 
 @pytest.mark.parametrize("other", [{"options": ["--debug"]}, {"fingerprint": "another"}])
@@ -420,7 +420,7 @@ def test_a_signal_reaches_the_run_and_the_same_command_goes_on(recipe, folder, s
     said, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 128 + signum
     assert "2/3  act=slow ... interrupted after" in said
-    assert f"{signum.name}: the sweep ends here; the same command goes on with it." in said
+    assert f"{signum.name}: sweep stopped; run the same command again to continue it." in said
     assert (folder / "act=slow" / "saved.txt").read_text() == "epoch 1"
     assert json.loads((folder / "act=slow" / "sweep_run.json").read_text())["exit_status"] == passed_on
     assert not (folder / "act=tanh").exists()
@@ -429,7 +429,7 @@ def test_a_signal_reaches_the_run_and_the_same_command_goes_on(recipe, folder, s
     said, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0
     assert [len(starts(folder, f"act={act}")) for act in ("relu", "slow", "tanh")] == [1, 2, 1]
-    assert "finished before" in said and "interrupted" not in said
+    assert "already finished" in said and "interrupted" not in said
 
 
 def test_two_sweeps_do_not_share_a_folder(recipe, folder, sweep):
@@ -509,7 +509,7 @@ def test_a_failed_trial_is_one_and_is_tried_again(sweep, folder, recipe, capsys)
     assert "bad" in states, "the seed chooses it"
     # The same values are not run twice.
     assert all(len(starts(folder, f"act={act}")) == 1 for act in states)
-    assert " ... as run " in capsys.readouterr().out
+    assert " ... same values as run " in capsys.readouterr().out
 
     Path(recipe).write_text(RECIPE.replace('== "bad"', '== "good"'))
     assert sweep("act=bad,nan,mute,relu", trials=8) == 0

@@ -266,7 +266,10 @@ def anchors(levels, leaf="[1]"):
 
 
 def test_an_expansion_that_fills_a_machine_is_refused_at_once():
-    with at_most(calls=400_000), pytest.raises(ConfigError, match=r"x\.yaml: more than 100,000 values"):
+    with (
+        at_most(calls=400_000),
+        pytest.raises(ConfigError, match=r"x\.yaml: the settings have more than 100,000 values"),
+    ):
         changes(anchors(40), anchors(40, "[2]"))
 
 
@@ -395,20 +398,20 @@ def test_changes_are_refused_all_together_and_nothing_is_written(start):
 def test_a_changed_yaml_is_refused_and_taken_with_the_flag(start, change, line, caplog):
     checkpoint(start())
     text = RECIPE.format(folder=start.folder).replace(*change)
-    with pytest.raises(ConfigError, match="other settings") as refused:
+    with pytest.raises(ConfigError, match="The settings differ") as refused:
         start(text=text)
     assert line in str(refused.value)
     start("--accept_changes")
     log = (start.folder / "log.txt").read_text()
-    assert all(words in text for words in (line, "was -> given") for text in (caplog.text, log))
+    assert all(words in text for words in (line, "saved -> now") for text in (caplog.text, log))
     assert (
-        f"stays as it was saved; to train on with another schedule, start a new run with --init_from {start.folder}."
+        f"keep their saved values. To train with another schedule, start a new run with --init_from {start.folder}."
         in log
     )
     assert (start.folder / "hyperparams_original.yaml").read_text() == text
     caplog.clear()
     start()  # these are the settings of the run now, and the flag was for one start
-    assert "other settings" not in caplog.text
+    assert "changed settings" not in caplog.text
     assert load_hparams(start.folder / "hyperparams.yaml").get("accept_changes") is None
 
 
@@ -528,7 +531,7 @@ def test_a_run_of_somebody_else_holds_up_no_start(start, kind, caplog):
         HOSTILE[kind](file)
     with at_most(calls=1_000_000):
         assert environment_changes(environment, {"packages": {"torch": "2.0"}}) == []
-        with pytest.raises(ConfigError, match=r"the settings of that run cannot be read: .*hyperparams\.yaml"):
+        with pytest.raises(ConfigError, match=r"the saved settings cannot be read: .*hyperparams\.yaml"):
             start()
 
 

@@ -337,4 +337,4 @@ def test_a_yaml_that_is_gone_is_said_and_does_not_end_the_run(yaml, tmp_path, ca
     yaml.unlink()
     monkeypatch.setattr("amp_recipes.config.hparams._loaded", {})  # as in a process that was given pickled hparams
     ensure_experiment_directory(tmp_path / "run", hparams)
-    assert "p.yaml is gone" in caplog.text and not (tmp_path / "run").exists()
+    assert "p.yaml no longer exists" in caplog.text and not (tmp_path / "run").exists()

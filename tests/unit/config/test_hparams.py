@@ -92,7 +92,7 @@ def test_mappings_dotted_keys_and_yaml_text_override_alike(subtests, write):
 
 
 def test_overrides_are_plain_data_whatever_their_form(subtests, write):
-    message = r"^overrides:1:\d+: .*an override is plain data"
+    message = r"^overrides:1:\d+: .*an override must be plain data"
     for text in ["half: !ref <lr>", "optimizer: !new:torch.nn.ReLU", "sizes: [1, !ref <lr>]"]:
         with subtests.test(text=text), pytest.raises(ConfigError, match=message):
             load_hparams(write(MODEL), text)
@@ -223,7 +223,7 @@ lr: 0.2
         (":10:", "--items.1.x=..."),
         (":11:", "max_grad_norm is 'much'"),
         (":12:", "Did you mean torch.nn.ReLU?"),
-        (":13:", "lr stands at line 1 and again at line 13"),
+        (":13:", "lr is given at line 1 and again at line 13"),
         ("command line", "Did you mean --max_grad_norm?"),
         ("command line", "--in_features is neither a key"),
     ]
@@ -395,7 +395,7 @@ def test_a_yaml_cannot_start_the_recipe_with_a_command_line_of_its_own(write, tm
     file = write(f"a: !apply:test_hparams.start [['{evil}', --trust, os]]\n")
     with pytest.raises(ConfigError, match=r"start is not trusted: .* which starts a script"):
         load_hparams(file)
-    with pytest.raises(ConfigError, match="is called by what a YAML names"):
+    with pytest.raises(ConfigError, match="was called by code that a YAML names"):
         load_hparams(file, trust=["test_hparams"])
     assert not canary.exists()
     assert parse_arguments([file])[0] == file  # only while the YAML was built
@@ -420,7 +420,7 @@ def test_an_override_of_a_resolved_file_is_said_to_change_that_key_alone(write, 
     file = write(text, "hyperparams.yaml")
     assert hparams_of(file, "--seed=2") == {"lr": 1, "half": 0.5, "seed": 2} and not caplog.records
     assert hparams_of(file, "--lr=4") == {"lr": 4, "half": 0.5, "seed": 1}
-    assert "an override (lr) changes nothing but that key itself" in caplog.text
+    assert "an override (lr) changes only that key" in caplog.text
 
 
 def test_a_key_that_a_recipe_reads_and_the_yaml_lacks_is_named_with_the_nearest(write):

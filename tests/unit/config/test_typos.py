@@ -223,7 +223,7 @@ SLIPS_ON_THE_COMMAND_LINE = [
     (["--seed=12e"], "a whole number"),
     (["--number-of-epochs=3"], "number_of_epochs"),
     (["-lr=1"], "two dashes"),
-    (["lr=1"], "opens with --"),
+    (["lr=1"], "starts with --"),
     (["--lr"], "--lr="),
 ]
 

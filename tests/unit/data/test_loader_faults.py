@@ -165,8 +165,8 @@ def test_samples_that_do_not_fit_together_are_named(num_workers):
             return torch.zeros(2 if index == 4 else 3)
 
     message = str(failing(Ragged(None), num_workers=num_workers))
-    assert "samples [4, 5] cannot be put into a batch: RuntimeError" in message
-    assert "; sample 5 does not fit with sample 4 (give a collate_fn that pads them)." in message
+    assert "samples [4, 5] cannot be collated into a batch: RuntimeError" in message
+    assert "; sample 5 does not match sample 4 (give a collate_fn that pads them)." in message
 
 
 def test_the_sample_that_spoils_a_batch_is_named_with_its_index(subtests):
@@ -176,21 +176,21 @@ def test_the_sample_that_spoils_a_batch_is_named_with_its_index(subtests):
 
     for bad, said in {
         None: "; sample 6 (6.wav) is None.",
-        (torch.zeros(3), None): "; sample 6 (6.wav) cannot be put into one alone.",
-        (torch.zeros(4), 1): "; sample 6 (6.wav) does not fit with sample 4 (4.wav) (give a collate_fn that pads",
+        (torch.zeros(3), None): "; sample 6 (6.wav) cannot be collated even alone.",
+        (torch.zeros(4), 1): "; sample 6 (6.wav) does not match sample 4 (4.wav) (give a collate_fn that pads",
     }.items():
         with subtests.test(said):
             data = Spoilt(None, files=[f"{index}.wav" for index in range(12)], sample=bad, bad=6)
             message = str(failing(data, batch_size=4))
             assert (
-                message.startswith("Training set: samples [4, 5, 6, 7] cannot be put into a batch: ")
+                message.startswith("Training set: samples [4, 5, 6, 7] cannot be collated into a batch: ")
                 and said in message
             )
 
 
 def test_a_collate_fn_that_takes_no_sample_blames_none():
     message = str(failing(Bad(None, bad=None), collate_fn=lambda samples: 1 / 0))
-    assert "samples [0, 1] cannot be put into a batch: ZeroDivisionError: division by zero. Mend" in message
+    assert "samples [0, 1] cannot be collated into a batch: ZeroDivisionError: division by zero. Repair" in message
 
 
 def test_a_data_set_that_reads_batches_names_the_batch():

@@ -125,9 +125,11 @@ def test_set_epoch_reaches_sampler_batch_sampler_and_dataset_once_each():
 
 
 def test_unknown_arguments_are_refused_with_the_nearest_one():
-    with pytest.raises(ConfigError, match=r"no 'batchsize', 'xyzzy'; did you mean 'batch_size'\?.*num_workers"):
+    with pytest.raises(
+        ConfigError, match=r"no argument 'batchsize', 'xyzzy'; did you mean 'batch_size'\?.*num_workers"
+    ):
         make(batchsize=4, xyzzy=1)
-    with pytest.raises(ConfigError, match=r"Training set: its loader cannot be made: .*mutually exclusive"):
+    with pytest.raises(ConfigError, match=r"Training set: the loader cannot be created: .*mutually exclusive"):
         make(batch_sampler=[[0]], batch_size=2, name="Training set")
 
 
@@ -315,7 +317,7 @@ def test_a_loaded_state_is_told_until_the_loader_moves():
 
 def test_a_state_of_another_kind_is_refused():
     for state in (None, {}, {"epoch": 1}, [1, 2], {"batches": 3}):
-        with pytest.raises(DataError, match="Data set: a position has 'epoch' and 'samples'"):
+        with pytest.raises(DataError, match="Data set: a saved position needs 'epoch' and 'samples'"):
             make().load_state_dict(state)
 
 
@@ -433,7 +435,10 @@ def test_other_start_methods_read_the_same(method):
 def test_hundreds_of_workers_are_not_started(monkeypatch, caplog):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     loader = make_loader([0, 1, 2], shuffle=False, seed=0, device="cpu", name="Training set", num_workers=300)
-    assert loader.num_workers == 32 and "Training set: num_workers=300 is too many for 2 cores; 32" in caplog.text
+    assert (
+        loader.num_workers == 32
+        and "Training set: num_workers=300 is too many for 2 CPU cores; started 32" in caplog.text
+    )
     caplog.clear()
     assert make_loader([0, 1, 2], shuffle=False, seed=0, device="cpu", num_workers=32).num_workers == 32
     assert not caplog.text

@@ -164,7 +164,7 @@ def test_a_stream_goes_on_with_the_same_samples_and_draws(kind, num_workers, tor
     elif kind is Tells:
         assert "torchdata" in reason
     else:
-        assert "Stream is an IterableDataset that cannot tell its place: give it state_dict" in reason
+        assert "Stream is an IterableDataset that cannot save its position: give it state_dict" in reason
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -197,9 +197,9 @@ def test_a_streams_place_belongs_to_its_epoch():
 
 def test_a_stream_read_by_another_number_of_workers_is_refused():
     loader = make_loader(Tells(), shuffle=False, seed=1, device=DEVICE, name="Training set", num_workers=2)
-    with pytest.raises(DataError, match=r"Training set: .* saved with num_workers=3, but there are 2 now"):
+    with pytest.raises(DataError, match=r"Training set: .* saved with num_workers=3, but now there are 2 workers"):
         loader.load_state_dict({"epoch": 1, "batches": 3, "num_workers": 3})
-    with pytest.raises(DataError, match="a stream's position has 'epoch' and 'batches'"):
+    with pytest.raises(DataError, match="a saved position needs 'epoch' and 'batches'"):
         loader.load_state_dict({"epoch": 1, "samples": 3})
 
 
@@ -282,7 +282,7 @@ def test_workers_that_may_draw_are_replayed():
     torch.manual_seed(7)
     assert [batch.tolist() for batch in batches_from(make(), 3, None)] == expected[3:]
     assert "give the Dataset itself" in replay_reason(make())
-    assert "the batches already done are read again" in replay_reason(make())
+    assert "the batches already used are read again" in replay_reason(make())
 
 
 def test_a_stream_in_a_dataloader_of_torch():
@@ -317,7 +317,7 @@ def test_batches_in_no_order_are_told():
     kwargs = {"num_workers": 1, "in_order": False}
     for loader in (DataLoader(Reads(), **kwargs), make_loader(Reads(), shuffle=True, seed=0, device=DEVICE, **kwargs)):
         assert "in_order=False" in replay_reason(loader)
-        assert "the batches already done are read again" not in replay_reason(loader)
+        assert "the batches already used are read again" not in replay_reason(loader)
 
 
 def test_a_subclass_of_dataloader_is_replayed():
@@ -326,7 +326,7 @@ def test_a_subclass_of_dataloader_is_replayed():
             return iter(["a", "b", "c"])
 
     assert list(batches_from(Own([1]), 1, None)) == ["b", "c"]
-    assert "a Own may order its batches as it likes" in replay_reason(Own([1]))
+    assert "a Own may give its batches in any order" in replay_reason(Own([1]))
 
 
 # ---------------------------------------------------------------------- generators of the data set
@@ -491,7 +491,7 @@ def test_an_iterator_is_replayed_before_the_call_returns():
     assert list(batches) == [3, 4]
     assert loader_state(generate()) is None
     reason = replay_reason(generate())
-    assert "the batches already done are read again" in reason and "a generator cannot tell its place" in reason
+    assert "the batches already used are read again" in reason and "a generator cannot save its position" in reason
     assert "give a torch Dataset" in reason
 
 

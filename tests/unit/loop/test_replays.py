@@ -448,7 +448,7 @@ def test_a_folder_that_is_no_report_is_refused(recipe):
 
 def test_words_that_cannot_be_together(recipe):
     done = run(recipe, "train.py", "tiny.yaml", "--diagnose", "--check")
-    assert done.returncode != 0 and "cannot be done at once" in done.stderr
+    assert done.returncode != 0 and "cannot be combined" in done.stderr
 
 
 # ---------------------------------------------------------------------- what a recipe may hold

@@ -343,7 +343,7 @@ def test_a_folder_cannot_have_replay_run_what_it_likes(tmp_path, command, monkey
         elsewhere.setenv("XDG_STATE_HOME", str(tmp_path / "of somebody else"))
         folder = write(tmp_path / "run", [], command=command)
     done = run_python("-m", "amp_recipes.commands.cli", "replay", folder, cwd=tmp_path)
-    assert done.returncode == 1 and "would run what nothing else vouches for" in done.stderr, done.stderr
+    assert done.returncode == 1 and "would run code that may not be yours" in done.stderr, done.stderr
     assert not (tmp_path / "canary").exists() and "\x1b" not in done.stderr
     assert command.get("module", command["script"]) in done.stderr and "touch canary" not in done.stdout
 

@@ -388,7 +388,7 @@ def test_a_recipe_that_does_not_finish_at_the_reference_either_is_judged_by_thos
     values = {"fp32": ["diverged", 0.91, 0.92, 0.91], "fp16": [0.90, 0.92, "diverged", 0.91]}
     entries, found = verdicts(plan("fp32,fp16", "4"), values)
     assert entries["fp16"]["verdict"] == "no different" and WELCH in entries["fp16"]["reason"]
-    assert "fp32 seed 1, of the reference, did not finish: diverged" in found["notes"]
+    assert "The reference run fp32 seed 1 did not finish: diverged" in found["notes"]
     entries, found = verdicts(plan("fp32,fp16"), {"fp32": ["diverged", "diverged", 0.9], "fp16": [0.9, 0.9, 0.8]})
     assert (
         entries["fp16"]["verdict"] == "no verdict" and "1 of fp32 and 3 of fp16 finished" in entries["fp16"]["reason"]
@@ -402,7 +402,7 @@ def test_one_seed_gives_no_verdict_and_says_why(plan):
     assert entries["bf16"]["verdict"] == "no verdict" and "--seeds 3" in entries["bf16"]["reason"]
     assert (found["worse"], found["undecided"]) == ([], ["bf16"])
     assert entries["bf16"]["test"] is None and entries["bf16"]["spread"] is None
-    assert "no verdict: 1 seed says nothing" in as_markdown(found)
+    assert "no verdict: seed noise cannot be estimated" in as_markdown(found)
 
 
 def test_seeds_that_change_nothing_are_one_run(plan):
@@ -637,7 +637,7 @@ def test_a_run_that_diverges_is_a_result_and_not_tried_again(compare, tmp_path, 
     message = "NonfiniteError: 3 updates in a row were nonfinite"
     assert found["precisions"][2]["headline"] == f"fp16: worse than fp32: 1 of 2 runs did not finish ({message})."
     output = capsys.readouterr().out
-    assert f"did not finish: {message}" in output and ", as before" in output
+    assert f"did not finish: {message}" in output and ", in an earlier call" in output
 
 
 def test_a_run_that_fails_otherwise_is_tried_again_with_the_next_command(compare, tmp_path):
@@ -651,14 +651,14 @@ def test_a_reference_that_fails_at_once_ends_the_comparison(compare, tmp_path, c
     assert compare("--act=fail in fp32") == 2
     assert starts(tmp_path) == {"fp32 seed_1": 1}
     error = capsys.readouterr().err
-    assert "The reference, fp32 seed 1, did not finish: RuntimeError: not implemented" in error
+    assert "The reference run (fp32 seed 1) did not finish: RuntimeError: not implemented" in error
     assert "out/fp32/seed_1/output.txt" in error
 
 
 def test_other_settings_are_not_mixed_with_what_was_run(compare, recipe, tmp_path, capsys):
     assert compare("--seeds", "2") == 0
     assert compare("--seeds", "2", "--lr=0.2") == 2
-    assert "4 finished runs of other settings (was -> would be):\n  lr: 0.1 -> 0.2\nGive another folder with --to" in (
+    assert "4 finished runs with other settings (saved -> now):\n  lr: 0.1 -> 0.2\nGive another folder with --to" in (
         capsys.readouterr().err
     )
     (recipe / "x.yaml").write_text(YAML.replace("[1, 2]", "[1, 3]"))
@@ -677,7 +677,7 @@ def test_an_unfinished_run_of_other_settings_is_set_aside(compare, tmp_path, cap
         record = tmp_path / "out" / "fp32" / run_ / "compare_run.json"
         record.unlink()
     assert compare("--seeds", "2") == 0
-    assert "an unfinished run of other settings is now seed_1.aside_1" in capsys.readouterr().out
+    assert "an unfinished run with other settings was renamed to seed_1.aside_1" in capsys.readouterr().out
     assert (tmp_path / "out" / "bf16" / "seed_1.aside_1" / "starts.txt").exists()
     assert starts(tmp_path)["bf16 seed_1"] == 1
 
@@ -715,7 +715,7 @@ def test_mistakes_are_told_with_status_two(subtests, compare, tmp_path, capsys):
         (["--precisions", "fp32"], "give two or more"),
         (["--seeds", "x"], "a number of seeds"),
         (["--metric", "wer"], "--mode max"),
-        (["--act=mute"], "left no records"),
+        (["--act=mute"], "wrote no records"),
     ]:
         with subtests.test(words=words):
             assert compare(*words) == 2
@@ -738,7 +738,7 @@ def test_a_run_that_only_tries_out_has_its_records_elsewhere(compare, tmp_path):
 
 def test_one_seed_ends_with_status_two(compare, capsys):
     assert compare("--seeds", "7,") == 2
-    assert "bf16: no verdict: 1 seed says nothing of seed noise" in capsys.readouterr().out
+    assert "bf16: no verdict: seed noise cannot be estimated from 1 seed" in capsys.readouterr().out
 
 
 def test_without_scipy_nothing_is_run(compare, tmp_path, monkeypatch, capsys):
@@ -786,7 +786,7 @@ def test_a_comparison_that_is_ended_goes_on(compare, recipe, tmp_path, capsys, s
     process.send_signal(signum)
     output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == (143 if signum == signal.SIGTERM else -signal.SIGKILL)
-    assert signum == signal.SIGKILL or "the same command goes on" in output
+    assert signum == signal.SIGKILL or "run the same command again" in output
     assert not (tmp_path / "out" / "compare.json").exists()
     assert compare(*words) == 0
     if signum == signal.SIGKILL:
@@ -838,4 +838,4 @@ def test_a_whole_recipe_of_which_fp16_overflows(compare, recipe, tmp_path, capsy
     assert fp32["runs"][0]["value"] != fp32["runs"][1]["value"]
     assert [len(runs) for runs in found["curves"]["loss"]["by_precision"].values()] == [2, 2]
     assert found["curves"]["loss"]["updates"][-1] == 20 and found["curves"]["metric"]["epochs"] == [1, 2]
-    assert compare(*words) == 1 and ", as before" in capsys.readouterr().out
+    assert compare(*words) == 1 and ", in an earlier call" in capsys.readouterr().out

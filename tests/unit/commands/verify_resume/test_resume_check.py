@@ -324,7 +324,9 @@ def test_generators_state_and_loss_have_reasons_of_their_own():
     for section in ("modules", "optimizers", "loss"):
         assert "an operation" in text(why_not_reproducible(difference(section), []))
     assert "an operation" in text(why_not_reproducible(difference("loss", update=1), []))
-    assert "other batches" in text(why_not_reproducible(first_difference(trace(), trace(window(2, step=9))), []))
+    assert "made different batches" in text(
+        why_not_reproducible(first_difference(trace(), trace(window(2, step=9))), [])
+    )
 
 
 def test_what_torch_says_of_operations_is_passed_on():
@@ -339,7 +341,7 @@ def test_what_torch_says_of_operations_is_passed_on():
 def test_a_resume_with_other_data_tells_what_the_loader_said():
     log = "WARNING going on inside an epoch: the loader has no state_dict.\nmore"
     assert "the loader has no state_dict." in text(why_not_resumed(difference("data"), True, {}, log))
-    assert "did not go on with the batch" in text(why_not_resumed(difference("data"), True, {}, ""))
+    assert "did not continue with the batch" in text(why_not_resumed(difference("data"), True, {}, ""))
 
 
 def test_a_resume_with_other_state_was_not_restored_or_depends_on_what_was_not():
@@ -593,7 +595,7 @@ def test_a_recipe_with_dropout_shuffling_and_augmentation_is_proved_equal(tmp_pa
         tmp_path / "kept",
     )
     assert status == 0, output
-    assert "EQUAL bit for bit: the run that was killed after update 6 went on from update 5." in output
+    assert "EQUAL bit for bit: the run that was killed after update 6 resumed from update 5." in output
     assert "The YAML sets no seed" in output and "9 updates of 9 batches, 4 after the resume" in output
     killed = read_trace(tmp_path / "kept" / "killed.jsonl")
     assert len(killed.windows) == 6 and killed.end is None  # it was killed, and not after the end
@@ -639,7 +641,7 @@ def test_two_optimizers_that_step_in_turn_are_counted_as_one_update(tmp_path):
     status, output = run(*recipe, "--keep", tmp_path / "kept")
     assert status == 0, output
     # An epoch's end.
-    assert "EQUAL bit for bit: the run that was killed after update 8 went on from update 7." in output
+    assert "EQUAL bit for bit: the run that was killed after update 8 resumed from update 7." in output
     assert "12 updates of 12 batches, 5 after the resume" in output
     whole, killed, resumed = (
         read_trace(tmp_path / "kept" / f"{name}.jsonl") for name in ("whole", "killed", "resumed")

@@ -139,12 +139,12 @@ def test_a_mistake_is_a_config_error_that_says_what_to_do(subtests):
         (["p.yaml", "--acept_changes"], "there is no run option 'acept_changes'. Did you mean --accept_changes?"),
         (["p.yaml", "--accept-changes", "--a=1"], "Did you mean --accept_changes?"),
         (["p.yaml", "--model.debg"], "--model.debg needs a value"),
-        (["p.yaml", "-x"], "opens with two dashes"),
+        (["p.yaml", "-x"], "starts with two dashes"),
         (["p.yaml", "--"], "empty name"),
         (["p.yaml", "--a..b=1"], "empty name"),
         (["p.yaml", "--seed.x=1"], "seed is a run option"),
-        (["p.yaml", "--a=1", "--a.b=2"], "--a is given too"),
-        (["p.yaml", "--a.b=2", "--a=1"], "keys below it"),
+        (["p.yaml", "--a=1", "--a.b=2"], "conflicts with --a, whose value has no keys"),
+        (["p.yaml", "--a.b=2", "--a=1"], "sets a key below it"),
         (["p.yaml", "--precision=bf61"], "Did you mean bf16?"),
     ]:
         with subtests.test(argv=argv):
@@ -231,7 +231,7 @@ def test_words_that_are_no_options_become_a_request(subtests, monkeypatch):
 
 def test_requests_that_cannot_be_met_are_refused(subtests):
     for words, message in [
-        (["--check", "--sweep", "lr=1,2"], "--check and --sweep cannot be done at once"),
+        (["--check", "--sweep", "lr=1,2"], "--check and --sweep cannot be combined"),
         (["--check=yes"], "--check takes no value"),
         (["--sweep-trials", "3"], "--sweep-trials needs --sweep"),
         (["--sweep", "lr=1,2", "--sweep-trials=many"], "--sweep-trials is 'many'"),

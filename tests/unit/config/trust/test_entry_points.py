@@ -127,11 +127,13 @@ def test_the_refusal_says_why_and_how_to_allow_it(recipe):
 def test_only_words_of_the_processs_own_command_line_grant_trust(monkeypatch, tmp_path):
     yaml = tmp_path / "a.yaml"
     yaml.write_text("a: !apply:os.getpid []\n")
-    with pytest.raises(ConfigError, match=r"--trust os is not on the command line that started this process"):
+    with pytest.raises(
+        ConfigError, match=r"--trust os is refused: it is not on the command line that started this process"
+    ):
         parse_arguments([str(yaml), "--trust=os"])
     for typed in (["--trust", "os,json"], ["--trust=[os]"]):
         monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", str(yaml), *typed])
         _, _, overrides = parse_arguments([str(yaml), "--trust=os"])
         assert load_hparams(yaml, overrides)["a"] > 0
-        with pytest.raises(ConfigError, match="--trust sys is not on the command line"):
+        with pytest.raises(ConfigError, match="--trust sys is refused: it is not on the command line"):
             parse_arguments([str(yaml), "--trust=os,sys"])

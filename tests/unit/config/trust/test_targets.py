@@ -100,7 +100,7 @@ WRONG = [
     (("!apply:my_model.load", {"paht": "x"}), "Did you mean path?"),
     (("!name:my_model.limit", [3]), "only a class or function takes arguments, but my_model.limit is a int."),
     (("!name:my_model.Model", {"dept": 3}), "Did you mean depth?"),
-    (Call("!module:my_model.Model"), "my_model.Model is no module, but the class Model."),
+    (Call("!module:my_model.Model"), "my_model.Model is not a module, but the class Model."),
     (("!module:torch.nn", [3]), "!module:torch.nn takes no arguments."),
     (Call("!new:torch.nn.Liner"), "Did you mean torch.nn.Linear?"),
     (Call("!new:os.system"), 'trust=("os.system",) in load_hparams, or --trust os.system'),
@@ -109,9 +109,9 @@ WRONG = [
     (("!apply:getattr", [3, "a", 4]), "write !ref <key.attribute>"),
     (("!apply:getattr", {"o": 3, "name": "real"}), "write !ref <key.attribute>"),
     (("!apply:getattr", [3, Call("!name:my_model.limit")]), "write !ref <key.attribute>"),
-    (("!apply:getattr", [3, "__class__"]), "'__class__' is no public attribute"),
-    (("!apply:getattr", [3, "a.b"]), "'a.b' is no public attribute"),
-    (("!apply:getattr", [3, "re\u0430l"]), "is no public attribute"),
+    (("!apply:getattr", [3, "__class__"]), "'__class__' is not a public attribute"),
+    (("!apply:getattr", [3, "a.b"]), "'a.b' is not a public attribute"),
+    (("!apply:getattr", [3, "re\u0430l"]), "is not a public attribute"),
     (("!apply:builtins.getattr", [3, "real"]), "builtins.getattr is not trusted"),
     (("!name:getattr", [3, "real"]), "getattr is not trusted"),
     (Unknown("!applyref:os.system", Source("x.yaml", 1)), "os.system is not trusted"),
@@ -171,8 +171,8 @@ def test_attributes_of_a_dataclass_are_compared_before_it_is_built(tmp_path):
         check_yaml(tmp_path / "x.yaml", recipe_folder=tmp_path)
     head, *lines = str(caught.value).splitlines()
     assert head.startswith("2 mistakes") and [line.split(": ", 1)[1] for line in lines] == [
-        "!new:sets.Sets gives no 'trian'. Did you mean train?",
-        "!apply:sets.load gives no 'sizes'. Did you mean size?",
+        "the object of !new:sets.Sets has no attribute 'trian'. Did you mean train?",
+        "the object of !apply:sets.load has no attribute 'sizes'. Did you mean size?",
     ]
 
 
@@ -315,7 +315,7 @@ def test_attributes_that_are_certain(attribute_mistakes, subtests):
     for tag in tags_of("Plain Final Frozen Slots Pair Old", "final_of frozen pair"):
         with subtests.test(tag):
             (text,) = mistakes_of(tag, "extra")
-            assert f"{tag} gives no 'extra'" in text
+            assert f"the object of {tag} has no attribute 'extra'" in text
             assert mistakes_of(tag, "size") == []
 
 

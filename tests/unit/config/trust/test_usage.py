@@ -53,7 +53,7 @@ def test_a_key_that_nothing_reads_is_a_mistake_if_one_that_is_read_is_near(recip
     ]:
         with subtests.test(key):
             text = recipe(f"lr: 1\n{key}: 3\n")
-            assert text.startswith(f"x.yaml:2:1: {key} is read by nothing")
+            assert text.startswith(f"x.yaml:2:1: {key} is not used")
             assert text.endswith(f"Did you mean {nearest}?")
 
 

@@ -180,7 +180,7 @@ def test_a_mapping_for_a_value_without_keys_is_a_mistake(subtests, write):
         with subtests.test(inner=inner):
             net = write(f"a: 1\nm: {inner}\n", "net.yaml")
             file = write("net: !include:net.yaml\n  m: {x: 1}\n")
-            said = f"{file}:2:3: net.m: a mapping is given here, but {net}:2:1 holds a value without keys."
+            said = f"{file}:2:3: net.m: this is a mapping, but {net}:2:1 holds a value without keys."
             assert mistake_of(file) == said
 
 

@@ -141,8 +141,8 @@ def test_the_comment_behind_a_key_is_kept():
 
 
 MISTAKES = [
-    ("lr: 1\nb: 2\nlr: 3\n", "3:1: lr stands at line 1 and again at line 3; keep one."),
-    ("m: {a: 1, 'a': 2}\n", "1:11: a stands at line 1 and again at line 1; keep one."),
+    ("lr: 1\nb: 2\nlr: 3\n", "3:1: lr is given at line 1 and again at line 3; keep one."),
+    ("m: {a: 1, 'a': 2}\n", "1:11: a is given at line 1 and again at line 1; keep one."),
     ("m: {1: a, true: b}\n", "1:11: true at line 1 is the same key as 1 at line 1; put one of them in quotes."),
     ("m: {1: a,\n 1.0: b}\n", "2:2: 1.0 at line 2 is the same key as 1 at line 1; put one of them in quotes."),
     ("a: !nwe:torch.nn.ReLU\n", "1:4: there is no tag !nwe:torch.nn.ReLU. Did you mean !new:torch.nn.ReLU?"),
@@ -155,18 +155,18 @@ MISTAKES = [
     ("a: !new.torch.nn.ReLU\n", "1:4: there is no tag !new.torch.nn.ReLU. Did you mean !new:torch.nn.ReLU?"),
     ("a: !!new:torch.nn.ReLU\n", "1:4: there is no tag !!new:torch.nn.ReLU. Did you mean !new:torch.nn.ReLU?"),
     ("a: !includ:b.yaml\n", "1:4: there is no tag !includ:b.yaml. Did you mean !include:b.yaml?"),
-    ("a: !new: torch.nn.ReLU\n", "1:4: !new: needs a name directly behind it, without a space: !new:torch.nn.ReLU."),
-    ("a: ! ref <b>\n", "1:4: a space stands behind the !; write !ref <b>."),
-    ("a: !new:x.Y 3\n", "1:4: !new:x.Y has 3 behind it; arguments must be a list or a mapping."),
-    ("a: !include:x.yaml 3\n", "1:4: !include:x.yaml has 3 behind it; arguments must be a list or a mapping."),
+    ("a: !new: torch.nn.ReLU\n", "1:4: !new: needs a name directly after it, without a space: !new:torch.nn.ReLU."),
+    ("a: ! ref <b>\n", "1:4: there is a space after the !; write !ref <b>."),
+    ("a: !new:x.Y 3\n", "1:4: !new:x.Y has 3 after it; arguments must be a list or a mapping."),
+    ("a: !include:x.yaml 3\n", "1:4: !include:x.yaml has 3 after it; arguments must be a list or a mapping."),
     ("a: [!new:x.Y, 3]\n", "1:5: a space is missing between !new:x.Y and ,"),
     ("a: [!name:x.Y]\n", "1:5: a space is missing between !name:x.Y and ]"),
     ("a: {b: !name:x.Y,c: 1}\n", "1:8: a space is missing between !name:x.Y and ,"),
-    ("a: !ref [b]\n", "1:4: !ref takes a text, but a list stands below it."),
-    ("a: !ref\n", "1:4: !ref needs a reference behind it: !ref <key>."),
+    ("a: !ref [b]\n", "1:4: !ref takes a text, but has a list below it."),
+    ("a: !ref\n", "1:4: !ref needs a reference after it: !ref <key>."),
     ("a: !tuple 3\n", "1:4: !tuple takes (1, 2), or a list: !tuple [1, 2]."),
     ("a: !!int x\n", "1:4: x is not a whole number; put it in quotes if it is text."),
-    ("a: !!map [1]\n", "1:4: !!map takes a mapping, but a list stands here."),
+    ("a: !!map [1]\n", "1:4: !!map takes a mapping, but this is a list."),
     ("a: 2001-99-99\n", "1:4: 2001-99-99 is not a date; put it in quotes if it is text."),
     (f"a: {'9' * 400}\n", f"1:4: {'9' * 77}... is too large a number; put it in quotes if it is text."),
     ("a: -_\n", "1:4: -_ is not a whole number; put it in quotes if it is text."),
@@ -174,19 +174,19 @@ MISTAKES = [
     ("!ref <x> : 2\n", "1:1: a key must be text or a number, but is a !ref; put it in quotes."),
     ("2001-01-01: 2\n", "1:1: a key must be text or a number, but is the value 2001-01-01; put it in quotes."),
     ("(1): 2\n", "1:1: a key must be text or a number, but is a !tuple; put it in quotes."),
-    ("a: *anhor\nb: &anchor 1\n", "1:4: *anhor is used, but no &anhor stands above it."),
-    ("b: &anchor 1\na: *anhor\n", "2:4: *anhor is used, but no &anhor stands above it. Did you mean *anchor?"),
-    ("a: &x [1, *x]\n", "1:11: *x stands inside of &x, which so contains itself."),
-    ("a: &x {<<: *x}\n", "1:12: *x stands inside of &x, which so contains itself."),
+    ("a: *anhor\nb: &anchor 1\n", "1:4: *anhor is used, but &anhor is not defined above it."),
+    ("b: &anchor 1\na: *anhor\n", "2:4: *anhor is used, but &anhor is not defined above it. Did you mean *anchor?"),
+    ("a: &x [1, *x]\n", "1:11: *x is used inside &x, so the value would contain itself."),
+    ("a: &x {<<: *x}\n", "1:12: *x is used inside &x, so the value would contain itself."),
     ("a: {<<: 3}\n", "1:9: << takes a mapping, or a list of them, but got the value 3."),
-    ("a: {<<: {x: 1}, <<: {y: 1}}\n", "1:21: << stands twice in this mapping; write <<: [*first, *second]."),
+    ("a: {<<: {x: 1}, <<: {y: 1}}\n", "1:21: << is used twice in this mapping; write <<: [*first, *second]."),
     ("a: [(1, 2)]\n", "1:5: (1 ends here; write !tuple [1, 2], or put text in quotes."),
     ("a: ((1, 2), 3)\n", "1:4: (1 ends here; write !tuple [1, 2], or put text in quotes."),
-    ("a: (1, !new:x.Y )\n", "1:4: a tuple in parentheses holds plain data only; with tags, write !tuple [...]."),
-    ("a: 1\n---\nb: 2\n", "2:1: a second document begins here; expected one."),
+    ("a: (1, !new:x.Y )\n", "1:4: a tuple in parentheses holds plain data only; to use tags, write !tuple [...]."),
+    ("a: 1\n---\nb: 2\n", "2:1: a second document begins here; a file must hold only one."),
     ("# x\n%YAML 1.1\n---\na: 1\n", "2:1: directives (%) are not supported: YAML is read as 1.2; delete this line."),
-    ('a: "\\ud800"\n', "1:4: an escape (\\ud800 to \\udfff) is no character; write \\U and 8 digits."),
-    ("a: 1\nb: x\x07y\n", "2:5: the character U+0007 cannot stand in YAML; in quotes, write \\x.."),
+    ('a: "\\ud800"\n', "1:4: the escapes \\ud800 to \\udfff are not characters; write \\U and 8 digits."),
+    ("a: 1\nb: x\x07y\n", "2:5: the character U+0007 is not allowed in YAML; in quotes, write \\x.."),
 ]
 
 
@@ -215,29 +215,29 @@ def test_python_tags_are_never_executed_and_told_what_does_it_here(subtests):
 
 
 SYNTAX = [
-    ("a:\n\tb: 2\n", "2:1", "a tab indents this line; use spaces."),
-    ("a: b: c\n", "1:5", "a second colon with a space behind it; put the value in quotes."),
-    ("a: 1\n  b: 2\n", "2:4", "a key below a value; is the line above complete, and the indentation right?"),
-    ("lr:1\nb: 2\n", "2:2", "a space is missing behind `lr:` in the line above."),
-    ("a: 1\nlr:2\nc: 3\n", "2:1", "a space is missing behind `lr:`."),
+    ("a:\n\tb: 2\n", "2:1", "this line is indented with a tab; use spaces."),
+    ("a: b: c\n", "1:5", "a second colon followed by a space; put the value in quotes."),
+    ("a: 1\n  b: 2\n", "2:4", "a key below a value; is the line above complete, and is the indentation right?"),
+    ("lr:1\nb: 2\n", "2:2", "a space is missing after `lr:` in the line above."),
+    ("a: 1\nlr:2\nc: 3\n", "2:1", "a space is missing after `lr:`."),
     ("a: 1\nlr 2\nc: 3\n", "2:1", "a key without its colon."),
     ('a: "x\nb: 2\n', "1:4", "the quote that opens here is never closed."),
     ("b: 1\na: [1, 2\nc: 3\n", "2:4", "the bracket that opens here is not closed."),
     ("a: {x: 1\nb: 3\n", "1:4", "the bracket that opens here is not closed."),
-    ("a: [1, 2]]\n", "1:10", "a bracket is closed, or a comma given, that no [ or { has opened."),
-    ("a: 'it's'\n", "1:8", "text behind a value that has ended; put all of it in quotes."),
-    ("a:\n  b: 1\n c: 2\n", "3:2", "the indentation fits none of the lines above."),
-    ("a: - 1\n", "1:4", "a list item (-) behind its key; put it on the next line, or write [ ]."),
-    ("a: *\n", "1:4", "* and & open an alias or an anchor; put text in quotes."),
+    ("a: [1, 2]]\n", "1:10", "a closing bracket or a comma, but no [ or { is open."),
+    ("a: 'it's'\n", "1:8", "text after the end of a value; put all of it in quotes."),
+    ("a:\n  b: 1\n c: 2\n", "3:2", "the indentation matches none of the lines above."),
+    ("a: - 1\n", "1:4", "a list item (-) on the line of its key; put it on the next line, or write [ ]."),
+    ("a: *\n", "1:4", "* and & start an alias or an anchor; put text in quotes."),
     ("a: @x\n", "1:4", "a value cannot begin with this character; put it in quotes."),
-    ('a: "\\d"\n', "1:6", "no escape of YAML; write \\\\ for a backslash, or use single quotes."),
+    ('a: "\\d"\n', "1:6", "not an escape of YAML; write \\\\ for a backslash, or use single quotes."),
     ("a: !ref<a>\n", "1:8", "a space is missing between !ref and <"),
     ("a: {x: !new:a.B}\n", "1:16", "a space is missing between !new:a.B and }"),
     ("a: {e: 1, d: !name:torch.float64}\n", "1:33", "a space is missing between !name:torch.float64 and }"),
     ("a: !new:b.C\n  d: !new:e.F {g: 1, h: !name:i.j}\n", "2:34", "a space is missing between !name:i.j and }"),
     ("a: {b: [!name:x.Y]}\n", "1:19", "a space is missing between !name:x.Y and ]"),
     ("a: !new:b.C{d: 1}\n", "1:12", "a space is missing between !new:b.C and {"),
-    ("a: !new:b.Cé\n", "1:12", "é cannot stand in a tag."),
+    ("a: !new:b.Cé\n", "1:12", "é is not allowed in a tag."),
     ("a: [!ref <a[b]>]\n", "1:15", 'inside [ ] or { } this needs quotes: !ref "<a[b]>".'),
     ("a: {x: !ref <a[b]>}\n", "1:15", 'inside [ ] or { } this needs quotes: !ref "<a[b]>".'),
     ("a: [,]\n", "1:5", "a value is missing here."),
@@ -290,9 +290,9 @@ def test_files(tmp_path):
     assert "folder cannot be read: " in mistake_of(None, "folder")
     assert "cannot be read: " in mistake_of(None, "x\0y")
     os.mkfifo(tmp_path / "pipe")
-    assert mistake_of(None, "pipe") == "pipe: pipe cannot be read: it is no regular file."
+    assert mistake_of(None, "pipe") == "pipe: pipe cannot be read: it is not a regular file."
     (tmp_path / "zero").symlink_to("/dev/zero")
-    assert mistake_of(None, "zero").endswith("it is no regular file.")
+    assert mistake_of(None, "zero").endswith("it is not a regular file.")
 
 
 def test_keys_of_the_top_level_are_strings_and_a_byte_order_mark_is_no_key(tmp_path):

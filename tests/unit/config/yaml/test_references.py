@@ -206,8 +206,8 @@ def test_a_reference_of_an_included_file_looks_in_that_file_alone():
     root = resolve(outer, mistakes, Budget())
     assert values(root.items["size"]) == values(root.items["net"])["twice"] == 8
     assert list(mistakes) == [
-        "p.yaml:3:7: net.lost: <lr> refers to a key that is not there. "
-        "An included file is looked in alone; give it the value below its tag: lr: !ref <lr>."
+        "p.yaml:3:7: net.lost: <lr> refers to a key that is missing. "
+        "An included file sees only its own keys; pass it the value below its tag: lr: !ref <lr>."
     ]
 
 
@@ -287,7 +287,7 @@ def test_functions_take_and_give_plain_data_only(subtests):
             "!applyref:sorted takes plain data only, not !new:x.Y; use !apply: for objects.",
         ),
         ("!applyref:sorted {_args: 1, _kwargs: {}}", "_args must be a list, and _kwargs a mapping."),
-        ("!applyref:sorted {1: 2}", "1 is no string, as the name of an argument must be."),
+        ("!applyref:sorted {1: 2}", "1 is not a string; the name of an argument must be one."),
     ]:
         with subtests.test(text=text):
             (mistake,) = mistakes_of(f"a:\n  b: {text}\n", lambda name, args, kwargs: FUNCTIONS[name](*args, **kwargs))
@@ -310,32 +310,32 @@ def test_the_exception_of_a_function_names_the_place():
 
 def test_a_mistake_is_told_once_with_its_place_and_what_to_do(subtests):
     for text, expected in [
-        ("hidden: 1\nx: !ref <hiden>\n", "2:4: x: <hiden> refers to a key that is not there. Did you mean hidden?"),
+        ("hidden: 1\nx: !ref <hiden>\n", "2:4: x: <hiden> refers to a key that is missing. Did you mean hidden?"),
         ("n: {hidden: 1}\nx: !ref <n[hiden]>\n", "2:4: x: <n[hiden]>: n has no hiden. Did you mean hidden?"),
         (
             "n: {m: {hidden: 1}}\nx: !ref <hidden>\n",
-            "2:4: x: <hidden> refers to a key that is not there. Did you mean <n[m][hidden]>?",
+            "2:4: x: <hidden> refers to a key that is missing. Did you mean <n[m][hidden]>?",
         ),
         ("a: {b: {c: 1}}\nx: !ref <a[b][d]>\n", "2:4: x: <a[b][d]>: a[b] has no d."),
-        ("a: 3\nx: !ref <a[b]>\n", "2:4: x: <a[b]>: a is 3, without keys."),
+        ("a: 3\nx: !ref <a[b]>\n", "2:4: x: <a[b]>: a is 3, which has no keys."),
         ("a: [1]\nx: !ref <a[1]>\n", "2:4: x: <a[1]>: a is a list of 1; expected one of its indices, from 0."),
         ("a: [1]\nx: !ref <a[-1]>\n", "2:4: x: <a[-1]>: a is a list of 1; expected one of its indices, from 0."),
-        ("a: !new:x.Y [1]\nx: !ref <a[0]>\n", "2:4: x: <a[0]>: a is !new:x.Y, built only later."),
+        ("a: !new:x.Y [1]\nx: !ref <a[0]>\n", "2:4: x: <a[0]>: a is !new:x.Y, which is built later."),
         ("a: {b: 1}\nx: !ref <a.b>\n", "2:4: x: <a.b>: a is a mapping, which has no attributes. Write <a[b]>."),
         ("a: 1\nx: !ref <a.real>\n", "2:4: x: <a.real>: a is 1, which has no attributes."),
         (
             "a: !new:x.Y {}\nx: !ref <a.__class__>\n",
-            "2:4: x: <a.__class__>: attributes that begin with _ are closed to a YAML.",
+            "2:4: x: <a.__class__>: a YAML may not use attributes that begin with _.",
         ),
-        ("a: !new:x.Y {}\nx: !ref <a.b._c>\n", "2:4: x: <a.b._c>: attributes that begin with _ are closed to a YAML."),
+        ("a: !new:x.Y {}\nx: !ref <a.b._c>\n", "2:4: x: <a.b._c>: a YAML may not use attributes that begin with _."),
         ("a: !new:x.Y {}\nx: !ref <a.b c>\n", "2:4: x: <a.b c>: 'b c' cannot be the name of an attribute."),
         ("a: !new:x.Y {}\nx: !ref <a.\uff42>\n", "2:4: x: <a.\uff42>: '\uff42' cannot be the name of an attribute."),
         (
             "a: !new:x.Y {}\nx: !copy <a.b>\n",
             "2:4: x: <a.b> is an attribute of an object, which !copy cannot copy; use !ref.",
         ),
-        ("x: !ref <>\n", "1:4: x: <> is no reference; expected <key>, <key[sub]> or <key.attribute>."),
-        ("x: !ref <a[b>\na: 1\n", "1:4: x: <a[b> is no reference; expected <key>, <key[sub]> or <key.attribute>."),
+        ("x: !ref <>\n", "1:4: x: <> is not a reference; expected <key>, <key[sub]> or <key.attribute>."),
+        ("x: !ref <a[b>\na: 1\n", "1:4: x: <a[b> is not a reference; expected <key>, <key[sub]> or <key.attribute>."),
         ("a: 1\nx: !ref a\n", "2:4: x: !ref a: write <a> to refer to that key."),
         ("a: {b: 1}\nx: !ref a[b]\n", "2:4: x: !ref a[b]: write <a[b]> to refer to that key."),
         ("n: 0\nx: !ref 1 / <n>\n", "2:4: x: 1 / <n>: 1 / 0 divides by zero."),
@@ -343,22 +343,22 @@ def test_a_mistake_is_told_once_with_its_place_and_what_to_do(subtests):
             "n: 9\nx: !ref <n>**<n>**<n>\n",
             "2:4: x: <n>**<n>**<n>: 9**9**9 is too large: numbers have at most 1,024 bits.",
         ),
-        ("a: 1\nx: !ref (<a>, [)\n", "2:4: x: (<a>, [) is no tuple: expected values with commas between them."),
+        ("a: 1\nx: !ref (<a>, [)\n", "2:4: x: (<a>, [) is not a tuple: expected values with commas between them."),
         (
             "a: 1\nx: !ref (<a>, !new:y.Z )\n",
-            "2:4: x: (<a>, !new:y.Z ) is no tuple: expected values with commas between them.",
+            "2:4: x: (<a>, !new:y.Z ) is not a tuple: expected values with commas between them.",
         ),
         ("x: !PLACEHOLDER\n", "1:4: x is a placeholder that needs a value: --x=..."),
         (
             "a: [1, {x: !PLACEHOLDER }]\nb: !ref v<a[1][x]>\n",
             "1:12: a.1.x is a placeholder that needs a value: --a.1.x=...",
         ),
-        ("a: !new:x.Y {}\nx: !ref v<a>\n", "<a> is !new:x.Y, which cannot stand in text"),
+        ("a: !new:x.Y {}\nx: !ref v<a>\n", "<a> is !new:x.Y, which cannot be part of a text"),
         (
             "a: [!new:x.Y {}]\nx: !ref v<a>\n",
-            "<a> is a list or mapping with an object in it, which cannot stand in text",
+            "<a> is a list or mapping with an object in it, which cannot be part of a text",
         ),
-        ("a: !new:x.Y {}\nx: !ref v<a.b>\n", "<a.b> is an attribute, which cannot stand in text"),
+        ("a: !new:x.Y {}\nx: !ref v<a.b>\n", "<a.b> is an attribute, which cannot be part of a text"),
     ]:
         with subtests.test(text=text):
             (mistake,) = mistakes_of(text)

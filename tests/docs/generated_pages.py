@@ -166,7 +166,7 @@ def api_page(package: str, names: tuple[str, ...] | None) -> str:
         first = documented.partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
         rows.append(f"| [`{name}`](#{package}.{name}) | {first} |\n")
         entries.append(f"\n::: {package}.{name}\n")
-    table = "| name | |\n| --- | --- |\n" + "".join(rows)
+    table = "| name | what it is |\n| --- | --- |\n" + "".join(rows)
     return f"# {package}\n\n{table}{''.join(entries)}"
 
 

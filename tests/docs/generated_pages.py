@@ -8,19 +8,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":
-    sys.path.insert(0, str(REPOSITORY))
 
 from amp_recipes.commands.cli import COMMANDS, Argument, Command
 from amp_recipes.config.options.help import _REQUESTS
 from amp_recipes.config.options.requests import FLAGS
 from amp_recipes.config.options.run_options import options_table
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 MADE = "<!-- Made by tests/docs/generated_pages.py: change the text there, or the words in the code, and run it. -->\n"
 

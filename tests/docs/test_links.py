@@ -36,11 +36,8 @@ def anchors_of(page: Path) -> set[str]:
     anchors = set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text)) | set(re.findall(r"^::: (\S+)$", text, re.M))
     for heading in re.findall(r"^#{1,6} +(.*?)#* *$", CODE.sub("", text), re.M):
         heading = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)  # a link's text
-        slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-        while slug in anchors:
-            name, _, number = slug.rpartition("_")
-            slug = f"{name}_{int(number) + 1}" if name and number.isdigit() else f"{slug}_1"
-        anchors.add(slug)
+        # Of headings with one name only the first: GitHub and the site number the others differently.
+        anchors.add(re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-"))
     return anchors
 
 

@@ -47,7 +47,7 @@ Two keys of the YAML are not run options, but the framework reads them:
 
 | key | meaning |
 | --- | --- |
-| `lr_scheduler` | A scheduler class or function, `!name:torch.optim.lr_scheduler.CosineAnnealingLR`. See [Brain](brain.md#hparams-that-the-brain-reads). |
+| `lr_scheduler` | Makes the learning rate scheduler. See [Brain](brain.md#hparams-that-the-brain-reads). |
 | `tensor_parallel_plan` | Which layers several processes share. See [Launch several processes](../how_to/launch.md). |
 
 """
@@ -55,7 +55,7 @@ Two keys of the YAML are not run options, but the framework reads them:
 COMMANDS_HEAD = """\
 # Commands
 
-There are two kinds of commands: `amp-recipes COMMAND ...`, and the recipe's own script, `python train.py config.yaml ...`.
+There are two kinds of commands: `amp-recipes COMMAND ...`, and the recipe's own script, `python train.py config.yaml`.
 SCRIPT and YAML in the tables below are those two files. `amp-recipes COMMAND --help` prints the same as this page.
 `python -m amp_recipes` does the same as `amp-recipes`.
 

@@ -59,12 +59,12 @@ There are two kinds of commands: `amp-recipes COMMAND ...`, and the recipe's own
 SCRIPT and YAML in the tables below are those two files. `amp-recipes COMMAND --help` prints the same as this page.
 `python -m amp_recipes` does the same as `amp-recipes`.
 
-An error of the framework is one message, and exit status 1. A command line that cannot be understood ends with status 2.
+An error of the framework is one message, and exit status 1. A command line with a mistake ends with status 2.
 
 ## The recipe's script
 
-`python SCRIPT YAML [options]` trains the recipe. Every [run option](options.md) and every key of the YAML is an option. A
-dot stands for each level: `--model.hidden 64`. These options are not in the YAML:
+`python SCRIPT YAML [options]` trains the recipe. Every [run option](options.md) and every key of the YAML is an option.
+A dot stands for each level: `--model.hidden 64`. These options are not in the YAML:
 
 """
 CODE = re.compile(

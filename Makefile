@@ -14,7 +14,7 @@ NO_BENCHMARKS := benchmarks/_% benchmarks/gpu.py benchmarks/collect_wheels.py
 BENCHMARKS := $(filter-out $(NO_BENCHMARKS),$(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rest test-simulated test-oldest test-all lint bench gpu faults clean
+.PHONY: help setup train test test-rest test-simulated test-oldest test-all lint docs docs-serve bench gpu faults clean
 
 help:
 	@echo "make setup   install into $(VENV), at the versions of constraints.txt"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-simulated   run what needs an accelerator, and many other tests, on a simulated one (needs a C++ compiler)"
 	@echo "make test-oldest   run the default tests with torch $(OLDEST), the oldest that is supported"
 	@echo "make lint    check style, format and types"
+	@echo "make docs    build the site of docs/ into build/site; make docs-serve shows it while you write"
 	@echo "make bench   run every benchmark, each writes to benchmarks/results/"
 	@echo "make gpu     check on a GPU what no other machine shows, with the python that has its torch (PYTHON=$(PYTHON), ARGS=...)"
 	@echo "make faults  kill and damage hundreds of runs, writes benchmarks/results/faults.md (ARGS=...)"
@@ -81,7 +82,7 @@ $(OLDEST_VENV)/.installed: setup.cfg constraints.txt
 	$(OLDEST_PIP) -c $(OLDEST_VENV)/constraints.txt --no-deps speechbrain
 	touch $@
 
-test-all: setup
+test-all: setup docs
 	$(PYTEST) -m "not nightly" $(ARGS)
 	$(MAKE) test-simulated
 	$(MAKE) test-oldest
@@ -98,6 +99,21 @@ lint: setup build/readme.py
 build/readme.py: README.md
 	@mkdir -p $(@D)
 	sed -n '/^# tiny.py$$/,/^```/p' $< | sed '$$d' > $@
+
+# In an environment of its own: docstrings are read without torch, and without the package. ruff lays out signatures.
+DOCS_VENV := .venv-docs
+DOCS_INSTALLED := $(DOCS_VENV)/.installed
+
+docs: $(DOCS_INSTALLED)
+	$(DOCS_VENV)/bin/zensical build --strict --clean
+
+docs-serve: $(DOCS_INSTALLED)
+	$(DOCS_VENV)/bin/zensical serve
+
+$(DOCS_INSTALLED): constraints.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -c constraints.txt zensical mkdocstrings mkdocstrings-python ruff
+	touch $@
 
 bench: setup
 	@set -e; for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(RUN) $$benchmark; done

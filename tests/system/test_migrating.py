@@ -140,7 +140,7 @@ def test_loop_and_recipe_give_the_same_numbers_in_fp16(run):
     shown = re.compile(r"^epoch \d valid: loss [\d.]+, accuracy [\d.]+", re.M)
     assert len(shown.findall(by_hand.output.out)) == 3
     assert shown.findall(ours.output.err) == shown.findall(by_hand.output.out)
-    assert equal_weights(ours.model, by_hand.model)
+    assert equal_weights(ours.hparams["model"], by_hand.model)
     assert ours.brain.optimizer_step == 36
 
 

@@ -6,10 +6,12 @@ Legend of shapes: B batch, T tokens, K classes.
 
 import torch
 from model import freeze_modes, save_for_transformers
-from sklearn.metrics import f1_score
 
-from amp_recipes import Brain, Stage, create_experiment_directory, load_hparams, parse_arguments
+from amp_recipes import Brain, Stage, create_experiment_directory, load_hparams, needs_extra, parse_arguments
 from amp_recipes.distributed import is_sharded
+
+with needs_extra("finetuning"):
+    from sklearn.metrics import f1_score
 
 
 class TextClassifier(Brain):

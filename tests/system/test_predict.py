@@ -1,12 +1,14 @@
 """A copy of each recipe trains, and its own script predicts with what the training left."""
 
+import re
+
 import numpy as np
 import pytest
 import soundfile
 from PIL import Image
 from programs import run_python
 
-from amp_recipes.commands.new import new_recipe
+from amp_recipes.commands.new import TEMPLATES, new_recipe
 
 SMALLEST = {
     "adversarial": ["--width=4", "--number_of_epochs=1"],
@@ -55,3 +57,16 @@ def test_a_copy_trains_and_predicts(tmp_path, recipe):
     for precision in ("fp32", "bf16"):
         answer = said(script, "results/mine", *INPUTS[recipe], f"--precision={precision}")
         assert answer.startswith(BEGINS[recipe][0]) and answer.strip()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_recipe_from_a_template_predicts_as_its_readme_says(tmp_path, template):
+    folder = tmp_path / "mine"
+    new_recipe("mine", folder, template)
+    (block,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), flags=re.DOTALL)
+    (folder / "predict.py").write_text(block)
+    for words in (["train.py", "mine.yaml", "--number_of_epochs=1"], ["predict.py"]):
+        done = run_python(*words, cwd=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("tensor([")

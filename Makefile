@@ -10,7 +10,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 # A name that opens with an underscore is a helper of the benchmarks, not a benchmark.
-NO_BENCHMARKS := benchmarks/_% benchmarks/gpu.py benchmarks/collect_wheels.py
+NO_BENCHMARKS := benchmarks/_% benchmarks/gpu.py benchmarks/recipes.py benchmarks/collect_wheels.py
 BENCHMARKS := $(filter-out $(NO_BENCHMARKS),$(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help

@@ -24,8 +24,8 @@ from amp_recipes.config.experiment import RESOLVED_FILE
 from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.errors import CheckpointError
 from amp_recipes.files.run_files import refuse_irregular, refuse_link, write_atomically
+from amp_recipes.trained import WEIGHTS_FILE
 
-WEIGHTS_FILE = "model.safetensors"
 ABOUT_FILE = "export.json"
 
 

@@ -128,7 +128,13 @@ def load_hparams(path: str | os.PathLike[str], overrides: AnyOverrides = None, t
     Raises ConfigError that names all mistakes together, with file, line and column, before anything is instantiated;
     or one that names the key whose object could not be built.
     """
-    caller = _caller_file()
+    return load_called_from(caller_file(), path, overrides, trust)
+
+
+def load_called_from(
+    caller: str | None, path: str | os.PathLike[str], overrides: AnyOverrides = None, trust: Iterable[str] = ()
+) -> Hparams:
+    """`load_hparams` as if the file `caller` had called it: that file's folder is the recipe's."""
     names = _names_to_trust(trust, overrides)
     trusted = Trust(names, recipe_folders(caller))
     if isinstance(overrides, Overrides) and overrides.request.action != "run":
@@ -166,7 +172,7 @@ def check(
     """
     names = _names_to_trust(trust, overrides)
     if recipe_folder is None:
-        caller = _caller_file()
+        caller = caller_file()
         with loading():
             return check_settings(path, overrides, Trust(names, recipe_folders(caller)), _code_folder(caller))
     folder = os.path.realpath(recipe_folder)
@@ -320,7 +326,7 @@ def _identity(path: str | os.PathLike[str], overrides: AnyOverrides) -> tuple[st
     return os.path.realpath(path), overrides_text(overrides)
 
 
-def _caller_file() -> str | None:
+def caller_file() -> str | None:
     """The file whose code called the function that calls this; None in a notebook."""
     return sys._getframe(2).f_globals.get("__file__")
 

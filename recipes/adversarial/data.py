@@ -12,11 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
-from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
 
+from amp_recipes import needs_extra
 from amp_recipes.errors import DataError
+
+with needs_extra("image"):
+    from PIL import Image, ImageOps
+    from sklearn.datasets import load_digits
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 GREY_MODES = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "F")

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+
+from amp_recipes import needs_extra
+
+with needs_extra("image"):
+    from PIL import Image
 
 
 def sliced_wasserstein(first: torch.Tensor, second: torch.Tensor, directions: int = 256, seed: int = 0) -> float:

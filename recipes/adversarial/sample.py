@@ -1,6 +1,7 @@
-"""Draw new images with a finished run: python recipes/adversarial/sample.py results/adversarial/fp32/seed_1234
+"""Draw new images with a trained generator: python recipes/adversarial/sample.py RUN
 
-The weights are the averaged ones of the run's best epoch, as its test used them.
+RUN is the output folder of a run of train.py, or what `amp-recipes export` wrote. The weights are the averaged ones of
+the best epoch, which the test used too.
 """
 
 import argparse
@@ -8,25 +9,19 @@ from pathlib import Path
 
 import torch
 from quality import save_grid
-from torch import nn
 
-from amp_recipes import load_hparams
-from amp_recipes.checkpoint import best_checkpoint, load_weights, model_weights
-from amp_recipes.errors import DataError
+from amp_recipes import load_trained
+from amp_recipes.errors import AmpRecipesError
 
 
-def draw(run: Path, count: int, seed: int, batch_size: int = 64) -> torch.Tensor:
-    """Return count images (N, C, H, W) in [0, 1] of the run's generator, from noise that seed decides.
-
-    Raises CheckpointError where the run has no checkpoint, ConfigError where it has no settings.
-    """
-    hparams = load_hparams(run / "hyperparams.yaml")
-    checkpoint = best_checkpoint(run)
-    load_weights(nn.ModuleDict(hparams["modules"]), model_weights(checkpoint), str(checkpoint.path))
-    generator = hparams["modules"]["generator"].eval()
+def draw(run: Path, count: int, seed: int, precision: str = "fp32", batch_size: int = 64) -> torch.Tensor:
+    """Return count images (N, C, H, W) in [0, 1] of the run's generator, from noise that seed decides."""
+    brain = load_trained(run, precision)
+    generator = brain.modules.generator
     noise_NZ = torch.randn(count, generator.noise_size, generator=torch.Generator().manual_seed(seed))
-    with torch.no_grad():
-        return torch.cat([generator(noise_BZ) for noise_BZ in noise_NZ.split(batch_size)])
+    with torch.inference_mode(), brain.evaluation_ctx:
+        parts = [generator(noise_BZ.to(brain.device)).float().cpu() for noise_BZ in noise_NZ.split(batch_size)]
+    return torch.cat(parts)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -37,12 +32,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
     parser.add_argument("--to", type=Path, help="file of the grid (default RUN/samples/grid.png)")
     parser.add_argument("--singly", type=Path, metavar="FOLDER", help="write 0000.png, 0001.png, ... there instead")
+    parser.add_argument("--precision", default="fp32", help="fp32, bf16, fp16 or auto (default: fp32)")
     options = parser.parse_args(argv)
     if options.count < 1:
         parser.error(f"--count is {options.count}; expected at least 1")
-    if not options.run.is_dir():
-        raise DataError(f"'{options.run}' is not a folder; expected the output folder of a run of train.py")
-    images = draw(options.run, options.count, options.seed)
+    try:
+        images = draw(options.run, options.count, options.seed, options.precision)
+    except AmpRecipesError as error:
+        parser.error(str(error))
     if options.singly is None:
         path = options.to or options.run / "samples" / "grid.png"
         path.parent.mkdir(parents=True, exist_ok=True)

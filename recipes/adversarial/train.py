@@ -1,7 +1,7 @@
 """Train a WGAN with gradient penalty: python recipes/adversarial/train.py configs/adversarial.yaml
 
-The networks are in model.py, the images in data.py, what tells how good samples are in quality.py, every setting in
-the YAML file. Source: Gulrajani et al. 2017, "Improved Training of Wasserstein GANs", algorithm 1.
+The networks are in model.py, the images in data.py, the measures of quality in quality.py, every setting in the YAML
+file. Source: Gulrajani et al. 2017, "Improved Training of Wasserstein GANs", algorithm 1.
 Legend of shapes: B batch, C channels, H height, W width.
 """
 
@@ -14,7 +14,7 @@ from amp_recipes import Brain, Stage, create_experiment_directory, load_hparams,
 class AdversarialBrain(Brain):
     """A critic learns to score real images above generated ones, the generator to raise the scores of its own."""
 
-    critic_updates = 0  # in all; like every attribute that training changes, kept in checkpoints
+    critic_updates = 0  # of the whole run; checkpoints keep it, as each attribute that training changes
     lengths: tuple[int, ...] = ()  # of the batches in the accumulation window so far
 
     def init_optimizers(self) -> None:
@@ -27,7 +27,7 @@ class AdversarialBrain(Brain):
     def fit_batch(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Step the critic on this batch and, after critic_steps of them, the generator; return the critic's loss."""
         images_BCHW = batch["image"]
-        with self.no_sync(not self.should_step):  # several processes average once, at the window's end
+        with self.no_sync(not self.should_step):  # several processes average once, at the end of the window
             loss = self.critic_loss(images_BCHW)
             self.backward(loss, "critic")
         self.lengths += (len(images_BCHW),)
@@ -35,7 +35,7 @@ class AdversarialBrain(Brain):
             self.optimizers_step("critic")
             self.critic_updates += 1
             if self.critic_updates % self.hparams.critic_steps == 0:
-                # As many samples as the critic saw images, in parts of the same lengths: accumulation holds for both.
+                # As many samples as the critic saw images, in batches of the same lengths: both networks accumulate.
                 for left, length in enumerate(self.lengths, start=1 - len(self.lengths)):
                     with self.no_sync(left < 0):
                         self.backward(self.generator_loss(length), "generator")
@@ -80,7 +80,7 @@ class AdversarialBrain(Brain):
         return -gap_B.mean()
 
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
-        """Keep nothing of the stage before."""
+        """Start with empty lists of images."""
         self.generated, self.real = [], []
 
     def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> dict[str, float]:

@@ -21,10 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from defaults import make_functions
-from sklearn.utils.class_weight import compute_class_weight
 from torch.utils.data import Dataset
 
+from amp_recipes import needs_extra
 from amp_recipes.errors import DataError
+
+with needs_extra("finetuning"):
+    from sklearn.utils.class_weight import compute_class_weight
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from filelock import FileLock
 from stdlib_texts import labelled_functions
 
+from amp_recipes import needs_extra
 from amp_recipes.errors import ConfigError, DataError
+
+with needs_extra("finetuning"):
+    from filelock import FileLock
 
 logger = logging.getLogger(__name__)
 

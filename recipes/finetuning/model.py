@@ -17,15 +17,12 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from amp_recipes import needs_extra
 from amp_recipes.errors import ConfigError, DataError
 
-INSTALL = "pip install 'amp-recipes[finetuning]'"
-
-try:
+with needs_extra("finetuning"):
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
     from transformers.utils import logging as transformers_logging
-except ModuleNotFoundError as error:
-    raise ConfigError(f"fine-tuning needs transformers ({error}): {INSTALL}") from error
 
 logger = logging.getLogger(__name__)
 
@@ -178,10 +175,8 @@ def add_lora(
 
 def import_peft() -> ModuleType:
     """Return peft, which takes seconds to import and which only LoRA needs."""
-    try:
+    with needs_extra("finetuning"):
         import peft
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"tuning: lora needs peft ({error}): {INSTALL}") from error
     return peft
 
 

@@ -6,10 +6,12 @@ Legend of shapes: B batch, T tokens, K classes.
 
 import torch
 from model import freeze_modes, save_for_transformers
-from sklearn.metrics import f1_score
 
-from amp_recipes import Brain, Stage, create_experiment_directory, load_hparams, parse_arguments
+from amp_recipes import Brain, Stage, create_experiment_directory, load_hparams, needs_extra, parse_arguments
 from amp_recipes.distributed import is_sharded
+
+with needs_extra("finetuning"):
+    from sklearn.metrics import f1_score
 
 
 class TextClassifier(Brain):
@@ -22,7 +24,7 @@ class TextClassifier(Brain):
     def compute_objectives(
         self, predictions: torch.Tensor, batch: dict[str, torch.Tensor], stage: Stage
     ) -> torch.Tensor:
-        """Return the mean loss of the batch, each text counted as its class's weight; notes the answers."""
+        """Return the mean loss of the batch, each text counted as its class's weight; collect the answers."""
         labels_B = batch["labels"]
         answers_B = predictions.detach().argmax(dim=1)
         self.add_metric("accuracy", answers_B == labels_B, len(labels_B))
@@ -31,15 +33,15 @@ class TextClassifier(Brain):
         return self.modules.loss(predictions, labels_B)
 
     def batch_weight(self, batch: dict[str, torch.Tensor]) -> float:
-        """Return what the batch counts for in an accumulation window: its texts, or their classes' weights.
+        """Return the weight of the batch in an accumulation window: its texts, or the sum of their class weights.
 
-        Bucketing leaves batches that are not full; and a weighted mean is divided by the sum of its weights.
+        Batches by length are not always full, and a weighted mean is divided by the sum of its weights.
         """
         weights_K = self.hparams.texts.class_weights
         return float(len(batch["labels"]) if weights_K is None else weights_K[batch["labels"]].sum())
 
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
-        """Count from zero in each stage; modules that are all frozen compute as in evaluation."""
+        """Start with no answers; put modules that are all frozen into evaluation mode."""
         self.answers = []
         freeze_modes(self.modules)
 
@@ -51,7 +53,7 @@ class TextClassifier(Brain):
         labels, answers = torch.cat([both for own in of_processes for both in own], dim=1).tolist()
         self.answers = []
         folder = self.output_path("best_model") if stage == Stage.TEST else None
-        if folder is not None and not is_sharded(self.modules):  # of parts, `amp-recipes export` makes one file
+        if folder is not None and not is_sharded(self.modules):  # then `amp-recipes export` gathers the parts
             save_for_transformers(self.hparams.model, self.hparams.tokenizer, folder)
         return {"macro_f1": float(f1_score(labels, answers, average="macro", zero_division=0.0))}
 

@@ -14,13 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset
 
-from amp_recipes import fwd_default_precision
+from amp_recipes import fwd_default_precision, needs_extra
 from amp_recipes.errors import DataError
+
+with needs_extra("image"):
+    from PIL import Image, ImageOps
+    from sklearn.datasets import load_digits
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 SPLIT_NAMES = ("train", "valid", "test")
@@ -30,13 +32,14 @@ GREY_MODES = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "F")
 
 @dataclass(frozen=True)
 class ImageSets:
-    """The three data sets and what a model must know about them."""
+    """The three data sets and what a model must know about them. Images are image_size pixels high and wide."""
 
     train: Dataset
     valid: Dataset
     test: Dataset
     classes: tuple[str, ...]
     channels: int
+    image_size: int
 
     @property
     def num_classes(self) -> int:
@@ -171,7 +174,7 @@ def load_digit_sets(
     images = images.expand(-1, channels, -1, -1).contiguous()
     parts = stratified_split(labels, split_ratios, data_seed)
     train, valid, test = (ImageTensors(images[part], labels[part]) for part in parts)
-    return ImageSets(train, valid, test, tuple(str(name) for name in digits.target_names), channels)
+    return ImageSets(train, valid, test, tuple(str(name) for name in digits.target_names), channels, images.shape[-1])
 
 
 def load_folder_sets(
@@ -206,7 +209,7 @@ def load_folder_sets(
         channels = 3 if any(has_colour(path) for path in first_of_class.values()) else 1
     size = image_size or FOLDER_IMAGE_SIZE
     train, valid, test = (ImageFiles(paths, labels, size, channels) for paths, labels in listings)
-    return ImageSets(train, valid, test, classes, channels)
+    return ImageSets(train, valid, test, classes, channels, size)
 
 
 def is_split_by_folders(folder: Path) -> bool:

@@ -11,10 +11,10 @@ from amp_recipes import Brain, Stage, create_experiment_directory, load_hparams,
 
 
 class ImageClassifier(Brain):
-    """Cross entropy on images; reports the share of images whose highest score is their class."""
+    """Cross entropy on images; reports the accuracy."""
 
     def compute_forward(self, batch: dict[str, torch.Tensor], stage: Stage) -> torch.Tensor:
-        """Return the class scores (B, K); images of the training stage are moved at random first."""
+        """Return the class scores (B, K); training augments the images first."""
         images_BCHW = batch["image"]
         if stage == Stage.TRAIN:
             images_BCHW = self.hparams.augment(images_BCHW)
@@ -27,7 +27,7 @@ class ImageClassifier(Brain):
         labels_B = batch["label"]
         self.add_metric("accuracy", predictions.argmax(dim=1) == labels_B, len(labels_B))
         smoothing = self.hparams.label_smoothing if stage == Stage.TRAIN else 0.0
-        # In fp32 on every device, whatever its autocast does with a loss: a softmax sums many small numbers.
+        # The loss in fp32 at every precision, because a softmax sums many small numbers.
         return F.cross_entropy(predictions.float(), labels_B, label_smoothing=smoothing)
 
 

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from shards import INDEX_FILE, SPLIT_NAMES, TOKENIZER_FILE, Index
 from windows import ShuffledWindows, Stream, Windows, open_tokens
 
+from amp_recipes import needs_extra
 from amp_recipes.errors import DataError
 
 BYTE_VALUES = 256
@@ -86,6 +88,27 @@ class Corpus:
         parts = {"train": self.train.windows, "valid": self.valid, "test": self.test}
         sizes = ", ".join(f"{name} {part.text_bytes:,} bytes in {part.tokens:,} tokens" for name, part in parts.items())
         return f"{sizes}; vocabulary {self.vocab_size:,}"
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of text."""
+        if self.tokenizer is None:
+            return list(text.encode())
+        tokenizer = load_tokenizer(self.tokenizer)
+        tokenizer.encode_special_tokens = True  # as prepare.py has it
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens; bytes that are not UTF-8 become question marks."""
+        if self.tokenizer is None:
+            return bytes(tokens).decode(errors="replace")
+        return load_tokenizer(self.tokenizer).decode(list(tokens))
+
+
+def load_tokenizer(file: Path) -> Any:
+    """Return the tokenizer that prepare.py wrote."""
+    with needs_extra("language"):
+        from tokenizers import Tokenizer
+    return Tokenizer.from_file(str(file))
 
 
 def load_corpus(

@@ -14,12 +14,15 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 from shards import INDEX_FILE, SPLIT_NAMES, TOKENIZER_FILE, Index, ShardWriter, write_whole
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from amp_recipes import needs_extra
 from amp_recipes.errors import DataError
+
+with needs_extra("language"):
+    import pyarrow
+    import pyarrow.parquet
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _PARQUET_ROWS = 256  # read at once, of a row group

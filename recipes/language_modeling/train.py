@@ -17,7 +17,7 @@ from amp_recipes import Brain, Stage, create_experiment_directory, fwd_default_p
 logger = logging.getLogger(__name__)
 
 
-# CUDA's autocast would take the logarithm of the softmax in bf16, by which a token's loss is off by up to 0.065 nats.
+# In fp32: CUDA's autocast computes the log-softmax in bf16, where a token's loss is off by up to 0.065 nats.
 @fwd_default_precision
 def mean_loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy (0-d, in nats) of scores (B, T, V) over the targets (B, T)."""
@@ -39,22 +39,22 @@ class LanguageModel(Brain):
         return mean_loss(predictions, batch["targets"])
 
     def batch_weight(self, batch: dict[str, torch.Tensor]) -> float:
-        """Return the number of targets: in a window of batches, and in averages, each token counts the same."""
+        """Return the number of targets, so that each token counts the same in windows and in averages."""
         return float((batch["targets"] != IGNORE).sum())
 
     def on_fit_start(self) -> None:
-        """Get ready to train, and find out what the device could do at this precision."""
+        """Measure what the device can do at this precision."""
         super().on_fit_start()
         model = self.hparams.model
         self.peak_flops_found = self.hparams.peak_flops or measure_peak_flops(model, lambda: self.training_ctx)
         logger.info("%s; peak %.3g flop/s", self.hparams.corpus.summary(), self.peak_flops_found)
 
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
-        """Count from zero in each stage; a run that goes on inside one finds its count, and its seconds, again."""
+        """Count tokens from zero; a resumed stage restores its count."""
         self.tokens_read = 0
 
     def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> dict[str, float]:
-        """Return bits per byte of text; of training also tokens per second, and the flops of these of the peak's."""
+        """Return bits per byte of text; of training also tokens per second and the share of the peak flops."""
         part = getattr(self.hparams.corpus, stage.name.lower())
         metrics = {"bits_per_byte": stage_loss / math.log(2) / part.bytes_per_token}
         if stage == Stage.TRAIN:

@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import soundfile
-import soxr
 import torch
 from synthesis import SPLIT_NAMES, synthesize
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from amp_recipes import needs_extra
 from amp_recipes.errors import DataError
+
+with needs_extra("speech"):
+    import soundfile
+    import soxr
 
 logger = logging.getLogger(__name__)
 AUDIO_SUFFIXES = (".flac", ".ogg", ".opus", ".wav")

@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
-import jiwer
 import torch
 import torch.nn.functional as F
-from flashlight.lib.text.decoder import CriterionType, LexiconFreeDecoder, LexiconFreeDecoderOptions, ZeroLM
 
-from amp_recipes import fwd_default_precision
+from amp_recipes import fwd_default_precision, needs_extra
 from amp_recipes.errors import ConfigError, DataError
+
+with needs_extra("speech"):
+    import jiwer
+    from flashlight.lib.text.decoder import CriterionType, LexiconFreeDecoder, LexiconFreeDecoderOptions, ZeroLM
 
 Batch = dict[str, Any]
 

@@ -19,7 +19,7 @@ class SpeechRecognizer(Brain):
     """Learns what its objective says, from log-mel features; reports the objective's error rates."""
 
     def compute_forward(self, batch: Batch, stage: Stage) -> torch.Tensor:
-        """Return the scores; training hears noise and does not see all of the features."""
+        """Return the scores; training adds noise and masks some of the features."""
         waves_BS, num_samples_B = batch["wave"], batch["num_samples"]
         if stage == Stage.TRAIN:
             waves_BS = self.hparams.add_noise(waves_BS, num_samples_B)
@@ -44,12 +44,12 @@ class SpeechRecognizer(Brain):
         return objective.loss(scores, num_steps, batch, force_allow_autocast=not self.hparams.pin_loss)
 
     def add_errors(self, scores: torch.Tensor, num_steps: Sequence[int], batch: Batch, of: str = "") -> None:
-        """Add a batch's errors to the metrics of the stage; of: is put behind their names."""
+        """Add a batch's errors to the metrics of the stage; of: a suffix of their names."""
         for name, (errors, total) in self.hparams.objective.count(scores, num_steps, batch).items():
             self.add_metric(name + of, errors, total)
 
     def batch_weight(self, batch: Batch) -> int:
-        """Return what a batch counts for in averages and windows: its steps, or its recordings, without padding."""
+        """Return the weight of the batch in averages and windows: its steps, or its recordings, without padding."""
         return self.hparams.objective.weight(self.num_steps(batch))
 
     def num_steps(self, batch: Batch) -> list[int]:

@@ -19,6 +19,7 @@ PACKAGE = REPOSITORY / "amp_recipes"
 # room; a newcomer adds a logger or a probe without touching the loop.
 LAYERS = {
     "errors": 0,
+    "extras": 1,
     "interrupts": 1,
     "records": 1,
     "stage": 1,
@@ -35,10 +36,11 @@ LAYERS = {
     "loop": 5,
     "config": 6,
     "brain": 7,
-    "__init__": 8,
-    "commands": 9,
-    "templates": 9,
-    "__main__": 10,
+    "trained": 8,
+    "__init__": 9,
+    "commands": 10,
+    "templates": 10,
+    "__main__": 11,
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -169,6 +171,8 @@ def test_public_names_are_those_of_the_contract():
         "RunOptions",
         "parse_arguments",
         "load_hparams",
+        "load_trained",
+        "needs_extra",
         "create_experiment_directory",
         "EpochCounter",
         "Checkpointer",

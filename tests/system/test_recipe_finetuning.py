@@ -203,22 +203,23 @@ def test_weights_stored_in_low_precision_are_trained_in_fp32(recipe, tmp_path, r
         assert dtypes == {torch.float32}
 
 
-def test_classify_labels_texts(recipe, tmp_path, model_folder, reviews, capsys):
+def test_predict_labels_texts(recipe, tmp_path, model_folder, reviews, capsys):
     run(recipe, tmp_path, model_folder, reviews)
     capsys.readouterr()
-    recipe.classify.main([str(tmp_path / "best_model"), "word3 good word5", "word1 word2 bad"])
-    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-    assert [line[0] for line in lines] == ["good", "bad"]
-    assert all(0.5 < float(line[1]) <= 1 for line in lines)
+    for words in ([str(tmp_path)], [str(tmp_path / "best_model"), "--precision=bf16"]):
+        recipe.predict.main([*words, "word3 good word5", "word1 word2 bad"])
+        lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+        assert [line[0] for line in lines] == ["good", "bad"]
+        assert all(0.5 < float(line[1]) <= 1 for line in lines)
 
 
-def test_classify_tells_a_wrong_folder_in_a_line(recipe, tmp_path, capsys):
+def test_predict_tells_a_wrong_folder_in_a_line(recipe, tmp_path, capsys):
     adapter = tmp_path / "adapter"  # of a model that is not there any more
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
     for folder, named in ((tmp_path / "missing", tmp_path / "missing"), (adapter, tmp_path / "base")):
         with pytest.raises(SystemExit) as stopped:
-            recipe.classify.main([str(folder), "a text"])
+            recipe.predict.main([str(folder), "a text"])
         assert stopped.value.code == 2
         *_, last = capsys.readouterr().err.splitlines()
         assert f"error: model_folder '{named}' is not a folder" in last
@@ -226,7 +227,7 @@ def test_classify_tells_a_wrong_folder_in_a_line(recipe, tmp_path, capsys):
 
 def test_a_missing_package_is_told_with_its_extra(bert_folder, monkeypatch):
     for package in ("transformers", "peft"):
-        said = rf"needs {package} .*pip install 'amp-recipes\[finetuning\]'"
+        said = rf"'{package}' is not installed\..* pip install 'amp-recipes\[finetuning\]'"
         with monkeypatch.context() as patch, pytest.raises(ConfigError, match=said):
             patch.setitem(sys.modules, package, None)
             with recipe_modules("finetuning") as modules:

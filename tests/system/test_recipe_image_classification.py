@@ -15,6 +15,7 @@ from recipe_runs import CONFIGS, RECIPES, recipe_modules, stage_records
 from repository import REPOSITORY
 from safetensors.torch import load_file
 
+from amp_recipes.commands.export import export_run
 from amp_recipes.errors import AmpRecipesError, DataError
 
 SCRIPT = RECIPES / "image_classification" / "train.py"
@@ -112,6 +113,40 @@ def test_own_folder_is_learned(recipe, tmp_path, precision):
     options = [f"--data_folder={folder}", "--image_size=12", "--loader_kwargs.batch_size=8"]
     run(recipe, tmp_path / "run", *options, f"--precision={precision}", "--number_of_epochs=15")
     assert stage_records(tmp_path / "run")[-1]["metrics"]["accuracy"] == 1.0
+
+
+def test_predict_names_the_class_of_an_image(recipe, tmp_path, capsys):
+    folder = make_class_folders(tmp_path / "images")
+    options = [f"--data_folder={folder}", "--image_size=12", "--loader_kwargs.batch_size=8"]
+    run(recipe, tmp_path / "run", *options, "--number_of_epochs=8")
+    export_run(tmp_path / "run", tmp_path / "exported")
+    newest = max((tmp_path / "run" / "save").glob("CKPT+*"))
+    moved = folder.rename(tmp_path / "moved")
+    files = [str(moved / name / "0.png") for name in ("red", "blue")]
+    for source, precision in ((tmp_path / "run", "fp32"), (tmp_path / "exported", "bf16"), (newest, "fp32")):
+        capsys.readouterr()
+        recipe.predict.main([str(source), *files, f"--precision={precision}", f"--data_folder={moved}"])
+        answers = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+        assert [answer[:2] for answer in answers] == [[files[0], "red"], [files[1], "blue"]]
+        assert all(0.5 < float(answer[2]) <= 1 for answer in answers)
+
+
+def test_predict_says_in_one_line_what_is_wrong(recipe, tmp_path, capsys):
+    settings = (REPOSITORY / "configs" / "image_classification.yaml").read_text()
+    for name in ("one/first", "one/second", "two/first/debug", "two/first"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "hyperparams.yaml").write_text(settings)
+    for name, said in (
+        ("nowhere", "'{}' is not a folder"),
+        ("one", "'{}' holds 2 runs"),
+        ("two", "There is no checkpoint in '{}/first'"),
+        ("empty", "'{}' has no hyperparams.yaml"),
+    ):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(SystemExit) as stopped:
+            recipe.predict.main([str(tmp_path / name), "image.png"])
+        assert stopped.value.code == 2
+        assert f"error: {said.format(tmp_path / name)}" in capsys.readouterr().err
 
 
 def test_wrong_folder_ends_the_run_with_its_own_message(recipe, tmp_path):

@@ -16,6 +16,7 @@ import soundfile
 import torch
 from recipe_runs import CONFIGS, recipe_modules, run_script, stage_records
 
+from amp_recipes import load_trained
 from amp_recipes.errors import ConfigError, DataError
 
 CTC = CONFIGS / "speech_recognition.yaml"
@@ -98,9 +99,10 @@ def test_scripts_run_from_the_shell_as_the_readme_says(tmp_path, ctc_options):
     for file in files:
         soundfile.write(file, tone(0.5), RATE)
     picture = tmp_path / "picture.png"
-    words = [run, *files, f"--picture={picture}", "--beam_size=4"]
-    finished = run_script("speech_recognition", *words, script="transcribe.py", cwd=tmp_path)
+    words = [run, *files, "--precision=bf16", "--beam_size=4"]
+    finished = run_script("speech_recognition", *words, script="predict.py", cwd=tmp_path)
     assert [line.split("\t")[0] for line in finished.stdout.splitlines()] == list(map(str, files))
+    run_script("speech_recognition", run, files[0], picture, script="draw.py", cwd=tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -143,21 +145,24 @@ def test_other_encoders_train_at_each_precision(recipe, ctc_options, tmp_path, e
 def test_reported_errors_are_those_of_the_best_weights_over_the_whole_set(recipe, ctc_options, tmp_path):
     options = [*ctc_options, "--number_of_epochs=2", f"--output_folder={tmp_path}"]
     recipe.train.main([str(CTC), *options])
-    transcriber = recipe.transcribe.Transcriber(tmp_path)
+    brain = load_trained(tmp_path, trust=("features", "model", "objectives", "data"))
     manifest = next(
         path for path in Path(ctc_options[4].split("=")[1]).glob("*/manifest.jsonl") if "go" in path.read_text()
     )
     entries = [json.loads(line) for line in manifest.read_text().splitlines()]
     references = [entry["text"] for entry in entries if entry["split"] == "test"]
-    hypotheses = [transcriber.transcribe(manifest.parent / it["path"]) for it in entries if it["split"] == "test"]
+    hypotheses = [
+        recipe.predict.transcribe(brain, manifest.parent / it["path"]) for it in entries if it["split"] == "test"
+    ]
     errors = sum(map(edit_distance, references, hypotheses))
     expected = errors / sum(map(len, references))
     assert stage_records(tmp_path)[-1]["metrics"]["CER"] == pytest.approx(expected)
 
 
-def test_transcribe_explains_a_folder_that_is_no_run(recipe, tmp_path):
-    with pytest.raises(DataError, match=r"no hyperparams\.yaml"):
-        recipe.transcribe.Transcriber(tmp_path)
+def test_predict_explains_a_folder_that_is_no_run(recipe, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        recipe.predict.main([str(tmp_path), "a.wav"])
+    assert "has no hyperparams.yaml" in capsys.readouterr().err
 
 
 def edit_distance(reference: str, hypothesis: str) -> int:

@@ -162,6 +162,25 @@ def test_each_readme_has_a_table_a_picture_and_files_that_exist(subtests):
             assert [target for target in targets if not (folder / target).exists()] == []
 
 
+SECTIONS = ["What it trains", "Run it", "Your own data", "Results", "Options to know", "Predict", "Files"]
+
+
+def test_each_readme_has_the_same_short_form(subtests):
+    for task in TASKS:
+        with subtests.test(task):
+            text = (RECIPES / task / "README.md").read_text()
+            predict = "Sample" if task == "adversarial" else "Predict"  # a generator predicts nothing
+            assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [
+                predict if it == "Predict" else it for it in SECTIONS
+            ]
+            assert (RECIPES / task / f"{predict.lower()}.py").is_file() and f"/{predict.lower()}.py results/" in text
+            prose = re.sub(r"```.*?```|^\|.*$", "", text, flags=re.DOTALL | re.MULTILINE)
+            assert len(prose.split()) <= 300
+            files = re.findall(r"`([\w./]+\.(?:py|yaml))`", text.partition("## Files")[2])
+            assert [name for name in files if not (RECIPES / task / name).is_file()] == []
+            assert {path.name for path in (RECIPES / task).glob("*.py")} <= set(files)
+
+
 def test_the_readme_of_the_project_names_every_recipe():
     text = (REPOSITORY / "README.md").read_text()
     assert [task for task in TASKS if f"recipes/{task}/README.md" not in text] == []

@@ -1,4 +1,4 @@
-"""Decides what the samples are: random ones, labelled by a hidden linear rule, until you put in your own.
+"""Decides what the samples are: random ones, labelled by a linear rule, until you put in your own.
 
 A sample is {"features": float32 (D,), "label": int64 ()}; a batch has (B, D) and (B,).
 Legend of shapes: N samples, B batch, D features, K classes.
@@ -21,12 +21,12 @@ class Samples(Dataset):
         return len(self.labels_N)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        # Your own data: read file number `index` here, and only here, and it need not fit into memory.
+        # Your own data: read file number `index` here. Then the data need not fit into memory.
         return {"features": self.features_ND[index], "label": self.labels_N[index]}
 
 
 class Datasets(NamedTuple):
-    """What a run learns from, chooses the best epoch by, and is judged by."""
+    """The data to train on, to choose the best epoch with, and to test on."""
 
     train: Dataset
     valid: Dataset
@@ -38,7 +38,7 @@ def make_datasets(
 ) -> Datasets:
     """Return three quarters of the samples to train on, and an eighth each for validation and test.
 
-    noise: standard deviation of what is added to the scores (theirs: 1) before the highest gives the label.
+    noise: standard deviation of the noise on the scores (their own: 1), whose highest gives the label.
     data_seed: the same seed makes the same samples on every machine.
     """
     generator = torch.Generator().manual_seed(data_seed)

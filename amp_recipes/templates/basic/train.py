@@ -10,7 +10,7 @@ from amp_recipes import Brain, Stage, load_hparams, parse_arguments
 
 
 class MyTask(Brain):
-    """Learns the class of each sample by cross entropy; reports the share of right answers."""
+    """Learns the class of each sample by cross entropy; reports the accuracy."""
 
     def compute_forward(self, batch: dict[str, torch.Tensor], stage: Stage) -> torch.Tensor:
         """Return the scores of the classes (B, K). The batch is on the device, the precision is set."""
@@ -19,11 +19,11 @@ class MyTask(Brain):
     def compute_objectives(
         self, predictions: torch.Tensor, batch: dict[str, torch.Tensor], stage: Stage
     ) -> torch.Tensor:
-        """Return the loss, a mean over the batch, and count what it got right."""
+        """Return the mean loss of the batch, and count the right answers."""
         labels_B = batch["label"]
-        # Your own metrics: what a stage reports is the sum of the second argument over that of the third.
+        # Your own metrics: a metric is the sum of its totals divided by the sum of its counts.
         self.add_metric("accuracy", predictions.argmax(dim=1) == labels_B, len(labels_B))
-        # In fp32 on every device, whatever its autocast does with a loss: a softmax sums many small numbers.
+        # The loss in fp32 at every precision, because a softmax sums many small numbers.
         return F.cross_entropy(predictions.float(), labels_B)
 
 

@@ -21,12 +21,12 @@ class Samples(Dataset):
         return len(self.points_ND)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        # Your own data: read file number `index` here, and only here, and it need not fit into memory.
+        # Your own data: read file number `index` here. Then the data need not fit into memory.
         return self.points_ND[index]
 
 
 class Datasets(NamedTuple):
-    """What a run learns from, chooses the best epoch by, and is judged by."""
+    """The data to train on, to choose the best epoch with, and to test on."""
 
     train: Dataset
     valid: Dataset

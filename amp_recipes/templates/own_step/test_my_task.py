@@ -1,4 +1,4 @@
-"""Tests of my_task: it learns at each precision, and a kill changes nothing."""
+"""Tests of my_task: it learns at each precision, and a killed run ends as one that was not killed."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ RECIPE = (str(FOLDER / "train.py"), str(FOLDER / "my_task.yaml"))
 
 
 def run_python(*words: str) -> None:
-    """Run Python as from the shell: what one run imports or seeds is nothing to another."""
+    """Run Python in a process of its own, so that runs do not share imports or seeds."""
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -20,18 +20,18 @@ class MyTask(Brain):
 
     def fit_batch(self, batch: torch.Tensor) -> torch.Tensor:
         """Train the critic on this batch, then the generator; return the critic's loss."""
-        with self.training_ctx:  # the precision; all else that it needs is in the verbs below
+        with self.training_ctx:  # computes in the precision of the YAML
             made_BD = self.modules.generator(len(batch))
             real_scores_B1 = self.modules.critic(batch)
             made_scores_B1 = self.modules.critic(made_BD.detach())
             critic_loss = F.softplus(-real_scores_B1).mean() + F.softplus(made_scores_B1).mean()
         self.backward(critic_loss)
-        if self.should_step:  # the last batch of an accumulation window
+        if self.should_step:  # the last batch of an update
             self.optimizers_step("critic")
 
         with self.training_ctx:
             generator_loss = F.softplus(-self.modules.critic(made_BD)).mean()
-        self.backward(generator_loss, "generator")  # it runs through the critic, but leaves no gradient there
+        self.backward(generator_loss, "generator")  # flows through the critic, but leaves its gradients empty
         if self.should_step:
             self.optimizers_step("generator")
         self.add_metric("generator_loss", generator_loss)
@@ -42,7 +42,7 @@ class MyTask(Brain):
         return self.modules.generator(len(batch))
 
     def compute_objectives(self, predictions: torch.Tensor, batch: torch.Tensor, stage: Stage) -> torch.Tensor:
-        """Return how far generated points are from real ones; the loss of validation and test."""
+        """Return the distance between generated and real points: the loss of validation and test."""
         return energy_distance(predictions, batch)
 
 

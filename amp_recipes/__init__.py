@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from amp_recipes.config import RunOptions, create_experiment_directory, load_hparams, parse_arguments
     from amp_recipes.precision import AMPConfig, TorchAutocast, custom_bwd, custom_fwd, fwd_default_precision
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AMPConfig",

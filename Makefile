@@ -14,7 +14,8 @@ NO_BENCHMARKS := benchmarks/_% benchmarks/gpu.py benchmarks/recipes.py benchmark
 BENCHMARKS := $(filter-out $(NO_BENCHMARKS),$(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rest test-simulated test-oldest test-all lint docs docs-serve bench gpu faults clean
+.PHONY: help setup train test test-rest test-simulated test-oldest test-wheel test-all lint docs docs-serve bench gpu faults
+.PHONY: clean
 
 help:
 	@echo "make setup   install into $(VENV), at the versions of constraints.txt"
@@ -23,6 +24,7 @@ help:
 	@echo "make test-all   run all tests; make test-rest runs those that make test leaves out"
 	@echo "make test-simulated   run what needs an accelerator, and many other tests, on a simulated one (needs a C++ compiler)"
 	@echo "make test-oldest   run the default tests with torch $(OLDEST), the oldest that is supported"
+	@echo "make test-wheel   install the wheel into an empty environment and run every recipe (ARGS='python3.10 python3.13')"
 	@echo "make lint    check style, format and types"
 	@echo "make docs    build the site of docs/ into build/site; make docs-serve shows it while you write"
 	@echo "make bench   run every benchmark, each writes to benchmarks/results/"
@@ -81,6 +83,10 @@ $(OLDEST_VENV)/.installed: setup.cfg constraints.txt
 	$(OLDEST_PIP) -c $(OLDEST_VENV)/constraints.txt -e '.[dev,recipes,report]'
 	$(OLDEST_PIP) -c $(OLDEST_VENV)/constraints.txt --no-deps speechbrain
 	touch $@
+
+# ARGS: interpreters, as in ARGS="python3.10 python3.13"; by default .venv's. Each gets an environment of its own.
+test-wheel: setup
+	$(RUN) tests/wheel/try_wheel.py $(ARGS)
 
 test-all: setup docs
 	$(PYTEST) -m "not nightly" $(ARGS)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from amp_recipes.precision import AMPConfig, TorchAutocast, custom_bwd, custom_fwd, fwd_default_precision
     from amp_recipes.trained import load_trained
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AMPConfig",

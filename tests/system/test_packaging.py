@@ -11,11 +11,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from dataclasses import fields
 from importlib.util import find_spec
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -164,26 +166,67 @@ def test_import_adds_few_modules_to_those_of_torch(imported):
     assert len(added) < 0.4 * len(of_torch)
 
 
+def text_of(path: str) -> str:
+    return (REPOSITORY / path).read_text(encoding="utf-8")
+
+
+def test_the_version_is_the_same_everywhere():
+    version = importlib.import_module("amp_recipes").__version__
+    assert SETUP["metadata"]["version"] == "attr: amp_recipes.__version__"
+    assert yaml.safe_load(text_of("CITATION.cff"))["version"] == version
+    assert yaml.safe_load(text_of("conda/recipe.yaml"))["context"]["version"] == version
+    changes = text_of("CHANGELOG.md")
+    assert re.findall(r"^## \[(\d.*?)\]", changes, re.MULTILINE)[0] == version
+    assert f"[{version}]: " in changes
+
+
+def test_the_conda_recipe_asks_for_what_the_wheel_asks_for():
+    asked = yaml.safe_load(text_of("conda/recipe.yaml"))["requirements"]["run"]
+    asked = [line.replace("${{ python_min }}", PYTHONS[0]).replace("pytorch ", "torch ") for line in asked]
+    python = Requirement(f"python{SETUP['options']['python_requires']}")
+    assert {str(Requirement(line)) for line in asked} == {str(it) for it in (python, *declared()["install"])}
+
+
+def test_workflows_call_make_targets_that_exist_on_every_supported_python(subtests):
+    targets = set(re.findall(r"^([\w-]+):", text_of("Makefile"), re.MULTILINE))
+    for path in sorted((REPOSITORY / ".github" / "workflows").glob("*.yml")):
+        with subtests.test(path.name):
+            jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
+            steps = [step for job in jobs.values() for step in job["steps"]]
+            called = {name for step in steps for name in re.findall(r"^make ([\w-]+)", step.get("run", ""))}
+            assert called <= targets
+            # A tag can be moved, the name of a commit cannot.
+            used = [step["uses"] for step in steps if "uses" in step]
+            assert used and all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action) for action in used)
+            for job in jobs.values():
+                assert job.get("strategy", {}).get("matrix", {}).get("python", PYTHONS) == PYTHONS
+
+
 @pytest.mark.extended
 @pytest.mark.skipif(find_spec("setuptools") is None, reason="building a wheel needs setuptools")
 @pytest.mark.skipif(find_spec("pip") is None, reason="building a wheel needs pip")
-def test_wheel_holds_the_whole_package_and_nothing_else(tmp_path):
+def test_wheel_and_sdist_hold_all_and_nothing_else(tmp_path):
     # From a copy: building leaves files beside the sources.
     source = tmp_path / "source"
-    shutil.copytree(PACKAGE, source / "amp_recipes", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
-        if (REPOSITORY / name).exists():
-            shutil.copy(REPOSITORY / name, source)
-    (source / "tests").mkdir()
-    (source / "tests" / "__init__.py").touch()
+    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "site", "*.egg-info", "*_cache", "__pycache__")
+    shutil.copytree(REPOSITORY, source, ignore=ignored)
+    build_sdist = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    built = subprocess.run([sys.executable, "-c", build_sdist, tmp_path], cwd=source, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    (sdist,) = tmp_path.glob("*.tar.gz")
 
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    built = subprocess.run([*pip, "--wheel-dir", tmp_path, source], capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
+    contents = []
+    for origin in (source, sdist):
+        folder = tmp_path / f"from_{origin.name}"
+        built = subprocess.run([*pip, "--wheel-dir", folder, origin], capture_output=True, text=True)
+        assert built.returncode == 0, built.stderr
+        (wheel,) = folder.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            contents.append({name: archive.read(name) for name in archive.namelist()})
+    assert contents[0] == contents[1], "the sdist lacks something that belongs to the package"
 
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
+    names = set(contents[0])
     sources = {path.relative_to(REPOSITORY).as_posix() for path in PACKAGE.rglob("*.py")}
     templates = {f"amp_recipes/templates/{name}" for name in TEMPLATES}
     sources |= {f"{folder}/{name}" for folder in templates for name in ("my_task.yaml", "README.md", "gitignore")}
@@ -192,3 +235,10 @@ def test_wheel_holds_the_whole_package_and_nothing_else(tmp_path):
     assert "amp_recipes/py.typed" in in_package
     assert {name.split("/")[0].split("-")[0] for name in names} == {"amp_recipes"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+    # Who packages it for another system runs the tests, which read nearly every file of the repository.
+    tracked = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True)
+    if tracked.returncode == 0:
+        with tarfile.open(sdist) as archive:
+            packed = {name.partition("/")[2] for name in archive.getnames()}
+        assert set(tracked.stdout.split()) - packed == set()

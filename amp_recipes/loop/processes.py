@@ -135,10 +135,10 @@ class ManyProcesses:
         self._compared = False  # the first batch, with those of the others
 
     def windows(self, windows: Iterable[list[Any]]) -> Iterator[Batches]:
-        """The windows of this process, each at the same time as those of the others.
+        """Yield the windows of this process, each at the same time as those of the others.
 
-        Where the data of this one ends first, it takes its last batch again, which then counts for nothing, until all
-        have come to their end: so nobody waits for it for ever, and no sample counts twice.
+        If the data of this process ends first, it repeats its last batch with weight 0 until all data has ended. So the
+        others do not wait for ever, and no sample counts twice.
         """
         run = self._run
         sharded, last, first = distributed.is_sharded(run.modules), None, None
@@ -164,10 +164,10 @@ class ManyProcesses:
             yield batches, synced
 
     def to_evaluate(self, batches: Iterable[Any], current: Pass) -> Iterator[tuple[Any, bool]]:
-        """The batches, each with whether it counts; ends early if a signal asks.
+        """Yield the batches, each with whether it counts; ends early if a signal asks.
 
-        All processes go on until none has a batch left. One whose data is over takes its last batch again where the
-        model is sharded and the others gather it, and just waits where it is not.
+        All processes continue until none has a batch left. A process without data repeats its last batch if the model
+        is sharded, since the others gather it, and otherwise only waits.
         """
         run = self._run
         may_end = current.stage is Stage.VALID or not run.in_fit

@@ -1,8 +1,8 @@
 """Records during a step which op read the outputs of which others, and where a value stopped being finite.
 
-The first nonfinite value of a step says little: a causal mask is -inf, and harms nobody. So all is recorded, and the
-walk back begins at what must not be nonfinite, a loss or a gradient. Autograd's graph would not do: it knows nothing of
-writes in place, or of what runs without gradients.
+The first nonfinite value of a step says little: a causal mask is -inf, and does no harm. So everything is recorded, and
+the walk back begins at a value that must be finite, a loss or a gradient. Autograd's graph is not enough: it does not
+contain writes in place, or ops without gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Describes nonfinite values while they exist: kind, range, rows, and whether the code wrote them on purpose.
 
-A mask puts -inf where nothing shall count. That is no fault: what is told apart here is an infinity that somebody
-wrote from one that came out of arithmetic.
+A mask writes -inf at positions that must not count, which is correct. So an infinity that the code wrote on purpose is
+distinguished from one that arithmetic produced.
 """
 
 from __future__ import annotations

@@ -60,14 +60,14 @@ def not_replayable(drawn: Sequence[str], several_optimizers: bool, device_type: 
 
 def norm_overflows(name: str, widest: TensorRange, cause: str, precision: str) -> str:
     """Describe finite gradients whose norm is not finite."""
-    told = (
+    found = (
         f"Every gradient is finite, but their norm is not: the largest value is {widest.largest:.4g}, in the "
         f"gradient of {name}, and its square is too large for float32. "
     )
     if cause == "precision":
-        return f"{told}Cause: the precision ({precision}). In float32, the norm of the same step is finite."
+        return f"{found}Cause: the precision ({precision}). In float32, the norm of the same step is finite."
     return (
-        f"{told}Cause: the model (the norm is not finite in float32 either). The loss is far too large, or training "
+        f"{found}Cause: the model (the norm is not finite in float32 either). The loss is far too large, or training "
         "has diverged. Normalise the loss, lower the learning rate, or go back to an earlier checkpoint."
     )
 

@@ -15,7 +15,7 @@ from amp_recipes.errors import ConfigError, ProcessError, listed
 
 _ASK_AGAIN_SECONDS = 0.05
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# What other launchers set where they start several processes, and the names of theirs that torch's names stand for.
+# Variables that other launchers set for several processes, and their names for those of torch.
 _OTHER_LAUNCHERS = (
     ("srun", "SLURM_STEP_NUM_TASKS", "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID"),
     (

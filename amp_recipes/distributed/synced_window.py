@@ -9,7 +9,7 @@ from amp_recipes.distributed.collectives import AsyncGather
 from amp_recipes.distributed.processes import data_world_size
 from amp_recipes.errors import DataError
 
-# How long a signal, or the clock of the checkpoints, may go unheard: about so many seconds, and at most so many windows
+# Longest delay of a signal, or of the clock of the checkpoints: about so many seconds, and at most so many windows
 # (one may come to take longer). A message takes some 0.4 ms of a CPU; a sixteenth of that does not show.
 _SECONDS_UNHEARD = 0.5
 _MOST_UNHEARD = 16

@@ -28,7 +28,7 @@ from amp_recipes.stage import Stage
 
 logger = logging.getLogger(__name__)
 
-# The batches of a window, and what each counts for.
+# The batches of a window, and the weight of each.
 Batches = tuple[list[Any], Shares]
 
 
@@ -151,7 +151,7 @@ class ManyProcesses:
             if last is None and synced.most_batches:
                 last = first = self._borrowed_batch(batches[-1:], synced.fewest_batches == 0)
             if not batches and run.skipped_steps > skipped:
-                last = first  # a batch that is not finite would have each update skipped, though it counts nothing
+                last = first  # a nonfinite batch would cause each update to be skipped, even with weight 0
             skipped = run.totals.skipped_steps
             # A sharded model is gathered in every forward, so that all need as many; else only one that has come to its
             # end needs to know.
@@ -210,7 +210,7 @@ class ManyProcesses:
         if self._run.shards:
             self.share_modules()  # the whole may be larger than the device
         elif not self._shared:
-            distributed.start_alike(self._run.modules)  # what averages gradients would take memory for nothing
+            distributed.start_alike(self._run.modules)  # the averaging of gradients would use memory without need
 
     def warn_of_differing_weights(self) -> None:
         """Say so where the processes have come to hold different models."""

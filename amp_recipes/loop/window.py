@@ -104,7 +104,7 @@ class Window:
                 f"optimizers_step was called at batch {run.current.step}, before the last of the {self.size} batches "
                 "of this update (grad_accumulation_factor). In fit_batch, call it only `if self.should_step:`."
             )
-        run.pending.settle(but_newest=1)  # the learning rate may still have to move for the update before
+        run.pending.settle(but_newest=1)  # the previous update may still have to change the learning rate
         chosen = available = recipe.freeze_optimizers(recipe.optimizers_dict) or {}
         if names:
             chosen = {name: available[name] for name in run.chosen_optimizers(names) if name in available}

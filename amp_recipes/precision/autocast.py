@@ -106,7 +106,7 @@ class TorchAutocast:
         return inside_autocast
 
     def __reduce__(self) -> tuple:
-        # A copy or a pickle (of a model that holds one) starts outside: thread-local stacks do not travel.
+        # A copy or a pickle (of a model that holds one) starts outside: thread-local stacks are not copied.
         return functools.partial(TorchAutocast, **self._arguments), ()
 
     def __repr__(self) -> str:

@@ -260,7 +260,7 @@ class UpdateOwner:
         max_grad_norm: 0 or less: no clipping.
         Returns the pending verdict; None where no parameter has a gradient.
         """
-        # Not forgotten before the next backward: two optimizers may step by name after both backwards.
+        # Kept until the next backward: two optimizers may step by name after both backwards.
         losses, self._losses_judged = self.losses, True
         parts = {name: _Part(optimizer) for name, optimizer in optimizers.items()}
         parts = {name: part for name, part in parts.items() if part.parameters}

@@ -210,7 +210,7 @@ class SpikeRecovery:
             return
         if run.processes.many:
             run.pending.settle()
-            for loss, weight, received in self._unjudged:  # norms are of averaged gradients: the same everywhere
+            for loss, weight, received in self._unjudged:  # norms of averaged gradients are the same in all processes
                 self._judge(distributed.mean(loss, weight), *received)
             self._unjudged.clear()
         self._act()

@@ -332,7 +332,7 @@ class NonfiniteTrace:
             kind = kind_of(value)
         if memory is not None:
             return tuple((number, kind) for number in writers_of(memory, value))
-        # It was copied where no mode could see it: the newest number that is like it.
+        # It was copied where no mode could see it: take the newest number that equals it.
         for number in reversed(range(len(self.events))):
             event = self.events[number]
             if isinstance(event, Written) and event.shape == () and event.kind == kind:

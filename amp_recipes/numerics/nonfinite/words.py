@@ -14,7 +14,7 @@ from amp_recipes.numerics.watch.observe import OUTSIDE
 
 _MOST_NAMED = 8  # samples, modules
 
-# By the op, or the op whose backward it was: where it is not defined, and the cure at any precision.
+# Op, or op whose backward it was -> where it is not defined, and the cure in any precision.
 _EDGES = {
     "sqrt rsqrt": "the root has no finite slope at 0, and no value below 0: add an eps inside the root",
     "norm linalg_vector_norm cdist _cdist": "a norm has no slope at 0: add an eps to its input",

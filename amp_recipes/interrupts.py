@@ -42,11 +42,11 @@ class RunInterrupted(SystemExit):
 class Interrupts:
     """Inside this context, signals only set `requested`; the loop reads it, saves and calls `leave`.
 
-    save_signals: names of those that set `save_requested` instead, after which the loop saves and goes on.
-    Only in the main thread, and only where a signal has Python's default action: ignored signals stay ignored, and
-    a recipe's own handlers stay its own. So one inside another does nothing. A forked process has the default
-    actions again. A second SIGINT, a second or more after the first, raises KeyboardInterrupt at once, except inside
-    `saving()`. A request that nobody has heeded ends the process where the block ends.
+    save_signals: names of those that set `save_requested` instead, after which the loop saves and continues.
+    It works only in the main thread, and only for signals with Python's default action: ignored signals stay ignored,
+    and a recipe keeps its own handlers. So a nested one does nothing. A forked process has the default actions again.
+    A second SIGINT, a second or more after the first, raises KeyboardInterrupt at once, except inside `saving()`. A
+    request that the loop has not read ends the process at the end of the block.
 
     requested, save_requested: the signal's number; None while there is none.
     """
@@ -95,7 +95,7 @@ class Interrupts:
     def leave(self, message: str) -> NoReturn:
         """End the process, as the signal asked; `message` says what was saved.
 
-        Raises RunInterrupted, or KeyboardInterrupt for a SIGINT in an interactive session, which goes on.
+        Raises RunInterrupted, or KeyboardInterrupt for a SIGINT in an interactive session, which continues.
         """
         signum = signal.SIGTERM if self.requested is None else self.requested
         text = f"{signal.Signals(signum).name}: {message}"

@@ -49,7 +49,7 @@ class StageRecord:
     stage: str
     epoch: int | None
     loss: float | None  # None: no finite loss
-    metrics: dict[str, float]  # what `on_stage_end` returned
+    metrics: dict[str, float]  # returned by `on_stage_end`
     seconds: float
     batches: int
     samples: int

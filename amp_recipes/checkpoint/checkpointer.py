@@ -80,20 +80,20 @@ class _Collected:
 
 
 class Checkpointer:
-    """Saves the state of its recoverables under one folder, and gives it back to them.
+    """Saves the states of its recoverables in one folder, and restores them.
 
-    checkpoints_dir: the folder; made where it is missing.
-    recoverables: name -> anything with `state_dict` and `load_state_dict`. Their states may hold tensors, NumPy
-        arrays and plain Python values: files are read back without running any code from them.
-    In several processes every one of them calls what saves (`save_checkpoint`, `start_saving`, `save_and_keep_only`)
-    and what loads (`recover_if_possible`): they save and load one checkpoint together, rank 0 writes what is not
-    sharded, and an error of one is raised on all. The other methods are each process's own; alone: so are all.
-    rest_of: a checkpoint whose states every save takes over, but for those of `recoverables`.
-    Every method that reads or writes checkpoints first waits for one that is being written in the background. If that
-    one failed, a save logs its error and goes on; every other method raises it.
-    Raises ConfigError for a recoverable that is none, CheckpointError if the folder cannot be written. (A
-    folder that already holds checkpoints may be a read-only one to evaluate; there `check_writable` or the
-    first save says so.)
+    checkpoints_dir: the folder; created if it does not exist.
+    recoverables: name -> an object with `state_dict` and `load_state_dict`. The states may contain tensors, NumPy
+        arrays and plain Python values; no code from the files is run when they are read.
+    alone: this process saves and loads by itself. rest_of: every save copies the states of this checkpoint, except
+        those of `recoverables`.
+    With several processes, all of them must call the methods that save (`save_checkpoint`, `start_saving`,
+    `save_and_keep_only`) and load (`recover_if_possible`). They save and load one checkpoint together: rank 0 writes
+    what is not sharded, and an error of one process is raised on all. The other methods work in each process alone.
+    Every method that reads or writes checkpoints first waits for a save in the background. If that save failed, the
+    next save logs its error and continues; every other method raises it.
+    Raises ConfigError for an object that is not a recoverable, and CheckpointError if the folder is not writable. (A
+    folder with checkpoints may be read-only, for an evaluation; there `check_writable` or the first save raises.)
     """
 
     def __init__(
@@ -129,13 +129,13 @@ class Checkpointer:
     def add_recoverable(self, name: str, obj: Any) -> None:
         """Save and restore `obj` from now on, in a file of that name.
 
-        Raises ConfigError if the name is taken or no plain file name, or if `obj` has no state to save.
+        Raises ConfigError if the name is in use or is not a plain file name, or if `obj` has no state to save.
         """
         check_recoverable(name, obj, self.recoverables)
         self.recoverables[name] = obj
 
     def only(self, names: Iterable[str]) -> Checkpointer:
-        """A checkpointer of the same folder for some of the recoverables."""
+        """Return a checkpointer of the same folder for some of the recoverables."""
         some = {name: self.recoverables[name] for name in names if name in self.recoverables}
         return Checkpointer(self.checkpoints_dir, some, alone=self._alone)
 
@@ -144,7 +144,7 @@ class Checkpointer:
         return bool(numbered_folders(self.checkpoints_dir))
 
     def move_to(self, folder: Path) -> None:
-        """Move the checkpoints to `folder`, which is made, with all that lies beside them."""
+        """Move the checkpoints, and all other files of their folder, to the new folder `folder`."""
         self.checkpoints_dir.rename(folder)
 
     def check_writable(self) -> None:
@@ -156,12 +156,12 @@ class Checkpointer:
     def save_checkpoint(
         self, meta: Mapping[str, Any] | None = None, then: Callable[[Checkpoint], object] | None = None
     ) -> Checkpoint:
-        """Write the state of every recoverable; when this returns it survives a crash or a power loss.
+        """Write the state of every recoverable. After this returns, the checkpoint survives a crash or a power loss.
 
         meta: numbers and other JSON values, such as the metrics by which `find_checkpoint` chooses; messages name
-            its `optimizer_step`. then: called, on the main process, with the finished checkpoint before any returns.
-        Raises CheckpointError if it could not be written, or if a parameter that training changes is NaN or
-        infinite; the checkpoints before it are then as they were.
+            its `optimizer_step`. then: called with the finished checkpoint, on the main process, before any returns.
+        Raises CheckpointError if it could not be written, or if a trainable parameter is NaN or infinite; the earlier
+        checkpoints do not change then.
         """
         self._go_on_after_failure()
         group = self._group()
@@ -174,9 +174,9 @@ class Checkpointer:
 
         meta: as for `save_checkpoint`. then: called in the background, on the main process, with the finished
             checkpoint, to delete older ones for instance.
-        Errors of writing, and of `then`, are logged when they happen and raised by the next call that waits. But a
-        save goes on: it writes before it returns, and raises only if that fails too. It also writes before it returns
-        where the host has not clearly enough free memory for the copy. Python's exit waits for what is under way.
+        Errors of writing, and of `then`, are logged at once and raised by the next call that waits. The next save does
+        not raise such an error: it writes before it returns, and raises only if that fails too. It also writes before
+        it returns if the host has too little free memory for the copy. Python's exit waits for a running save.
         """
         failed = self._go_on_after_failure()
         group = self._group()
@@ -194,9 +194,9 @@ class Checkpointer:
         self._background.start(finish)
 
     def prepare_saving(self) -> None:
-        """Take, in the background, the pinned memory into which `start_saving` copies what is on a device.
+        """Allocate, in the background, the pinned memory into which `start_saving` copies tensors from a device.
 
-        To pin gigabytes takes seconds, for which training would wait at its first save.
+        Pinning gigabytes takes seconds, for which training would otherwise wait at its first save.
         """
         group = self._group()
         # What needs the other processes is small, and on the host.
@@ -208,11 +208,11 @@ class Checkpointer:
         self._background.start(partial(self._snapshot.prepare, own_files(states, group)))
 
     def wait(self) -> None:
-        """Return when nothing is being written in the background; raises the error of what was, once."""
+        """Wait for a save in the background; raises its error, once."""
         self._background.wait()
 
     def _go_on_after_failure(self) -> bool:
-        """Wait; whether the save before failed, for a reason that may have passed."""
+        """Wait; return whether the previous save failed, for a reason that may be gone now."""
         error = self._background.take_error()
         if error is None:
             return False
@@ -311,11 +311,11 @@ class Checkpointer:
     ) -> None:
         """Delete all but `saved` and, for each key, the `num_to_keep` best.
 
-        saved: a finished checkpoint; what `start_saving` gives to `then`.
-        min_keys, max_keys: keys of meta of which lower (higher) is better. With neither: the `num_to_keep` newest
-        stay. newest: how many stay for being new, `saved` being the first of them. Before one that was good is deleted
-        for a better, the better one's files are compared with their sha256: if it is damaged, that is warned about,
-        and the next best stays too. Raises ConfigError, and deletes nothing, for a key that no checkpoint has.
+        saved: a finished checkpoint, which `start_saving` passes to `then`.
+        min_keys, max_keys: keys of meta of which lower (higher) is better. With neither, the `num_to_keep` newest stay.
+        newest: number of newest checkpoints to keep, including `saved`. Before a good checkpoint is deleted for a
+        better one, the files of the better one are compared with their sha256. If it is damaged, this warns, and the
+        next best stays too. Raises ConfigError, and deletes nothing, for a key that no checkpoint has.
         """
         check_num_to_keep(num_to_keep)
         if newest < 1:
@@ -327,7 +327,7 @@ class Checkpointer:
                 self.delete_checkpoint(checkpoint)
 
     def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Delete a finished checkpoint; one that cannot be deleted is warned about. Does nothing but on rank 0."""
+        """Delete a finished checkpoint, on rank 0 only; warns if it cannot be deleted."""
         self.wait()
         if not (self._alone or distributed.is_main_process()):
             return
@@ -339,9 +339,9 @@ class Checkpointer:
     # ------------------------------------------------------------------ finding
 
     def list_checkpoints(self) -> list[Checkpoint]:
-        """All finished checkpoints, newest first; one whose meta file is damaged is left out with a warning.
+        """Return all finished checkpoints, newest first; skips one with a damaged meta file, with a warning.
 
-        Raises CheckpointError for one of a format that this version of the package does not read.
+        Raises CheckpointError for a format that this version of the package does not read.
         """
         self.wait()
         found, damaged = self._scan()
@@ -350,15 +350,15 @@ class Checkpointer:
         return found
 
     def find_checkpoint(self, min_key: str | None = None, max_key: str | None = None) -> Checkpoint | None:
-        """The checkpoint with the lowest `min_key` or the highest `max_key`; without a key the newest.
+        """Return the checkpoint with the lowest `min_key` or the highest `max_key`; without a key, the newest.
 
-        Of equals the newest. NaN is never best, nor is a checkpoint that lacks the key; None if none is left.
+        Among equal ones, the newest. Checkpoints without the key, or with NaN, are ignored; None if none is left.
         Raises ConfigError if both keys are given.
         """
         return next(iter(ranked(self.list_checkpoints(), min_key, max_key)), None)
 
     def _scan(self) -> tuple[list[Checkpoint], dict[Path, str]]:
-        """Finished checkpoints, newest first, and those that do not say what they are with what is wrong."""
+        """Return the finished checkpoints, newest first, and the unreadable ones with what is wrong."""
         found, damaged = [], {}
         try:
             folders = numbered_folders(self.checkpoints_dir)
@@ -379,13 +379,12 @@ class Checkpointer:
     # ------------------------------------------------------------------ loading
 
     def recover_if_possible(self, min_key: str | None = None, max_key: str | None = None) -> Checkpoint | None:
-        """Give every recoverable its state from the chosen checkpoint; None if there is no checkpoint yet.
+        """Restore every recoverable from the chosen checkpoint; returns None if there is no checkpoint yet.
 
-        min_key, max_key: as in `find_checkpoint`. The files are compared with their sha256; one that is damaged, or has
-        diverged (trained weights that are not finite), is warned about and the next newest, or next best, taken.
-        Raises CheckpointError if checkpoints exist but none can be used, if a state is missing, if a module's keys
-        or shapes (an optimizer's groups) are others, or if an object does not take its state; all objects are then
-        as they were.
+        min_key, max_key: as in `find_checkpoint`. The files are compared with their sha256. If a checkpoint is damaged,
+        or has diverged (trained weights that are not finite), this warns and uses the next newest, or next best.
+        Raises CheckpointError if there are checkpoints but none is usable, if a state is missing, if the keys or shapes
+        of a module (or the groups of an optimizer) differ, or if loading a state fails; no object has changed then.
         """
         self.wait()
         group = self._group()
@@ -413,7 +412,7 @@ class Checkpointer:
         return None
 
     def _read_fitting(self, chosen: Checkpoint, group: CheckpointGroup) -> dict[str, Any]:
-        """The states of all recoverables as these are to take them. Raises Damaged; CheckpointError if they differ."""
+        """Return the states of all recoverables, ready to load. Raises Damaged; CheckpointError if they differ."""
         states = self._read_states(chosen, self.recoverables, group)
 
         def check() -> dict[str, Any]:
@@ -456,11 +455,10 @@ class Checkpointer:
     def read(
         self, checkpoint: Checkpoint, names: Iterable[str] | None = None, layouts: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The states in a checkpoint, without giving them to anything; names: of the recoverables (default: all).
+        """Read the states in a checkpoint, without loading them; names: of the recoverables (default: all).
 
-        Tensors are whole and on the CPU; a module's have their names without wrappers. layouts: the likes of states in
-        which DTensors stand where only this process's part is wanted. Raises CheckpointError if a file is damaged or a
-        state is missing.
+        Tensors are whole and on the CPU; those of a module have names without wrappers. layouts: states with DTensors
+        where only this process's part is wanted. Raises CheckpointError if a file is damaged or a state is missing.
         """
         self.wait()
         try:
@@ -472,7 +470,7 @@ class Checkpointer:
             raise CheckpointError(f"Checkpoint {checkpoint.path} is damaged: {error}.") from error
 
     def _read_states(self, checkpoint: Checkpoint, wanted: Iterable[str], group: CheckpointGroup) -> dict[str, Any]:
-        """Recoverable -> its state, from files that are as they were written, its tensors still in them.
+        """Return recoverable -> state, from files that match their sha256; tensors are not read yet.
 
         Raises Damaged.
         """

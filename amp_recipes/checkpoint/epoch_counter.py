@@ -9,10 +9,10 @@ from amp_recipes.errors import CheckpointError, ConfigError
 
 
 class EpochCounter:
-    """Epochs from 1 to `limit`; after a restore it continues with the epoch after the saved one.
+    """Counts epochs from 1 to `limit`; after a restore it continues with the epoch after the saved one.
 
     limit: number of epochs; 0: none. It is not part of the state, so a resumed run may raise it.
-    `current` is the epoch that runs (0 before the first). A counter that reached its limit yields no more.
+    `current` is the running epoch (0 before the first). A counter at its limit yields no more epochs.
     Raises ConfigError if limit is not an integer of 0 or more.
     """
 
@@ -28,7 +28,7 @@ class EpochCounter:
             yield self.current
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch that runs, or was the last to run: `{"current": n}`."""
+        """Return the running, or last, epoch: `{"current": n}`."""
         return {"current": self.current}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

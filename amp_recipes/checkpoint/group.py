@@ -120,7 +120,7 @@ def checkpoint_group() -> CheckpointGroup:
 
 def _timeout() -> timedelta:
     """Return the time for which the processes of the run wait for each other."""
-    # new_group's default is torch's and not that of the processes' group.
+    # The default of new_group is torch's, not that of the processes' group.
     return timeout_of(distributed.host_group() or dist.group.WORLD)
 
 

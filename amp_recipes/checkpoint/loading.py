@@ -143,7 +143,7 @@ def _kept_of_parameters(name: str, state: Mapping[str, Any]) -> dict[str, Tensor
         for index, of_one in (kept.items() if isinstance(kept, Mapping) else ())
         if isinstance(of_one, Mapping)
         for key, value in of_one.items()
-        if _is_dense(value) and value.ndim  # a number alone may be NaN until it is known, such as a best loss
+        if _is_dense(value) and value.ndim  # a single number, such as a best loss, may be NaN until it is known
     }
 
 

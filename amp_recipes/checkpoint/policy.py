@@ -242,7 +242,7 @@ class CheckpointPolicy:
             return None
         self.wait()
         key = max_key or min_key
-        # The main process looks for all: they must not decide differently.
+        # The main process looks for all processes, so that they do not decide differently.
         if key and checkpoint_group().on_main(lambda: self._only_inside(key)):
             return None
         if not self.owned:

@@ -280,7 +280,7 @@ def _write_states(folder: Path, states: Mapping[str, PackedState]) -> dict[str, 
 def _put_copy(file: Path, copy: Path) -> None:
     try:
         os.link(file, copy)
-    except OSError:  # a file system that has no second names
+    except OSError:  # a file system without hard links
         shutil.copyfile(file, copy)
         with open(copy, "rb+") as stream:
             os.fsync(stream.fileno())
@@ -292,7 +292,7 @@ def _disk_full(needed: int, free: int) -> OSError:
 
 def _withdraw(temporary: Path, target: Path | None) -> None:
     try:
-        if target is not None:  # it has its name, but the disk may not know
+        if target is not None:  # it has its name, but maybe not on the disk
             os.rename(target, temporary)
     except OSError:
         return

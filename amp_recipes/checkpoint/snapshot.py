@@ -39,7 +39,7 @@ class Snapshot:
         try:
             if not _lack_of_memory(sum(tensor.nbytes for tensor in pinned.values())):
                 self._add_buffers(pinned)
-        except Exception as error:  # no save has failed: the first one will try again
+        except Exception as error:  # this is no failed save: the first save will try again
             logger.info("could not allocate the memory for a copy of the state before the first save: %s", error)
 
     @torch.inference_mode(False)  # a buffer made inside it could not be written to outside

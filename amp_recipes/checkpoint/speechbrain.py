@@ -31,10 +31,10 @@ def is_speechbrains(checkpointer: Any) -> bool:
 
 
 class SpeechBrainCheckpointer:
-    """SpeechBrain's Checkpointer under the names that `CheckpointPolicy` calls.
+    """Wraps SpeechBrain's Checkpointer, with the methods that `CheckpointPolicy` calls.
 
-    The recipe goes on calling `original` itself. What the framework adds (its place, optimizers, scaler) is saved by
-    whatever saves there, in files of our own format, and missing in checkpoints of the original Brain without harm.
+    The recipe still calls `original` itself. Every save also stores the framework's own state (place, optimizers,
+    scaler) in files of our format. Checkpoints of SpeechBrain's Brain lack these files, and load nevertheless.
     elsewhere: save into a folder that is deleted at exit, as the original Brain does in debug mode.
     """
 

@@ -61,7 +61,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 class PackedState:
     """A state on its way into a file; its containers are its own, its tensors are still those of the state."""
 
-    document: Any  # what JSON holds
+    document: Any  # the values in JSON
     tensors: dict[str, Tensor]  # name in the file -> detached and strided, on any device
     # Name -> dtype and shape of a tensor divided over several processes, and its parts (`add_pieces`).
     sharded: dict[str, dict[str, Any]] = field(default_factory=dict)

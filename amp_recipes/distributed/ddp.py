@@ -127,7 +127,7 @@ class Averaged:
     def take(self, reducer: _Reducer) -> None:
         """After the backward: the gradients of `reducer` are averaged."""
         if self._factor is not None and reducer.marked_gradient is not None:
-            # Read at once: what a recipe does to gradients before the update (a mask, nan_to_num) may take it away.
+            # Read at once: the recipe may change gradients before the update (a mask, nan_to_num), and remove the flag.
             self._sent_flags.append((reducer.identities, reducer.marked_gradient.as_strided((), ()) * 0))
 
     def heard_with(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor | None:

@@ -298,8 +298,8 @@ def _explain(error: BaseException, what: str = "") -> str:
     if any(sign in said.lower() for sign in _TIMED_OUT):
         return (
             f"rank {rank} waited {timeout_text()} for the others{during}, and the wait timed out: {said}. A rank "
-            "hangs, or does something else at this point (another number of batches, a branch on the rank, a hook "
-            "in one rank only). See where each process is (py-spy dump --pid ...). If a rank is only slow, give a larger "
+            "hangs, or does something else at this point (another number of batches, a branch on the rank, a hook in "
+            "one rank only). See where each process is (py-spy dump --pid ...). If a rank is only slow, give a larger "
             "--distributed_timeout_minutes."
         )
     return (

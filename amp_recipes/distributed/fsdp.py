@@ -305,7 +305,7 @@ def _to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Move `tensors` to the device, in place, with the first process's values; sharded ones stay as they are."""
     for tensor in tensors:
         if not is_sharded_tensor(tensor):
-            tensor.data = tensor.detach().to(device).contiguous()  # FSDP2 takes no other layout
+            tensor.data = tensor.detach().to(device).contiguous()  # FSDP2 supports no other layout
             _broadcast(tensor)
 
 

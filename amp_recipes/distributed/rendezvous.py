@@ -15,7 +15,7 @@ from amp_recipes.errors import ConfigError, ProcessError, listed
 
 _ASK_AGAIN_SECONDS = 0.05
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# What other launchers set where they start several processes, and the names of theirs that torch's names stand for.
+# Variables that other launchers set for several processes, and their names for those of torch.
 _OTHER_LAUNCHERS = (
     ("srun", "SLURM_STEP_NUM_TASKS", "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID"),
     (
@@ -57,12 +57,12 @@ def check_environment() -> None:
 
 
 def meet(timeout_minutes: float) -> dist.Store:
-    """The store of this start of the run, when all of its processes have come.
+    """Wait until all processes of the run have joined, and return the store of this start of the run.
 
-    torchrun keeps one store over restarts, in which the keys of the processes that died still stand (torch issue
-    135712; `init_process_group` would try to reach those). So rank 0 makes a name for this start and tells it to those
-    that are there now: each asks with a word that nobody has used before.
-    Raises ProcessError that names who has not come in time.
+    torchrun keeps one store over restarts, in which the keys of dead processes remain (torch issue 135712;
+    `init_process_group` would try to reach those). So rank 0 makes a name for this start, and sends it to the present
+    processes: each asks for it with a new random word.
+    Raises ProcessError that names the ranks that did not join in time.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     deadline = time.monotonic() + timeout_minutes * 60

@@ -9,7 +9,7 @@ from amp_recipes.distributed.collectives import AsyncGather
 from amp_recipes.distributed.processes import data_world_size
 from amp_recipes.errors import DataError
 
-# How long a signal, or the clock of the checkpoints, may go unheard: about so many seconds, and at most so many windows
+# Longest delay of a signal, or of the clock of the checkpoints: about so many seconds, and at most so many windows
 # (one may come to take longer). A message takes some 0.4 ms of a CPU; a sixteenth of that does not show.
 _SECONDS_UNHEARD = 0.5
 _MOST_UNHEARD = 16
@@ -111,12 +111,12 @@ class SyncedWindow:
 class SyncedWindows:
     """The windows of one pass over the training set.
 
-    The processes tell each other of a window, unless they know already what they would hear: where batches count the
-    same, and each process is certain to have further windows of as many batches, one message holds for as many of these
-    as take half a second, at most 16.
+    The processes exchange a message for each window, unless its content is known already: if all batches have the same
+    weight, and each process certainly has more windows of the same size, one message is valid for the windows of half
+    a second, at most 16.
 
-    weighted: see `SyncedWindow`; certain_batches: how many this process will have, at least; per_window: how many
-    accumulate.
+    weighted: see `SyncedWindow`; certain_batches: least number of batches that this process has; per_window: batches
+    per window.
     """
 
     def __init__(self, weighted: bool, certain_batches: int, per_window: int) -> None:

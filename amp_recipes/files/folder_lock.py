@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 
-# Each costs an open file. A process that makes more runs than this has long been through with the first ones.
+# Each needs an open file. A process with more runs than this has finished the first ones long ago.
 _MOST_HELD = 64
-# What file systems without locks answer (NFS without a lock service, some FUSE and cluster file systems).
+# Errors of file systems without locks (NFS without a lock service, some FUSE and cluster file systems).
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
 _HELD_BY_ANOTHER = frozenset({errno.EACCES, errno.EAGAIN})
 # How long a holder may take between taking the lock and having written its name.

@@ -27,5 +27,5 @@ def granted_trust() -> list[str]:
     return [*trust_in(sys.orig_argv), *names_in(os.environ.get(_TRUSTED, ""))]
 
 
-# For the processes that a script starts by multiprocessing, whose own words are those of Python.
+# For processes that a script starts by multiprocessing: their own command line is Python's.
 os.environ.setdefault(_TRUSTED, ",".join(trust_in(sys.orig_argv)))

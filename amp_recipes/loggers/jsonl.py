@@ -31,8 +31,8 @@ _TORN_BYTES = 1 << 26  # of zeros, which a power loss can leave behind the last 
 class JsonlLogger(Logger):
     """Writes `<folder>/metrics.jsonl`: a header, then each step and stage record as it comes.
 
-    A run that resumes appends: a line that a crash tore is repaired first, and what was logged after the checkpoint
-    that it goes on from, and will be logged again, moves to `metrics.taken_again.jsonl`.
+    A run that resumes appends. First it repairs a line that a crash left incomplete. Records after the checkpoint from
+    which it resumes will be logged again, so the old ones move to `metrics.taken_again.jsonl`.
 
     Records wait in memory until the stage ends, `flush_seconds` have passed or the logger is closed. A disk
     that fails during the run costs records, not the run: one warning, then each flush tries again. Only the

@@ -9,7 +9,7 @@ from contextlib import suppress
 from amp_recipes import distributed
 
 _PACKAGE = "amp_recipes"
-# Its lines are for log files: on the terminal the progress logger has shown the same.
+# Its lines are for log files: the progress logger shows the same on the terminal.
 _FILE_ONLY = "amp_recipes.loggers.run_log"
 
 

@@ -43,7 +43,7 @@ class ProgressLogger(Logger):
                 file=self._stream,
                 unit="batch",
                 dynamic_ncols=True,
-                # Look at the clock at each update: guessing how many updates fit in an interval needs a
+                # Read the clock at each update: guessing how many updates fit in an interval needs a
                 # watching thread to correct it, and a thread is a danger to loaders that fork.
                 miniters=1,
             )

@@ -50,7 +50,7 @@ def diagnose(
 def _draw(folder: Path) -> None:
     try:
         from_commands("report", "draw_diagnosis")(folder)
-    except ConfigError as error:  # without matplotlib: the findings are written all the same
+    except ConfigError as error:  # without matplotlib, only the picture is missing
         logger.warning("%s", error)
 
 

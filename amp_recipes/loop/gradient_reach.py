@@ -22,7 +22,7 @@ class GradientReach:
     """The parameters that the losses of the first window depend on, and the optimizers that they were for."""
 
     def __init__(self) -> None:
-        self._is_whole = True  # a function with a backward in Python may hide what it depends on, as checkpointing does
+        self._is_whole = True  # a function with a backward in Python may hide its inputs, as checkpointing does
         self._reached: dict[int, torch.Tensor] = {}
         self._optimizers: set[str] = set()
 

@@ -28,7 +28,7 @@ from amp_recipes.stage import Stage
 
 logger = logging.getLogger(__name__)
 
-# The batches of a window, and what each counts for.
+# The batches of a window, and the weight of each.
 Batches = tuple[list[Any], Shares]
 
 
@@ -135,10 +135,10 @@ class ManyProcesses:
         self._compared = False  # the first batch, with those of the others
 
     def windows(self, windows: Iterable[list[Any]]) -> Iterator[Batches]:
-        """The windows of this process, each at the same time as those of the others.
+        """Yield the windows of this process, each at the same time as those of the others.
 
-        Where the data of this one ends first, it takes its last batch again, which then counts for nothing, until all
-        have come to their end: so nobody waits for it for ever, and no sample counts twice.
+        If the data of this process ends first, it repeats its last batch with weight 0 until all data has ended. So the
+        others do not wait for ever, and no sample counts twice.
         """
         run = self._run
         sharded, last, first = distributed.is_sharded(run.modules), None, None
@@ -151,7 +151,7 @@ class ManyProcesses:
             if last is None and synced.most_batches:
                 last = first = self._borrowed_batch(batches[-1:], synced.fewest_batches == 0)
             if not batches and run.skipped_steps > skipped:
-                last = first  # a batch that is not finite would have each update skipped, though it counts nothing
+                last = first  # a nonfinite batch would cause each update to be skipped, even with weight 0
             skipped = run.totals.skipped_steps
             # A sharded model is gathered in every forward, so that all need as many; else only one that has come to its
             # end needs to know.
@@ -164,10 +164,10 @@ class ManyProcesses:
             yield batches, synced
 
     def to_evaluate(self, batches: Iterable[Any], current: Pass) -> Iterator[tuple[Any, bool]]:
-        """The batches, each with whether it counts; ends early if a signal asks.
+        """Yield the batches, each with whether it counts; ends early if a signal asks.
 
-        All processes go on until none has a batch left. One whose data is over takes its last batch again where the
-        model is sharded and the others gather it, and just waits where it is not.
+        All processes continue until none has a batch left. A process without data repeats its last batch if the model
+        is sharded, since the others gather it, and otherwise only waits.
         """
         run = self._run
         may_end = current.stage is Stage.VALID or not run.in_fit
@@ -210,7 +210,7 @@ class ManyProcesses:
         if self._run.shards:
             self.share_modules()  # the whole may be larger than the device
         elif not self._shared:
-            distributed.start_alike(self._run.modules)  # what averages gradients would take memory for nothing
+            distributed.start_alike(self._run.modules)  # the averaging of gradients would use memory without need
 
     def warn_of_differing_weights(self) -> None:
         """Say so where the processes have come to hold different models."""

@@ -152,7 +152,7 @@ class Replays:
             return
         try:
             found = numerics.find_unrunnable(trial, batches, precision.dtype, plan.pinned)
-        except Exception as error:  # of the recipe's own: it comes again where it belongs, if it is one
+        except Exception as error:  # the recipe's own error: it is raised again by the step itself
             logger.debug("could not try %s: %r", precision.name, error)
             return
         if found is not None:

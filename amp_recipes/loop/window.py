@@ -104,7 +104,7 @@ class Window:
                 f"optimizers_step was called at batch {run.current.step}, before the last of the {self.size} batches "
                 "of this update (grad_accumulation_factor). In fit_batch, call it only `if self.should_step:`."
             )
-        run.pending.settle(but_newest=1)  # the learning rate may still have to move for the update before
+        run.pending.settle(but_newest=1)  # the previous update may still have to change the learning rate
         chosen = available = recipe.freeze_optimizers(recipe.optimizers_dict) or {}
         if names:
             chosen = {name: available[name] for name in run.chosen_optimizers(names) if name in available}
@@ -147,13 +147,13 @@ class Window:
 
 
 class PendingWindows:
-    """Queues windows whose results are still on the device, and tells the listeners when they arrive.
+    """Queues windows whose results are still on the device, and notifies the listeners when the results arrive.
 
-    They hear of a window at the latest just before the next update, when its result has long arrived; where the recipe
-    steps by hand, and so makes no update here, when the next window has ended.
-    listeners: in their order, each with any of these. `on_update(update, window)` is called once for each update;
-    `on_window(window)` when a window has ended and all its updates were heard of; `on_hand_step(window)` at the end of
-    one that was stepped by hand, at once: its result need not be waited for.
+    Listeners are called at the latest just before the next update, when the result has long arrived. If the recipe
+    steps by hand, and so makes no update here, they are called when the next window has ended.
+    listeners: in their order, each with any of these methods. `on_update(update, window)` is called once for each
+    update; `on_window(window)` when a window has ended and all its results are known; `on_hand_step(window)` at the
+    end of a window that was stepped by hand, at once, since there is no result to wait for.
     """
 
     def __init__(self, device: torch.device, listeners: Sequence[Any] = ()) -> None:
@@ -200,8 +200,8 @@ class PendingWindows:
         window.step, window.ended, window.by_hand = step, True, window.by_hand and not window.stepped
         if window.by_hand:
             window.taken = True
-            for hear in self._on_hand_step:
-                hear(window)
+            for notify in self._on_hand_step:
+                notify(window)
         if not (as_differentiated and window.differentiated == [len(losses)]):
             vector = losses[0] if len(losses) == 1 else torch.stack(list(losses)) if losses else torch.empty(0)
             window.posted = self._host.post(vector.detach())
@@ -237,10 +237,10 @@ class PendingWindows:
                 pending, window.rates = window.pending.popleft()
                 window.last = pending.read()
                 window.taken = window.taken or window.last.taken
-                for hear in self._on_update:
-                    hear(window.last, window)
+                for notify in self._on_update:
+                    notify(window.last, window)
             if not window.ended:
                 return
             self._windows.popleft()
-            for hear in self._on_window:
-                hear(window)
+            for notify in self._on_window:
+                notify(window)

@@ -1,6 +1,6 @@
 """Recognises tensors that are divided over processes (DTensors), without importing DTensor if there are none.
 
-The import takes 0.6 s, which only those who shard should pay; where nobody has imported them, no tensor is one.
+The import takes 0.6 s, which only runs that shard should pay; if DTensor was not imported, no tensor is one.
 """
 
 from __future__ import annotations

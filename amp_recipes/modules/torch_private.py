@@ -85,9 +85,9 @@ def name_in_script(script: nn.Module) -> str:
 
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor was written to, as far as autograd was told. RuntimeError: one of inference mode has no version.
+"""The number of writes to a tensor that autograd has counted. RuntimeError: inference tensors have no version.
 
-Asked for each op by instruments, so without a Python call.
+Instruments read it for each op, so it is not a Python function.
 """
 
 

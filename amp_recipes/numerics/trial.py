@@ -91,7 +91,7 @@ class Recorder:
         """Keep what the optimizers would have been given; a later step of the same window adds `#2` to the names."""
         if torch.is_autocast_enabled(self._device_type):
             self.stepped_under_autocast = user_line()
-        with without_modes():  # instruments shall see the step, not what is done to keep its gradients
+        with without_modes():  # instruments must see the step, but not the copying of its gradients
             for key, optimizer in optimizers.items():
                 parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
                 for index, parameter in enumerate(parameters):

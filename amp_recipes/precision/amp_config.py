@@ -21,13 +21,13 @@ _FLOAT32_PRECISIONS = ("ieee", "tf32")
 
 @dataclass(frozen=True)
 class AMPConfig:
-    """The dtype that autocast computes in; float32 means no autocast."""
+    """The dtype in which autocast computes; float32 means no autocast."""
 
     dtype: torch.dtype
 
     @classmethod
     def from_name(cls, name: str | None) -> AMPConfig:
-        """The configuration that `name` means: None or "fp32", "fp16", "bf16".
+        """Return the configuration for a name: None or "fp32", "fp16", "bf16".
 
         Raises ConfigError (a ValueError) for any other name; "auto" needs a device: see `resolve_precision`.
         """
@@ -41,15 +41,15 @@ class Precision:
     name: str  # fp32, fp16 or bf16; never auto
     dtype: torch.dtype
     device_type: str
-    reason: str | None  # why `auto` chose it; None where the name was given
-    warning: str | None  # what to expect and to do where the device computes this precision badly
+    reason: str | None  # why `auto` chose it; None if the name was given
+    warning: str | None  # what to expect and to do if the device is slow in this precision
 
 
 @dataclass(frozen=True)
 class Capabilities:
     """The support of one device for the 16-bit dtypes."""
 
-    device_name: str  # as it stands in messages: "this CPU (AMD EPYC)"
+    device_name: str  # as in messages: "this CPU (AMD EPYC)"
     native: frozenset[torch.dtype]  # computed in hardware
     runs: frozenset[torch.dtype]  # runs at all: native, or emulated
 
@@ -58,10 +58,10 @@ _BOTH = frozenset({torch.float16, torch.bfloat16})
 
 
 def resolve_precision(name: str | None, device: torch.device | str) -> Precision:
-    """The precision that `name` means on `device`; the caller logs its `reason` and `warning`.
+    """Return the precision for a name on `device`; the caller logs its `reason` and `warning`.
 
-    name: None or "fp32", "fp16", "bf16", or "auto": bf16 where it is native, else fp16 on a GPU, else fp32.
-    Raises ConfigError for an unknown name or device, PrecisionError where the device cannot run it at all.
+    name: None or "fp32", "fp16", "bf16", or "auto": bf16 if it is native, else fp16 on a GPU, else fp32.
+    Raises ConfigError for an unknown name or device, PrecisionError if the device cannot run it at all.
     """
     try:
         device = torch.device(device)
@@ -77,9 +77,9 @@ def resolve_precision(name: str | None, device: torch.device | str) -> Precision
 
 
 def device_capabilities(device: torch.device) -> Capabilities:
-    """What `device` does natively; a device type that cannot be asked is taken at its word.
+    """Return the dtypes that `device` computes natively; an unknown device type counts as native in both.
 
-    Raises PrecisionError where there is no such device, or its type has no autocast.
+    Raises PrecisionError if there is no such device, or if its type has no autocast.
     """
     look_up = _LOOK_UPS.get(device.type)
     if look_up is not None:
@@ -90,7 +90,7 @@ def device_capabilities(device: torch.device) -> Capabilities:
 
 
 def set_float32_precision(mode: str) -> None:
-    """Make fp32 mean `mode` in matrix products, convolutions and RNNs of CUDA, cuDNN and oneDNN.
+    """Set how matrix products, convolutions and RNNs of CUDA, cuDNN and oneDNN compute in fp32.
 
     mode: "ieee" for all 23 mantissa bits, "tf32" for 10 bits and the tensor cores.
     Holds for the whole process. Raises ConfigError for another mode.

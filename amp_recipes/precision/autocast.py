@@ -28,22 +28,22 @@ _DECORATED_MARK = "_amp_recipes_default_precision"
 
 
 class _EnteredContexts(threading.local):
-    """One stack per thread: autocast's state is per thread, and so is what an exit has to undo."""
+    """Keeps one stack per thread, since autocast's state is per thread, too."""
 
     def __init__(self) -> None:
         self.stack: list[torch.autocast] = []
 
 
 class TorchAutocast:
-    """`torch.autocast` that may be entered again, nested in itself and shared between threads.
+    """A `torch.autocast` that can be entered repeatedly, nested in itself and shared between threads.
 
-    Takes the arguments of `torch.autocast` (device_type, dtype, enabled, cache_enabled), by position or by
-    name; device_type may also be a `torch.device`. At float32 it does nothing: autocast has no float32 mode.
-    A context manager and a decorator; what torch.compile traces may call a decorated function, but enters
+    Accepts the arguments of `torch.autocast` (device_type, dtype, enabled, cache_enabled), by position or by
+    name; device_type may also be a `torch.device`. With float32 it does nothing: autocast has no float32 mode.
+    It is a context manager and a decorator. Code under torch.compile can call a decorated function, but can enter
     only `torch.autocast` itself. Attributes: `device_type`, `dtype` (None: the device's default) and
-    `enabled` (False at float32).
-    Raises TypeError for arguments that `torch.autocast` does not take, and PrecisionError (a RuntimeError)
-    that names dtype and device where this device has no autocast, or where entering it fails.
+    `enabled` (False for float32).
+    Raises TypeError for arguments that `torch.autocast` does not accept, and PrecisionError (a RuntimeError)
+    with dtype and device if the device has no autocast, or if entering it fails.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -92,7 +92,7 @@ class TorchAutocast:
             self._entered.stack.pop().__exit__(exc_type, exc_value, traceback)
 
     def __call__(self, function: Callable) -> Callable:
-        """`function`, run inside this context at each call; at float32 `function` itself."""
+        """Return `function` decorated: each call runs inside this context. With float32, `function` itself."""
         if self._is_noop:
             return function
         arguments = self._arguments
@@ -106,7 +106,7 @@ class TorchAutocast:
         return inside_autocast
 
     def __reduce__(self) -> tuple:
-        # A copy or a pickle (of a model that holds one) starts outside: thread-local stacks do not travel.
+        # A copy or a pickle (of a model that holds one) starts outside: thread-local stacks are not copied.
         return functools.partial(TorchAutocast, **self._arguments), ()
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ class TorchAutocast:
 
 
 def _device_type(device: Any) -> str:
-    """The type of `device`; a string that names one device of a type is refused, as in torch."""
+    """Return the type of `device`. A string such as "cuda:0" raises, as in torch."""
     if isinstance(device, torch.device):
         return device.type
     if not isinstance(device, str):
@@ -139,21 +139,21 @@ def fwd_default_precision(
 
 
 def fwd_default_precision(fwd: Callable | None = None, cast_inputs: torch.dtype | None = torch.float32) -> Callable:
-    """`fwd`, run with autocast off and its inputs cast to `cast_inputs` wherever it meets autocast.
+    """Decorate `fwd` so that under autocast it runs with autocast off, and with its inputs cast to `cast_inputs`.
 
-    For a `forward` (or any function) that needs a fixed precision. Use it bare, with arguments, or as
-    `functools.partial` does: without `fwd` it returns a decorator. The decorated function also takes
-    `force_allow_autocast=False`; True means "as if it were not decorated".
+    For a `forward` (or any function) that needs a fixed precision. Use it with or without arguments: without `fwd`
+    it returns a decorator. The decorated function has one more argument, `force_allow_autocast=False`; with True it
+    runs as if it were not decorated.
 
     cast_inputs: dtype for floating-point tensors on devices whose autocast is on, in positional and keyword
     arguments, at any depth of dict, list, tuple, namedtuple, dataclass, PackedSequence and registered
-    pytrees. A container in which nothing is cast is handed on itself, and one tensor given twice stays one
-    tensor. float64, integers, bools, complex and everything that is not a tensor pass untouched; a type that
-    could hold tensors out of sight draws one warning. None: autocast off, nothing cast.
+    pytrees. None: autocast is off, but nothing is cast. float64, integers, bools, complex numbers and other objects
+    are not changed. A container in which nothing is cast is passed on itself, and a tensor that is passed twice stays
+    one tensor. A type that may hide tensors causes one warning.
     Without autocast nothing changes. Outputs are not cast back. Nothing is stored on module or arguments.
-    torch.compile runs a backward in the autocast state in which the compiled function was called: enter
-    autocast inside that function, or the backward of `fwd` is in low precision too.
-    torch.jit.script compiles the undecorated source and so loses the precision: use torch.compile.
+    torch.compile runs a backward in the autocast state in which the compiled function was called. Enter autocast
+    inside that function; otherwise the backward of `fwd` is in low precision too.
+    torch.jit.script compiles the undecorated source, and so loses the precision: use torch.compile.
     """
     if fwd is None:
         return functools.partial(fwd_default_precision, cast_inputs=cast_inputs)
@@ -206,9 +206,9 @@ def _with_force_allow_autocast(signature: inspect.Signature) -> inspect.Signatur
 def call_without_autocast(
     fwd: Callable, args: tuple, kwargs: dict[str, Any], cast_inputs: torch.dtype | None, untouched: int = 0
 ) -> Any:
-    """What `fwd(*args, **kwargs)` returns with autocast off and inputs cast; a plain call without autocast.
+    """Return `fwd(*args, **kwargs)` with autocast off and inputs cast; without autocast, a plain call.
 
-    untouched: how many leading positional arguments are not inputs (a method's self, a Function's ctx).
+    untouched: number of leading positional arguments that are not inputs (a method's self, a Function's ctx).
     """
     # torch's own question whether any is on would be cheaper than this 1.4 us, but it overlooks mps.
     active = [device_type for device_type in autocast_device_types() if torch.is_autocast_enabled(device_type)]
@@ -335,14 +335,14 @@ def _warn_once_if_opaque(value: Any) -> None:
 
 
 def custom_fwd(fwd: Callable | None = None, *, cast_inputs: torch.dtype | None = None) -> Callable:
-    """`forward` of a `torch.autograd.Function` whose backward then runs in the same autocast state.
+    """Decorate the `forward` of a `torch.autograd.Function`, so that its backward runs in the same autocast state.
 
-    As `torch.amp.custom_fwd`, but the device types are those of the tensors among the arguments after ctx,
-    at any depth (all device types where there is no tensor). Use it bare or with cast_inputs, with
-    `custom_bwd` on `backward`. Where forward takes no ctx, decorate `setup_context` as well.
+    Like `torch.amp.custom_fwd`, but the device types are those of the tensors among the arguments after ctx,
+    at any depth (all device types if there is no tensor). Use it with or without cast_inputs, together with
+    `custom_bwd` on `backward`. If forward takes no ctx, decorate `setup_context` as well.
 
-    cast_inputs: under autocast, cast floating-point inputs as `fwd_default_precision` does and run forward
-    and backward with autocast off. None: the autocast state stays as it is.
+    cast_inputs: under autocast, cast floating-point inputs as `fwd_default_precision` does, and run forward
+    and backward with autocast off. None: the autocast state does not change.
     """
     if fwd is None:
         return functools.partial(custom_fwd, cast_inputs=cast_inputs)
@@ -367,7 +367,7 @@ def custom_fwd(fwd: Callable | None = None, *, cast_inputs: torch.dtype | None =
 
 
 def custom_bwd(bwd: Callable) -> Callable:
-    """`backward` of a `torch.autograd.Function`, run in the autocast state (on or off, dtype) of its forward.
+    """Decorate the `backward` of a `torch.autograd.Function`: it runs in the autocast state of its forward.
 
     Needs `custom_fwd` on `forward` (or on `setup_context`); raises PrecisionError without it.
     """

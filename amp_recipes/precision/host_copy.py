@@ -1,7 +1,7 @@
 """Copies device scalars to the host without making the host wait for the device.
 
-A step posts the numbers it wants to know; they travel while the next forward is being queued, and are read when
-somebody needs them. The values are read through a NumPy view made once, so reading is no tensor operation.
+A step starts the copies of the numbers that it needs. They run while the host queues the next forward, and are read
+when they are needed. The values are read through a NumPy view made once, so reading is no tensor operation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs scale -> backward -> unscale -> clip -> step -> update -> skip: no other file does.
 
-A nonfinite loss or gradient never reaches the weights, at any precision: the verdict is one 0-d tensor on the device.
-Fused optimizers look at it there; for others the host reads it, once. Either way it travels to the host as a future
-that is read when somebody needs it.
+A nonfinite loss or gradient never reaches the weights, in any precision: the verdict is one 0-d tensor on the device.
+Fused optimizers read it there; for others the host reads it, once. In both cases it is copied to the host in the
+background, and read when it is needed.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class _Part:
     def skips_on_device(self, skip: torch.Tensor) -> bool:
         """Whether the step takes `found_inf` and skips without the host (torch's fused optimizers).
 
-        Not with one on the CPU beside a GPU (offloaded parameters): it would read a copy of `skip` that is still under
-        way. Not where a gradient is sparse: torch's SGD then takes other kernels.
+        Not for an optimizer on the CPU with a GPU (offloaded parameters): it would read an unfinished copy of `skip`.
+        Not if a gradient is sparse: torch's SGD then uses other kernels.
         """
         return (
             getattr(self.optimizer, STEP_TAKES_FOUND_INF, False)
@@ -158,9 +158,9 @@ class UpdateOwner:
 
     modules: whose buffers go back when an update is skipped.
     scaler: a `LossScaler`, disabled unless fp16.
-    agree: makes all ranks share a verdict, where gradients have not told it: takes and returns a 0-d float tensor (the
+    agree: makes all ranks share a verdict, if the gradients do not carry it: takes and returns a 0-d float tensor (the
     maximum over ranks).
-    ranks: what is asked of the others where parameters are sharded.
+    ranks: queries to the other processes for sharded parameters.
     """
 
     def __init__(
@@ -253,14 +253,14 @@ class UpdateOwner:
         """Unscale, clip and step `optimizers`, all or none of them.
 
         torch alone would skip one by one. Each is clipped by its own L2 norm over all its groups, after unscaling.
-        A norm that overflows over finite gradients skips as well. A fused optimizer is told the verdict on the
+        A norm that overflows over finite gradients skips as well. A fused optimizer reads the verdict on the
         device; an unfused one, and any optimizer on its first step (torch's fused SGD leaves momentum uninitialised
         when its first step is skipped), costs one read.
 
         max_grad_norm: 0 or less: no clipping.
         Returns the pending verdict; None where no parameter has a gradient.
         """
-        # Not forgotten before the next backward: two optimizers may step by name after both backwards.
+        # Kept until the next backward: two optimizers may step by name after both backwards.
         losses, self._losses_judged = self.losses, True
         parts = {name: _Part(optimizer) for name, optimizer in optimizers.items()}
         parts = {name: part for name, part in parts.items() if part.parameters}

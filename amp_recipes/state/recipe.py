@@ -292,7 +292,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _mark(value: Any) -> Any:
     """Return a mark by which a later change of `value` is noticed, at little cost in memory."""
     if isinstance(value, Tensor):
-        # By content: a write through `.data`, and those of torch's own kernels, leave the version counter alone.
+        # By content: writes through `.data` and by torch's own kernels do not change the version counter.
         return id(value), value.dtype, value.shape, _content(value.detach())
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, hash(value.tobytes())

@@ -99,19 +99,19 @@ class NoRecovery:
 
 
 class SpikeRecovery:
-    """Does what the option `on_spike` asks for.
+    """Goes back after a spike, as the option `on_spike` asks.
 
     Each update's mean loss and gradient norms are judged when its result is known, so nothing more is read from the
-    device. (With several processes the means over all of them are judged, so that all decide alike: then the host
-    waits for each update. In a recovery it does so too.) A spike ends the epoch by `GoingBack`. The checkpoint gone
-    back to is written again as the newest, with the recovery in it, and then loaded: the run goes on as it would after
-    a kill at that moment. What was saved since the band was left is deleted.
+    device. (With several processes, the means over all of them are judged, so that all decide alike: then the host
+    waits for each update. It also does during a recovery.) A spike ends the epoch by `GoingBack`. The good checkpoint
+    is written again as the newest one, with the recovery in it, and is then loaded: the run continues as it would after
+    a kill at that moment. Checkpoints that were saved after the values left the band are deleted.
 
-    A recovery lasts `spike_steps` updates, and at least one past that which spiked, whose batch comes again. What lies
-    outside meanwhile is expected, and leads nowhere until it ends; then the state is saved, if it lies in its band.
-    `nonfinite_patience` that runs out is a spike too, but in a recovery it ends the run. The run goes on as it is, with
-    a warning and with new bands, where it cannot go back: `spike_limit` is reached, or no good checkpoint is newer than
-    the place gone back to before.
+    A recovery lasts `spike_steps` updates, and at least one update more than the spike, whose batch comes again. Values
+    outside the band are expected during a recovery, and have no effect. At its end the state is saved, if the values
+    are inside the band. If `nonfinite_patience` runs out, that is a spike too, but during a recovery it ends the run.
+    If the run cannot go back, it continues with a warning and with new bands. This happens when `spike_limit` is
+    reached, or when no good checkpoint is newer than the last one that the run went back to.
 
     goes_back: a fit may go back to an earlier checkpoint; going_back: this one is about to.
     """
@@ -210,7 +210,7 @@ class SpikeRecovery:
             return
         if run.processes.many:
             run.pending.settle()
-            for loss, weight, received in self._unjudged:  # norms are of averaged gradients: the same everywhere
+            for loss, weight, received in self._unjudged:  # norms of averaged gradients are the same in all processes
                 self._judge(distributed.mean(loss, weight), *received)
             self._unjudged.clear()
         self._act()
@@ -227,10 +227,10 @@ class SpikeRecovery:
         return True
 
     def before_leaving(self) -> None:
-        """A signal ends the run: note whether what is saved now would have been saved without it.
+        """Note, when a signal ends the run, whether this checkpoint would have been saved without the signal.
 
-        A run that goes on after a signal must go back to where it would have without one: what is saved beside the
-        intervals is no checkpoint to go back to, and does not begin an interval.
+        A run that resumes after a signal must go back to the same place as without one. So a checkpoint outside of the
+        intervals is not one to go back to, and does not begin an interval.
         """
         run = self._run
         run.pending.settle()

@@ -135,7 +135,7 @@ def _key(make: bool) -> bytes | None:
                 with open(descriptor, "wb") as new:
                     new.write(secrets.token_bytes(_KEY_BYTES))
         key = file.read_bytes()
-    except (OSError, RuntimeError):  # no home, or none that can be written to: nothing is signed
+    except (OSError, RuntimeError):  # no home folder, or a read-only one: nothing is signed
         return None
     return key if len(key) == _KEY_BYTES else None
 

@@ -260,7 +260,7 @@ class Replay:
     def compared_with(self, report: NonfiniteReport) -> str:
         """Describe the new result, and compare it with the saved report."""
         then = self.report
-        # What was uncertain then is so still: the folder holds what the replays had, not what the step had.
+        # Earlier doubts remain: the folder holds the data of the replays, not of the step itself.
         report = replace(report, caveats=list(dict.fromkeys([*report.caveats, *then.get("caveats", [])])))
         lines = [report.message, *_differences(report.as_dict(), then)]
         lines += [f"{name} has changed since the run." for name in self.changed]

@@ -1,8 +1,8 @@
 """Records during a step which op read the outputs of which others, and where a value stopped being finite.
 
-The first nonfinite value of a step says little: a causal mask is -inf, and harms nobody. So all is recorded, and the
-walk back begins at what must not be nonfinite, a loss or a gradient. Autograd's graph would not do: it knows nothing of
-writes in place, or of what runs without gradients.
+The first nonfinite value of a step says little: a causal mask is -inf, and does no harm. So everything is recorded, and
+the walk back begins at a value that must be finite, a loss or a gradient. Autograd's graph is not enough: it does not
+contain writes in place, or ops without gradients.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ class NonfiniteTrace:
             kind = kind_of(value)
         if memory is not None:
             return tuple((number, kind) for number in writers_of(memory, value))
-        # It was copied where no mode could see it: the newest number that is like it.
+        # It was copied where no mode could see it: take the newest number that equals it.
         for number in reversed(range(len(self.events))):
             event = self.events[number]
             if isinstance(event, Written) and event.shape == () and event.kind == kind:

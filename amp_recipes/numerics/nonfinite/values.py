@@ -1,7 +1,7 @@
 """Describes nonfinite values while they exist: kind, range, rows, and whether the code wrote them on purpose.
 
-A mask puts -inf where nothing shall count. That is no fault: what is told apart here is an infinity that somebody
-wrote from one that came out of arithmetic.
+A mask writes -inf at positions that must not count, which is correct. So an infinity that the code wrote on purpose is
+distinguished from one that arithmetic produced.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _has_finite_sum(tensor: Tensor) -> bool:
     """Whether one sum tells that all is finite: it may overflow over finite values, but cannot hide one that is not."""
     if tensor.dtype.itemsize > 2:
         return math.isfinite(tensor.sum().item())
-    # On a CPU the extremes of a 16-bit tensor cost what its sum does. Else the sum is cheaper, and one number to read.
+    # On a CPU, minimum and maximum of a 16-bit tensor cost as much as its sum. Elsewhere the sum is cheaper.
     return not tensor.is_cpu and math.isfinite(tensor.sum(dtype=torch.float32).item())
 
 
@@ -163,7 +163,7 @@ def bad_rows(tensor: Tensor, kind: int | None = None) -> Rows:
 
 def _bad_along(tensor: Tensor, dimension: int, kind: int | None) -> list[int]:
     others = [other for other in range(tensor.ndim) if other != dimension]
-    # Extremes carry NaN and infinity along, and cost a twentieth of asking each element.
+    # Minimum and maximum show NaN and infinity, at a twentieth of the cost of testing each element.
     high, low = (tensor.amax(others), tensor.amin(others)) if others else (tensor, tensor)
     bad = high.isnan() if kind == NAN else high.isinf() | low.isinf()
     if kind is None:

@@ -14,7 +14,7 @@ from amp_recipes.numerics.watch.observe import OUTSIDE
 
 _MOST_NAMED = 8  # samples, modules
 
-# By the op, or the op whose backward it was: where it is not defined, and the cure at any precision.
+# Op, or op whose backward it was -> where it is not defined, and the cure in any precision.
 _EDGES = {
     "sqrt rsqrt": "the root has no finite slope at 0, and no value below 0: add an eps inside the root",
     "norm linalg_vector_norm cdist _cdist": "a norm has no slope at 0: add an eps to its input",
@@ -60,14 +60,14 @@ def not_replayable(drawn: Sequence[str], several_optimizers: bool, device_type: 
 
 def norm_overflows(name: str, widest: TensorRange, cause: str, precision: str) -> str:
     """Describe finite gradients whose norm is not finite."""
-    told = (
+    found = (
         f"Every gradient is finite, but their norm is not: the largest value is {widest.largest:.4g}, in the "
         f"gradient of {name}, and its square is too large for float32. "
     )
     if cause == "precision":
-        return f"{told}Cause: the precision ({precision}). In float32, the norm of the same step is finite."
+        return f"{found}Cause: the precision ({precision}). In float32, the norm of the same step is finite."
     return (
-        f"{told}Cause: the model (the norm is not finite in float32 either). The loss is far too large, or training "
+        f"{found}Cause: the model (the norm is not finite in float32 either). The loss is far too large, or training "
         "has diverged. Normalise the loss, lower the learning rate, or go back to an earlier checkpoint."
     )
 

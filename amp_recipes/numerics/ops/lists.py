@@ -15,7 +15,7 @@ from amp_recipes.errors import PrecisionError
 
 DOCUMENTED_TORCH = "2.13"
 
-LOWER_PRECISION = "lower_precision"  # run in the autocast dtype, whatever comes in
+LOWER_PRECISION = "lower_precision"  # run in the autocast dtype, whatever the inputs are
 FLOAT32 = "float32"  # what comes in is cast up to float32
 WIDEST = "widest"  # what comes in is cast to the widest dtype among the inputs
 RAISES = "raises"  # refused under autocast

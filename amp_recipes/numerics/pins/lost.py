@@ -65,7 +65,7 @@ def _cannot_hold(name: str, named: dict[str, nn.Module]) -> str | None:
 
 
 def _is_decorated(module_class: type) -> bool:
-    return has_default_precision(getattr(module_class, "forward", None))  # a ScriptModule's class has none
+    return has_default_precision(getattr(module_class, "forward", None))  # the class of a ScriptModule has none
 
 
 def _first_name(named: dict[str, nn.Module], name: str) -> str:

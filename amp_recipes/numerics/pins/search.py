@@ -324,7 +324,7 @@ class _Search:
         self.found.runs += 1
         try:
             low = self._trial.run_finite(window, self._dtype, self._scale, [*self._already, *sorted(names)])
-        except RuntimeError as error:  # a mask beyond the format, an op that the device lacks
+        except RuntimeError as error:  # a mask value beyond the dtype's range, an op that the device lacks
             note = f"A step in {dtype_name(self._dtype)} raises an error: {first_line(error).rstrip('.')}"
             if note not in self.found.notes:
                 self.found.notes.append(note)

@@ -11,4 +11,6 @@ function mend() {
 }
 
 mend();
-new MutationObserver(mend).observe(document.body, { childList: true, subtree: true });
+// The theme removes the attribute again from a block that fits, and is late when the window gets narrower.
+const changes = { childList: true, subtree: true, attributes: true, attributeFilter: ["tabindex"] };
+new MutationObserver(mend).observe(document.body, changes);

@@ -38,20 +38,20 @@ def site(tmp_path_factory) -> Path:
         shutil.copytree(REPOSITORY / name, folder / name)
     shutil.copy(REPOSITORY / "zensical.toml", folder)
     command = [str(generator()), "build", "--strict", "--clean"]
-    # The folder of the generator comes first: it calls ruff to lay out signatures.
-    variables = {**os.environ, "PATH": os.pathsep.join([str(generator().parent), os.environ["PATH"]])}
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "build" / "site"
 
 
 @pytest.fixture(scope="module")
-def address(site):
-    """Where a server of this process shows the site."""
-    handler = functools.partial(QuietHandler, directory=str(site))
+def address(site, tmp_path_factory):
+    """Where a server of this process shows the site: below /amp_recipes, which the links of 404.html begin with."""
+    root = tmp_path_factory.mktemp("served")
+    (root / "amp_recipes").symlink_to(site)
+    handler = functools.partial(QuietHandler, directory=str(root))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{server.server_port}/amp_recipes"
         server.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Decides what the real images are: scikit-learn's handwritten digits, or all images below a folder.
+"""Loads the real images: scikit-learn's handwritten digits, or all images below a folder.
 
 A sample of train is {"image": float32 (C, H, W) in [0, 1]}; those of valid and test have a "noise" (Z,) of their own
 besides, so that every epoch and every run is judged by samples from the same noise.
@@ -23,7 +23,7 @@ with needs_extra("image"):
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 GREY_MODES = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "F")
-SMALLEST_PART = 2  # images of a part, below which a distance between sets means nothing
+SMALLEST_PART = 2  # images of a set; the distance between smaller sets means nothing
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def random_split(count: int, split_ratios: Sequence[float], data_seed: int, max_
 
 
 def digit_images(image_size: int, channels: int) -> torch.Tensor:
-    """Return scikit-learn's 1797 handwritten digits (N, C, H, W), 8x8 and grey of their own."""
+    """Return scikit-learn's 1797 handwritten digits (N, C, H, W), which are 8x8 and grey."""
     images_NCHW = torch.from_numpy(load_digits().images).float().unsqueeze(1) / 16.0
     if image_size != images_NCHW.shape[-1]:
         images_NCHW = F.interpolate(images_NCHW, size=(image_size, image_size), mode="bilinear", antialias=True)
@@ -179,14 +179,14 @@ def open_image(path: str | Path) -> Image.Image:
         with Image.open(path) as image:
             image.load()
             return image
-    # Broken files raise any of these: a PNG with a bad chunk a SyntaxError, for one.
+    # Broken files raise any of these; a PNG with a bad chunk raises SyntaxError.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{path}: not readable as an image ({error}); replace or remove the file") from error
 
 
 def read_image(path: str | Path, image_size: int, channels: int) -> torch.Tensor:
     """Return the middle square of an image file as float32 (channels, image_size, image_size) in [0, 1]."""
-    # Cameras store how they were held as a tag and leave the pixels as they came.
+    # Cameras do not turn the pixels; they store in a tag how they were held.
     upright = ImageOps.exif_transpose(open_image(path))
     if upright.mode == "F":
         raise DataError(f"{path}: its pixels are floating point numbers of unknown range; save it with 8 or 16 bits")

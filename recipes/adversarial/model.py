@@ -1,4 +1,4 @@
-"""Decides the networks: a generator that doubles an image from 4x4 up to its size, and a critic that halves it again.
+"""Defines the networks: a generator that doubles an image from 4x4 up to its size, and a critic that halves it again.
 
 Legend of shapes: B batch, C channels, H height, W width, Z noise, D features.
 """
@@ -12,7 +12,7 @@ from torch import nn
 
 from amp_recipes.errors import ConfigError
 
-SMALLEST_SIZE = 4  # pixels of a side where the generator begins and the critic ends
+SMALLEST_SIZE = 4  # side in pixels where the generator begins and the critic ends
 
 
 def stage_widths(image_size: int, width: int, max_width: int) -> list[int]:
@@ -77,7 +77,7 @@ class Critic(nn.Module):
         self.first = nn.Conv2d(channels, widths[0], 3, padding=1)
         pairs = pairwise(widths)
         self.convs = nn.ModuleList(nn.Conv2d(before, after, 4, stride=2, padding=1) for before, after in pairs)
-        # No bias: only differences of scores mean anything.
+        # No bias: only differences of scores matter.
         self.last = nn.Linear(widths[-1] * SMALLEST_SIZE**2, 1, bias=False)
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Decides how good samples are: their distance to real images as a set, and whether they copy the training images.
+"""Measures samples: their distance to real images as a set, and whether they copy the training images.
 
 Images are (N, C, H, W), on any device. Legend of shapes: N images, P pixels (C * H * W), K directions.
 """
@@ -34,7 +34,7 @@ def sliced_wasserstein(first: torch.Tensor, second: torch.Tensor, directions: in
 
 
 def nearest_ratio(generated: torch.Tensor, held_out: torch.Tensor, train: torch.Tensor) -> float:
-    """Return how near samples are to training images, measured by how near held-out real images are to them.
+    """Return the distance of samples to training images, divided by that of held-out real images.
 
     The median L2 distance to the nearest training image, of the samples, divided by that of the held-out images.
     About 1: samples are new images; towards 0: copies; above 1: they look like no training image.

@@ -1,4 +1,4 @@
-"""Decides what the texts and labels are: a CSV, TSV or JSON-lines file, or functions of Python's standard library.
+"""Loads texts and labels: from a CSV, TSV or JSON-lines file, or from Python's standard library.
 
 A sample is {"input_ids": int64 (T,), "labels": int64 ()}; a batch also has
 "attention_mask", and texts padded at the end.
@@ -38,7 +38,7 @@ JSON_SUFFIXES = (".jsonl", ".ndjson")
 
 @dataclass(frozen=True)
 class Example:
-    """One labelled text, and where it stands ("reviews.csv:12"); group: texts of one group stay in one split."""
+    """One labelled text, and its place ("reviews.csv:12"); group: texts of one group stay in one split."""
 
     text: str
     label: str
@@ -107,7 +107,7 @@ class Padding:
         pad = torch.nn.utils.rnn.pad_sequence
         return {
             "input_ids": pad(texts, batch_first=True, padding_value=self.pad_id),
-            # From the lengths, since a model without a pad token is padded with another one that texts may hold.
+            # From the lengths: without a pad token, texts are padded with a token that they may also contain.
             "attention_mask": pad([torch.ones_like(text) for text in texts], batch_first=True),
             "labels": torch.stack([sample["labels"] for sample in samples]),
         }
@@ -255,7 +255,7 @@ def cell(row: Mapping[str, Any], column: str, setting: str, place: str) -> str:
 
 
 def nearest_file(path: Path) -> str:
-    """Return a hint to the file of the same folder whose name is most alike, or nothing."""
+    """Return a hint to the file with the nearest name in the same folder, or nothing."""
     names = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f" Did you mean '{path.parent / near[0]}'?" if near else ""
@@ -265,7 +265,7 @@ def nearest_file(path: Path) -> str:
 
 
 def check_ratios(split_ratios: Sequence[float]) -> None:
-    """Raise DataError for shares that are none."""
+    """Raise DataError unless the ratios are shares with sum 1."""
     positive = len(split_ratios) == len(SPLIT_NAMES) and all(ratio > 0 for ratio in split_ratios)
     if not positive or not math.isclose(sum(split_ratios), 1.0, abs_tol=1e-6):
         raise DataError(f"split_ratios is {list(split_ratios)}; expected shares of train, valid and test with sum 1")
@@ -322,7 +322,7 @@ def split_examples(examples: Sequence[Example], ratios: Sequence[float], data_se
     parts: list[list[Example]] = [[] for _ in ratios]
     for group in order:
         inside = Counter(example.label for example in group)
-        # Relative to the share, so that the small parts are not starved by the large one.
+        # Relative to the share, so that small parts get their examples, too.
         needs = [
             sum(count * missing[at][label] / (shares[at] * counts[label]) for label, count in inside.items())
             for at in range(len(parts))
@@ -349,7 +349,7 @@ def check_split(
 
 
 def warn_of_shared_texts(sets: Mapping[str, Sequence[Example]]) -> None:
-    """Warn of texts that stand in two sets: a test on what training has seen tells too good a result."""
+    """Warn of texts that are in two sets: a test on texts of the training gives too good a result."""
     texts = {name: {example.text.strip() for example in examples} for name, examples in sets.items()}
     for first, second in (("train", "valid"), ("train", "test"), ("valid", "test")):
         shared = [example.place for example in sets[second] if example.text.strip() in texts[first]]

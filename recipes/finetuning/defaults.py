@@ -1,4 +1,4 @@
-"""Decides what is fine-tuned on what where nothing is given: both are made once and kept for later runs."""
+"""Makes the default model and the default data once, and keeps them for later runs."""
 
 import hashlib
 import logging
@@ -21,7 +21,7 @@ with needs_extra("finetuning"):
 logger = logging.getLogger(__name__)
 
 RECIPE = Path(__file__).resolve().parent
-# torchrun's: the process that pretrains is none of its ranks.
+# Set by torchrun; the process that pretrains is not one of its ranks.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -49,7 +49,7 @@ def make_once(cache_folder: str | Path, name: str, make: Callable[[Path], None])
     folder = Path(cache_folder).expanduser().resolve() / recipe_version()
     folder.mkdir(parents=True, exist_ok=True)
     found = folder / name
-    with FileLock(folder / f".{name}.lock"):  # the system lets go of it if this process is killed
+    with FileLock(folder / f".{name}.lock"):  # the system releases it if this process is killed
         if not found.exists():
             unfinished = folder / f".{name}.unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -59,7 +59,7 @@ def make_once(cache_folder: str | Path, name: str, make: Callable[[Path], None])
 
 
 def recipe_version() -> str:
-    """Return a short name for what the cache's content is made by and of."""
+    """Return a short hash of the Python version and the code that make the content of the cache."""
     parts = [
         sys.version,
         *((RECIPE / name).read_text(encoding="utf-8") for name in ("stdlib_texts.py", "tiny_model.py")),
@@ -73,7 +73,7 @@ def write_functions(path: Path) -> None:
 
 
 def pretrain_apart(folder: Path, updates: int) -> None:
-    """Run tiny_model.py in a process of its own, so that it draws nothing from this one's random generators."""
+    """Run tiny_model.py in another process, so that it does not use the random generators of this one."""
     logger.warning(
         "no model_folder is given: pretraining a tiny model, once, for about a minute, into %s", folder.parent
     )

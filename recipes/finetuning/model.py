@@ -1,4 +1,4 @@
-"""Decides what is fine-tuned: a pretrained model from a folder in the Hugging Face layout, and which of its weights.
+"""Loads a pretrained model from a folder in the Hugging Face layout, and chooses which weights train.
 
 transformers and peft are wrapped here because a YAML may not name them; nothing is ever downloaded or unpickled.
 """
@@ -35,7 +35,7 @@ transformers_logging.disable_progress_bar()
 
 
 def check_folder(model_folder: str | Path) -> Path:
-    """Return the folder's absolute path; raises DataError if it is none in the Hugging Face layout."""
+    """Return the folder's absolute path; raises DataError if it has not the Hugging Face layout."""
     folder = Path(model_folder).expanduser().resolve()
     if not folder.is_dir():
         names = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
@@ -100,8 +100,8 @@ def load_classifier(
     )
     config.problem_type = "single_label_classification"
     config.pad_token_id = tokenizer.pad_token_id
-    config.use_cache = False  # nothing is generated; a forward that is computed again would add to the cache again
-    # fp32 whatever the file holds: an update below a bf16 weight's last bit would be lost, and fp16 cannot be scaled.
+    config.use_cache = False  # nothing is generated, and a recomputed forward would fill the cache twice
+    # fp32 whatever the file holds: bf16 weights lose small updates, and gradients of fp16 weights cannot be unscaled.
     settings = {"config": config, "dtype": torch.float32, "attn_implementation": attention}
     if not pretrained:
         model = AutoModelForSequenceClassification.from_config(**settings)
@@ -126,7 +126,7 @@ def check_positions(model: nn.Module, max_tokens: int, folder: Path) -> None:
     """Raise DataError if texts of max_tokens are longer than the model was made for."""
     positions = getattr(model.config, "max_position_embeddings", None) or 0
     for name, module in model.named_modules():
-        # RoBERTa and its kin count positions from the one after the padding's.
+        # RoBERTa and similar models count positions from the one after the padding.
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             positions = module.num_embeddings - module.padding_idx - 1
     if 0 < positions < max_tokens:  # 0, or -1 in XLNet: without bound
@@ -166,7 +166,7 @@ def add_lora(
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        # A pooler that the folder lacks is random: peft's own list, the head, would freeze it.
+        # A pooler that the folder lacks is random, and must train; peft by itself trains only the head.
         modules_to_save=list(new_modules),
         exclude_modules=list(new_modules),
     )

@@ -1,4 +1,4 @@
-"""Decides the default data: functions of Python's standard library, to be told apart by the subject of their module.
+"""Makes the default data: functions of Python's standard library, labelled by the subject of their module.
 
 It is on every machine. A version or a distribution may lack some of the files; a subject that is left with fewer
 than three is left out. The files of the subjects are kept out of the text that the tiny model is pretrained on.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from amp_recipes.errors import DataError
 
-# Packages and modules of the standard library; those with fewer functions than others are grouped with their kin.
+# Packages and modules of the standard library; those with few functions are grouped with similar ones.
 SUBJECTS = {
     "archives": ("tarfile", "zipfile", "gzip", "bz2", "lzma", "shutil", "zipapp", "_compression", "zipimport"),
     "asyncio": ("asyncio",),
@@ -88,7 +88,7 @@ def functions_in(source: str) -> Iterator[str]:
     """Yield the source of every function and method, indented as if it stood alone."""
     try:
         nodes = list(ast.walk(ast.parse(source)))
-    except SyntaxError:  # lib2to3 and others hold files of other versions
+    except SyntaxError:  # lib2to3 and others have files for other Python versions
         return
     lines = source.splitlines()
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Decides the default pretrained model: a tiny Llama, made on this machine and kept for later runs.
+"""Makes the default pretrained model: a tiny Llama, kept for later runs.
 
     python recipes/finetuning/tiny_model.py FOLDER UPDATES
 
@@ -32,7 +32,7 @@ class LanguageModel(Brain):
     """Cross entropy of each token given those before it."""
 
     def compute_forward(self, batch: Sequence[torch.Tensor], stage: Stage) -> torch.Tensor:
-        """Return the scores (B, T - 1, V) of what follows each token but the last."""
+        """Return the scores (B, T - 1, V) of the next token, for each token but the last."""
         return self.modules.model(input_ids=batch[0][:, :-1], use_cache=False).logits
 
     def compute_objectives(
@@ -67,7 +67,7 @@ def rows_of_tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> 
 
 def pretrain(folder: Path, updates: int) -> None:
     """Write the tokenizer and the model, pretrained for so many updates, into folder."""
-    # A token is 2.5 characters or so: few updates see a part of the corpus only.
+    # A token has about 2.5 characters, so few updates need only a part of the corpus.
     texts = corpus(max_characters=max(100_000, 8 * updates * BATCH_SIZE * TOKENS))
     tokenizer = train_tokenizer(texts)
     rows = rows_of_tokens(texts, tokenizer)

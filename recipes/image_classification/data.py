@@ -1,4 +1,4 @@
-"""Decides what the images are: scikit-learn's handwritten digits, or a folder with one sub-folder per class.
+"""Loads the images: scikit-learn's handwritten digits, or a folder with one sub-folder per class.
 
 A sample is {"image": float32 (C, H, W) in [0, 1], "label": int64 ()}; a batch has (B, C, H, W) and (B,).
 Legend of shapes: B batch, C channels, H height, W width.
@@ -286,11 +286,11 @@ def label_paths(images_by_class: dict[str, list[Path]], classes: Sequence[str]) 
 
 @contextmanager
 def open_image(path: str | Path) -> Iterator[Image.Image]:
-    """Give the opened file; raises DataError, which names the file, where pillow cannot open or read it."""
+    """Open the file; raises DataError, which names the file, where pillow cannot open or read it."""
     try:
         with Image.open(path) as image:
             yield image
-    # Broken files raise any of these: a PNG with a bad chunk a SyntaxError, for one.
+    # Broken files raise any of these; a PNG with a bad chunk raises SyntaxError.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{path}: not readable as an image ({error}); replace or remove the file") from error
 
@@ -298,7 +298,7 @@ def open_image(path: str | Path) -> Iterator[Image.Image]:
 def read_image(path: str | Path, image_size: int, channels: int) -> torch.Tensor:
     """Return the image file as float32 (channels, image_size, image_size) in [0, 1], or raise DataError."""
     with open_image(path) as image:
-        # Cameras store how they were held as a tag and leave the pixels as they came.
+        # Cameras do not turn the pixels; they store in a tag how they were held.
         upright = ImageOps.exif_transpose(image)
         converted = to_eight_bits(upright).convert("L" if channels == 1 else "RGB")
         resized = converted.resize((image_size, image_size), Image.Resampling.BILINEAR)
@@ -307,7 +307,7 @@ def read_image(path: str | Path, image_size: int, channels: int) -> torch.Tensor
 
 
 def to_eight_bits(image: Image.Image) -> Image.Image:
-    """Return the image, 16-bit grey brought to 8 bits: pillow's own conversion clips it to white."""
+    """Return the image, with 16-bit grey scaled to 8 bits; pillow's own conversion clips it to white."""
     if image.mode == "F":
         raise ValueError("its pixels are floating point numbers of unknown range")
     if not image.mode.startswith("I"):
@@ -317,6 +317,6 @@ def to_eight_bits(image: Image.Image) -> Image.Image:
 
 
 def has_colour(path: Path) -> bool:
-    """Return whether the file's header, which is all that is read, tells of colour."""
+    """Return whether the image has colour; only the header of the file is read."""
     with open_image(path) as image:
         return image.mode not in GREY_MODES

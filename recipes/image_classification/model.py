@@ -1,4 +1,4 @@
-"""Decides the network: a small residual convolutional classifier with BatchNorm.
+"""Defines the network: a small residual convolutional classifier with BatchNorm.
 
 Legend of shapes: B batch, C channels, H height, W width, D features, K classes.
 """

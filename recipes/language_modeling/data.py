@@ -1,4 +1,4 @@
-"""Decides what the text is: the Python standard library's own source, a text file, a folder of them, or token shards.
+"""Loads the text: the source of Python's standard library, a text file, a folder of them, or token shards.
 
 Without a tokenizer a token is a byte, and byte 0 separates documents.
 """
@@ -20,7 +20,7 @@ from amp_recipes.errors import DataError
 
 BYTE_VALUES = 256
 BYTE_SEPARATOR = 0
-_CUT_SEARCH_BYTES = 65536  # how far behind its place a cut looks for the end of a line
+_CUT_SEARCH_BYTES = 65536  # how far a cut may move to the end of a line
 _LOOKED_AT_BYTES = 4096  # of each file, for a zero byte, which text does not have
 _NO_PLAIN_TEXT = set(
     [
@@ -84,7 +84,7 @@ class Corpus:
     tokenizer: Path | None
 
     def summary(self) -> str:
-        """Return sizes and what a token is, in one line."""
+        """Return the sizes in one line."""
         parts = {"train": self.train.windows, "valid": self.valid, "test": self.test}
         sizes = ", ".join(f"{name} {part.text_bytes:,} bytes in {part.tokens:,} tokens" for name, part in parts.items())
         return f"{sizes}; vocabulary {self.vocab_size:,}"
@@ -94,7 +94,7 @@ class Corpus:
         if self.tokenizer is None:
             return list(text.encode())
         tokenizer = load_tokenizer(self.tokenizer)
-        tokenizer.encode_special_tokens = True  # as prepare.py has it
+        tokenizer.encode_special_tokens = True  # as in prepare.py
         return tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Decides the network: a decoder-only transformer (RMSNorm, rotary embeddings, SwiGLU, tied embeddings).
+"""Defines the network: a decoder-only transformer (RMSNorm, rotary embeddings, SwiGLU, tied embeddings).
 
 Its input may tell of each token also those just before it, by hashed n-grams, of which bytes have much use.
 Legend of shapes: B batch, T tokens, P tokens before (in the cache), H heads, Q features of a head, D features (H * Q),
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-IGNORE = -100  # the target of a place that is padding
+IGNORE = -100  # the target of padding
 Cache = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, each (B, H, P, Q)
 State = tuple[torch.Tensor, list[Cache]]  # the last tokens (B, G), for n-grams, and the caches of all layers
 _HASH_FACTOR = 6364136223846793005  # Knuth's for a generator modulo 2^64, whose upper bits are the good ones
@@ -50,12 +50,12 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         rates = base ** (-torch.arange(0, head_features, 2, dtype=torch.float64) / head_features)
         angles_TQ = torch.arange(max_tokens, dtype=torch.float64).outer(rates).repeat(1, 2)
-        # Not saved: they follow from the settings.
+        # Not saved: they are computed from the settings.
         self.register_buffer("cos_TQ", angles_TQ.cos().float(), persistent=False)
         self.register_buffer("sin_TQ", angles_TQ.sin().float(), persistent=False)
 
     def forward(self, x_BHTQ: torch.Tensor, past: int) -> torch.Tensor:
-        """Return x turned, its first token at place `past`; same shape and dtype."""
+        """Return x rotated, with its first token at position `past`; same shape and dtype."""
         until = past + x_BHTQ.shape[2]
         one, other = x_BHTQ.chunk(2, dim=-1)
         crossed_BHTQ = torch.cat((-other, one), dim=-1)
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(features, features, bias=False)
 
     def forward(self, x_BTD: torch.Tensor, cache: Cache | None = None) -> tuple[torch.Tensor, Cache]:
-        """Return what each token gathers from itself and those before it (B, T, D), and the cache with it.
+        """Return the attention of each token to itself and those before it (B, T, D), and the cache.
 
         cache: of the tokens before; then x may hold one token only, which sees them all.
         """
@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The feed-forward layer whose one half gates the other (Shazeer 2020, "GLU Variants Improve Transformer")."""
+    """The feed-forward layer in which one half gates the other (Shazeer 2020, "GLU Variants Improve Transformer")."""
 
     def __init__(self, features: int, hidden: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The optimizer, whose weight decay spares all but matrices, and the learning rate over a run."""
+"""Makes the optimizer, which decays only matrices, and the learning rate schedule."""
 
 import math
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ def adamw(parameters: Iterable[nn.Parameter], lr: float, betas: tuple[float, flo
         {"params": [it for it in parameters if it.ndim >= 2], "weight_decay": weight_decay},
         {"params": [it for it in parameters if it.ndim < 2], "weight_decay": 0.0},
     ]
-    # One kernel for all parameters, and in fp16 no read-back.
+    # One kernel for all parameters; in fp16 the host does not wait for it.
     return AdamW([group for group in groups if group["params"]], lr=lr, betas=tuple(betas), fused=True)
 
 
@@ -29,7 +29,7 @@ def warmup_cosine(optimizer: AdamW, total_updates: int, warmup_updates: int, fin
 
 
 def rate_factor(total_updates: int, warmup_updates: int, final_ratio: float, taken: int) -> float:
-    """Return the share of the full rate for the update after `taken` updates; after the last it stays as it is."""
+    """Return the share of the full rate for the update after `taken` updates; after the last it stays constant."""
     if taken < warmup_updates:
         return (taken + 1) / warmup_updates
     done = min(1.0, (taken - warmup_updates) / max(1, total_updates - warmup_updates))

@@ -25,8 +25,8 @@ with needs_extra("language"):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_DOCUMENT = "<|endoftext|>"
-_PARQUET_ROWS = 256  # read at once, of a row group
-_ENCODED_CHARACTERS = 2**20  # put through the tokenizer at once: on all cores
+_PARQUET_ROWS = 256  # rows of a row group that are read at once
+_ENCODED_CHARACTERS = 2**20  # that are tokenized at once, on all cores
 _SHARD_NAME = re.compile(rf"\.?({'|'.join(SPLIT_NAMES)})-\d{{5,}}\.npy(\.tmp)?")
 
 Encode = Callable[[list[str]], list[np.ndarray]]
@@ -114,7 +114,7 @@ def read_parquet(path: Path, field: str) -> Iterator[str]:
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int, most_bytes: int) -> Tokenizer:
-    """Return a byte-level BPE tokenizer, which any text goes through unchanged, trained on the first most_bytes."""
+    """Return a byte-level BPE tokenizer, which can encode any text, trained on the first most_bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -139,7 +139,7 @@ def up_to(documents: Iterable[str], most_bytes: int) -> Iterator[str]:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json, which is to cut nothing off and to add nothing."""
+    """Return the tokenizer of a tokenizer.json, without truncation and padding."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing more precise
@@ -162,7 +162,7 @@ def encoder(tokenizer: Tokenizer | None) -> Encode:
     """Return the function that makes tokens of documents; without a tokenizer these are the bytes of UTF-8."""
     if tokenizer is None:
         return lambda documents: [np.frombuffer(document.encode(), dtype=np.uint8) for document in documents]
-    tokenizer.encode_special_tokens = True  # a text that holds the separator's name is text, and not its end
+    tokenizer.encode_special_tokens = True  # the name of the separator inside a text is plain text
     return lambda documents: [
         np.array(encoded.ids, dtype=np.int64)
         for encoded in tokenizer.encode_batch_fast(documents, add_special_tokens=False)
@@ -199,7 +199,7 @@ def clear(folder: Path, overwrite: bool) -> None:
     others = [path.name for path in folder.iterdir() if path.name not in own and not _SHARD_NAME.fullmatch(path.name)]
     if others:
         raise DataError(f"'{folder}' is to hold token shards only, but there is {others[0]!r}; give a new folder")
-    # The index first: without it no reader takes what is left for whole.
+    # Remove the index first: without it, no reader takes the rest for complete.
     for path in sorted(folder.iterdir(), key=lambda path: path.name != INDEX_FILE):
         path.unlink()
 

@@ -1,4 +1,4 @@
-"""Token shards: one-dimensional .npy arrays of whole documents, and the index.json that says what they are.
+"""Writes and reads token shards: one-dimensional .npy arrays of whole documents, and their index.json.
 
 shards/
   index.json            written last: without it the folder is not finished
@@ -82,7 +82,7 @@ class ShardWriter:
         self.part.bytes += text_bytes
 
     def flush(self) -> None:
-        """Write what is held as a shard."""
+        """Write the collected documents as a shard."""
         if self.filled:
             self._save(self.buffer[: self.filled])
             self.filled = 0

@@ -15,7 +15,7 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def make_brain(argv: list[str], precision: str) -> LanguageModel:
-    """Return a Brain at this precision that leaves nothing behind."""
+    """Return a Brain at this precision that writes no files."""
     hparams_file, run_opts, overrides = parse_arguments(
         [*argv, f"--precision={precision}", "--output_folder=null", "--noprogressbar", "--peak_flops=1"]
     )
@@ -24,7 +24,7 @@ def make_brain(argv: list[str], precision: str) -> LanguageModel:
 
 
 def measure(brain: LanguageModel, turn: int) -> float:
-    """Train one turn; its tokens per second."""
+    """Train one turn, and return its tokens per second."""
     corpus, loader_kwargs = brain.hparams.corpus, brain.hparams.loader_kwargs
     brain.fit([turn], corpus.train, train_loader_kwargs=loader_kwargs)
     return brain.summary.last["train"]["tokens_per_second"]

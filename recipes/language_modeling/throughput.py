@@ -1,4 +1,4 @@
-"""How fast training is, beside what the device can do."""
+"""Measures the speed of large matrix products on the device."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-_MEASURED_SECONDS = 0.05  # that is timed at least, and so the error of the clock is small
+_MEASURED_SECONDS = 0.05  # at least, so that the error of the clock is small
 _MOST_ROWS = 8192  # more would be the run's peak of memory; a faster device takes the same product several times
 _MOST_TIMES = 256
 
@@ -21,11 +21,11 @@ def measure_peak_flops(model: nn.Module, precision: Callable[[], AbstractContext
     device = next(model.parameters()).device
     rows, times, best = 256, 1, 0.0
     while True:
-        generator = torch.Generator(device=device).manual_seed(0)  # the global one is the model's
+        generator = torch.Generator(device=device).manual_seed(0)  # not the global one, which training uses
         one, other = (torch.randn(rows, rows, device=device, generator=generator) for _ in range(2))
         with torch.no_grad(), precision():
             dtype = (one[:1] @ other).dtype
-            one, other = one.to(dtype), other.to(dtype)  # now, so that no cast is timed
+            one, other = one.to(dtype), other.to(dtype)  # here, so that casts are not timed
             seconds = min(_seconds_of_products(one, other, times) for _ in range(3))
         best = max(best, times * 2 * rows**3 / seconds)
         if seconds > _MEASURED_SECONDS or times >= _MOST_TIMES:

@@ -1,4 +1,4 @@
-"""Cuts token streams into windows, and decides the order in which training takes them: memory-mapped, in O(1).
+"""Cuts token streams into windows, and orders them for training, with memory maps and in constant memory.
 
 A sample is {"inputs": int64 (T,), "targets": int64 (T,)}; a batch has (B, T) of each. Target t is the token that
 follows inputs[:t + 1]; every token of the streams is a target exactly once. A window goes on in the next stream where
@@ -26,7 +26,7 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class Stream:
-    """Tokens first to last - 1 of a file: text as it is (one token per byte), or an array of whole numbers (.npy).
+    """Tokens first to last - 1 of a file: plain text (one token per byte), or an array of whole numbers (.npy).
 
     ended: whether a separator follows them that does not stand in the file.
     """
@@ -74,7 +74,7 @@ class Windows(Dataset):
         self.window_tokens = window_tokens
         self.separator = separator
         self.text_bytes = text_bytes
-        # Token t of all streams is of the first stream whose entry here is larger than t.
+        # Token t of all streams is in the first stream whose entry here is larger than t.
         self.ends = np.cumsum([len(stream) for stream in self.streams])
         self.tokens = int(self.ends[-1])
         self.available = -(-self.tokens // window_tokens)
@@ -170,7 +170,7 @@ def _round_keys(key: str) -> tuple[int, ...]:
 
 
 def _mixed(x: int) -> int:
-    """A 64-bit number in which each bit hangs on every bit of x (the finaliser of Steele et al. 2014, "SplitMix")."""
+    """A 64-bit number in which each bit depends on every bit of x (the finaliser of Steele et al. 2014, "SplitMix")."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
     return x ^ x >> 31

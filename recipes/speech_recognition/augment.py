@@ -1,4 +1,4 @@
-"""Decides what is kept of an unknown speaker and microphone: a picture of the word alone, and many voices of each one.
+"""Makes features of a word that depend little on speaker and microphone, and augments the voices.
 
 Legend of shapes: B batch, S samples, T frames, N frequencies of the Fourier transform, M mel bands, P corners of bands.
 """
@@ -67,7 +67,7 @@ class WordPicture(LogMel):
                 f"silence_jitter_db {silence_jitter_db}; expected frames of at least 1, floor_db and silence_db more "
                 "than 0, channel_db at least 0, and silence_jitter_db from 0 to less than silence_db"
             )
-        # From 0.5 on, time would stand still or run backwards somewhere in the word.
+        # From 0.5 on, time would stop or run backwards somewhere in the word.
         if not (0 <= end_jitter <= 0.25 and 0 <= rhythm_jitter < 0.5):
             raise ConfigError(
                 f"end_jitter is {end_jitter}, rhythm_jitter {rhythm_jitter}; expected end_jitter from 0 to 0.25 and "
@@ -83,7 +83,7 @@ class WordPicture(LogMel):
         bins_N = torch.linspace(0, sample_rate / 2, self.filters_MN.shape[1])
         order_C = torch.arange(1, CHANNEL_COSINES + 1)
         cosines_CM = torch.cos(order_C.unsqueeze(1) * torch.linspace(0, math.pi, num_mels))
-        # Not saved: they follow from the settings.
+        # Not saved: they are computed from the settings.
         for name, value in {
             "corners_P": corners_P,
             "gains_M": gains_M,

@@ -1,4 +1,4 @@
-"""Decides which recordings there are: synthetic speech, a manifest, or a folder whose file names tell the labels.
+"""Loads recordings: synthetic speech, a manifest, or a folder whose file names tell the labels.
 
 A sample is {"wave": float32 (S,) in [-1, 1], "target": int64 (L,)}; a batch has (B, S) and (B, L), padded with zeros,
 and num_samples (B,). sample_counts and label_counts are lists, which stay on the host when a batch moves to a device.
@@ -89,7 +89,7 @@ class Recordings(Dataset):
         recording = self.recordings[index]
         wave = read_audio(recording.path, self.sample_rate, speed)
         seconds = len(wave) * speed / self.sample_rate
-        # Batches are made, and recordings too short for their text are found, by what the list says.
+        # The durations in the list decide the batches, and which recordings are too short for their text.
         if abs(seconds - recording.duration) > 0.05 * recording.duration + 0.05:
             raise DataError(
                 f"{recording.where}: lasts {seconds:.2f} s, but its duration is given as {recording.duration:.2f}; "
@@ -129,7 +129,7 @@ def read_audio(path: str | Path, sample_rate: int, speed: float = 1.0) -> torch.
     if not np.isfinite(frames_SC).all():
         raise DataError(f"{path}: holds samples that are not finite; replace or remove the file")
     wave_S = frames_SC.mean(axis=1)
-    # soxr takes any ratio: to play 1.1 times as fast is to pretend that the file had a rate of 1.1 times its own.
+    # soxr takes any ratio: playing 1.1 times as fast means to say that the rate of the file is 1.1 times as high.
     wave_S = soxr.resample(wave_S, file_rate * speed, sample_rate)
     if len(wave_S) == 0:
         raise DataError(f"{path}: holds no sound; replace or remove the file")
@@ -396,7 +396,7 @@ def split_recordings(
 
 
 def draw_shares(recordings: Sequence[Recording], shares: Sequence[float], data_seed: int) -> list[list[Recording]]:
-    """Return the recordings dealt out in the proportion of shares, each part in its old order."""
+    """Return the recordings divided by the shares, each part in its old order."""
     generator = torch.Generator().manual_seed(data_seed)
     order = torch.randperm(len(recordings), generator=generator)
     ends = (torch.tensor(shares, dtype=torch.float64).cumsum(0) / sum(shares) * len(recordings)).round().int().tolist()

@@ -1,4 +1,4 @@
-"""The process that speaks the synthetic phrases: reads a job (JSON) from stdin, writes recordings and their manifest.
+"""Speaks synthetic phrases, in its own process: reads a job (JSON) from stdin, writes recordings and their manifest.
 
 espeak-ng keeps global state, is not safe in threads, and a crash in it must not take a training along. What it says
 depends a little on what it said before, so that a corpus is made by one process, in one order. This file imports
@@ -34,11 +34,11 @@ class Espeak:
         self.sample_rate = self.library.espeak_Initialize(AUDIO_OUTPUT_SYNCHRONOUS, 0, data_path, 0)
         if self.sample_rate <= 0:
             raise RuntimeError(f"espeak_Initialize failed on the voices in {data_path.decode()}")
-        # Its voices flutter at random, from the time of day unless it gets a seed.
+        # Its voices vary at random; without a seed, they depend on the time of day.
         self.library.espeak_ng_SetRandSeed(ctypes.c_long(SEED))
         self.blocks: list[np.ndarray] = []
         callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
-        # Kept: the library calls it for as long as it lives.
+        # Keep a reference: the library calls it as long as it is loaded.
         self.on_samples = callback(self.keep_samples)
         self.library.espeak_SetSynthCallback(self.on_samples)
 

@@ -1,4 +1,4 @@
-"""Decides what the network sees of a recording: log-mel energies, normalised, and what training hides of them.
+"""Computes normalised log-mel features of recordings, and masks parts of them in training.
 
 Legend of shapes: B batch, S samples, T frames, N frequencies of the Fourier transform, M mel bands.
 Frame t of a recording stands around its sample t * hop; a recording of S samples has 1 + S // hop of them.
@@ -74,7 +74,7 @@ class LogMel(nn.Module):
         self.floor = floor
         self.band_means = band_means
         fft_size = 1 << (self.window_size - 1).bit_length()
-        # Not saved: they follow from the settings.
+        # Not saved: they are computed from the settings.
         filters = mel_filterbank(num_mels, fft_size, sample_rate, min_hz, max_hz or sample_rate / 2)
         self.register_buffer("filters_MN", filters, persistent=False)
         self.register_buffer("window", torch.hann_window(self.window_size), persistent=False)
@@ -105,7 +105,7 @@ class LogMel(nn.Module):
     def power(self, waves_BS: torch.Tensor) -> torch.Tensor:
         """Return the energy at each frequency (B, N, T)."""
         fft_size = 2 * (self.filters_MN.shape[1] - 1)
-        # Zeros beyond the ends, as in the padding: reflected ends would differ with the length of the batch.
+        # Zeros beyond the ends, as in the padding: reflected ends would depend on the length of the batch.
         spectra_BNT = torch.stft(
             waves_BS, fft_size, self.hop, self.window_size, self.window, pad_mode="constant", return_complex=True
         )
@@ -125,7 +125,7 @@ def normalize(
         mean_B1M = mean_B1M.mean(dim=2, keepdim=True)
     centred_BTM = (x_BTM - mean_B1M) * valid_BT1
     variance_B11 = centred_BTM.square().mean(dim=2, keepdim=True).sum(dim=1, keepdim=True) / counts_B11
-    # Silence varies by less than 0.1 in the logarithm: it is not blown up to the size of speech.
+    # Silence varies by less than 0.1 in the logarithm, so it is not scaled up to the size of speech.
     return centred_BTM / (variance_B11 + 1e-2).sqrt()
 
 

@@ -1,4 +1,4 @@
-"""Decides the network: convolutions that shorten the features, an encoder and scores; or convolutions alone for a word.
+"""Defines the network: convolutions that shorten the features, an encoder and scores; or convolutions alone for a word.
 
 Legend of shapes: B batch, T frames, M mel bands, C channels, D features, H heads, K outputs.
 Everything behind a recording's last frame is kept 0, so that its scores do not depend on the others of the batch.
@@ -50,7 +50,7 @@ class SpeechModel(nn.Module):
         if self.pool_frames:
             valid_BT1 = valid_positions(num_steps_B, x_BTD.shape[1]).unsqueeze(2)
             mean_BD = (x_BTD.float() * valid_BT1).sum(dim=1) / num_steps_B.unsqueeze(1)
-            # Beside the mean, in which a burst of a few frames drowns.
+            # The peaks, too, because the mean hides a burst of a few frames.
             peak_BD = x_BTD.float().masked_fill(~valid_BT1, -math.inf).amax(dim=1)
             return self.head(self.dropout(torch.cat((mean_BD, peak_BD), dim=1))), num_steps_B
         return self.head(self.dropout(x_BTD)), num_steps_B
@@ -91,11 +91,11 @@ class WordClassifier(nn.Module):
         self.head = nn.Linear(width * (frames // 4) * (bands // (bands // 3)), num_outputs)
 
     def num_steps(self, num_frames):
-        """Return num_frames: one decision is made for all frames, however many."""
+        """Return num_frames: there is one decision for all frames."""
         return num_frames
 
     def forward(self, features_BTM: torch.Tensor, num_frames_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores (B, K), and num_frames_B as it came."""
+        """Return the scores (B, K), and num_frames_B unchanged."""
         x_BCTM = self.convolutions(features_BTM.unsqueeze(1))
         return self.head(self.dropout(x_BCTM.flatten(1))), num_frames_B
 

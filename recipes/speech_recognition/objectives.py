@@ -1,4 +1,4 @@
-"""Decides what is learned: the characters of a transcript by CTC, or one keyword out of a list.
+"""Defines the objective: the characters of a transcript by CTC, or one keyword out of a list.
 
 Both have the same methods, so that train.py is the same for both: `encode` and `check` for the data, `loss`, `weight`,
 `decode` and `count` for a batch. `num_steps` is a list on the host: torch's CTC loss reads lengths there, and would
@@ -68,15 +68,15 @@ class CharacterCTC:
         return len(labels) + sum(a == b for a, b in pairwise(labels))
 
     def weight(self, num_steps: Sequence[int]) -> int:
-        """Return what a batch counts for: its steps, without padding."""
+        """Return the weight of a batch: its steps, without padding."""
         return sum(num_steps)
 
-    # CPU autocast would take the logarithm of the softmax in bf16: 8 bits, in a sum over hundreds of steps.
+    # CPU autocast computes the log-softmax in bf16, which has 8 bits: too few for a sum over hundreds of steps.
     @fwd_default_precision
     def loss(self, scores_BTK: torch.Tensor, num_steps: Sequence[int], batch: Batch) -> torch.Tensor:
         """Return the negative log likelihood of the targets per step of the batch."""
         log_probs_TBK = scores_BTK.log_softmax(dim=2).transpose(0, 1)
-        # CUDA's kernels, forward and backward, copy the lengths to the device, and wait for that.
+        # CUDA's kernels copy the lengths to the device in forward and backward, and wait for it.
         total = F.ctc_loss(
             log_probs_TBK, batch["target"], num_steps, batch["label_counts"], reduction="sum", zero_infinity=False
         )
@@ -181,7 +181,7 @@ class Keywords:
         return 1
 
     def weight(self, num_steps: Sequence[int]) -> int:
-        """Return what a batch counts for: its recordings."""
+        """Return the weight of a batch: its number of recordings."""
         return len(num_steps)
 
     @fwd_default_precision

@@ -1,6 +1,6 @@
-"""Decides what the default data sound like: phrases spoken by espeak-ng, made once and kept in a folder.
+"""Makes the default data: phrases spoken by espeak-ng, made once and kept in a folder.
 
-The speaking itself is done by espeak.py, in a process of its own.
+espeak.py speaks them, in its own process.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from amp_recipes.errors import DataError
 
 MANIFEST = "manifest.jsonl"
 SPLIT_NAMES = ("train", "valid", "test")
-# What another release of this file would say differently gets another folder.
+# Raise it when this file makes other recordings: they get another folder.
 CORPUS_VERSION = 1
 LEFT_OVER_SECONDS = 3600
 # The language decides the phonemes, the variant behind the plus sign the voice; no variant is in two of the lists.
@@ -71,7 +71,7 @@ def synthesize(
     made_from = [CORPUS_VERSION, espeak_version(), sample_rate, *map(asdict, prompts)]
     name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:12]
     home = Path(folder).resolve() / name
-    with main_process_first(each_machine=True):  # of one run's processes, which all ask; of two runs, each makes it
+    with main_process_first(each_machine=True):  # one process of a run makes it; two runs make it twice
         if not (home / MANIFEST).is_file():
             print(f"synthesising {len(prompts)} phrases into {home}", file=sys.stderr)
             make_corpus(prompts, home, sample_rate)
@@ -102,7 +102,7 @@ def espeak_version() -> str:
 
 
 def remove_left_over(home: Path) -> None:
-    """Remove what killed processes left unfinished: folders for `home` that nobody has written to for an hour."""
+    """Remove unfinished folders of killed processes: those for `home` that nobody has written to for an hour."""
     for folder in home.parent.glob(f".{home.name}.*"):
         # Another process may remove it at the same time.
         with suppress(FileNotFoundError):
@@ -122,7 +122,7 @@ def publish(unfinished: Path, home: Path) -> None:
 def write_prompts(
     words: Sequence[str], counts: Sequence[int], words_per_phrase: Sequence[int], data_seed: int
 ) -> list[Prompt]:
-    """Return what is to be said: the same list for the same arguments on every machine."""
+    """Return the prompts: the same list for the same arguments on every machine."""
     words = [str(word) for word in words]
     shortest, longest = words_per_phrase
     if not words or len(counts) != 3 or min(counts) < 1 or not 1 <= shortest <= longest:

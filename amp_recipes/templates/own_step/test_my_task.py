@@ -1,4 +1,4 @@
-"""Tests of my_task: it learns at each precision, and a killed run ends as one that was not killed."""
+"""Tests of my_task: it learns at each precision, and a kill changes no result."""
 
 import json
 import subprocess

@@ -93,7 +93,9 @@ def draw(session: list[tuple[str, str]]) -> str:
     width, height = round(2 * MARGIN + COLUMNS * CHARACTER), top + rows * LINE_HEIGHT
     colours = ["#ff5f57", "#febc2e", "#28c840"]
     lights = [f'<circle cx="{MARGIN + 6 + 18 * n}" cy="18" r="6" fill="{colour}"/>' for n, colour in enumerate(colours)]
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    )
     title = "A training run is stopped with Ctrl-C. The same command goes on where it stopped."
     return "\n".join(
         [

@@ -1,6 +1,7 @@
 """What the README shows is so."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,20 +10,14 @@ import pytest
 from programs import run_python
 from repository import REPOSITORY
 
-from amp_recipes.config.options.run_options import options_table
-
 README = (REPOSITORY / "README.md").read_text()
+RECORDING = REPOSITORY / "docs/pictures/recording.svg"
 
 
 def code_block(language: str, first_line: str) -> str:
     found = re.search(rf"```{language}\n({re.escape(first_line)}\n.*?)```", README, re.DOTALL)
     assert found, f"README has no {language} block that begins with {first_line}"
     return found.group(1)
-
-
-def test_table_of_options_is_made_from_the_dataclass():
-    table = README.split("options_table -->\n")[1].split("\n<!-- end of options")[0]
-    assert table.strip() == options_table().strip(), "README: paste options_table() between the marks"
 
 
 @pytest.fixture
@@ -56,3 +51,33 @@ def test_supported_pythons_are_those_of_the_metadata():
     first, beyond = (int(minor) for minor in requires.groups())
     assert f"Python 3.{first} to 3.{beyond - 1}" in README
     assert first <= sys.version_info.minor < beyond
+
+
+def test_links_also_work_outside_the_repository():
+    targets = re.findall(r"\]\(([^)]+)\)", README)
+    assert targets and all(target.startswith("https://") for target in targets), targets
+
+
+# ---------------------------------------------------------------------- the picture
+
+
+def words_of(picture: str) -> list[str]:
+    """What the picture shows, with # for each figure; white space, where a long line is cut, is left out."""
+    lines = re.sub(r"\s+", "", "".join(re.findall(r"<text[^>]*>(.*?)</text>", picture)))
+    return re.split(r"[\d.,]+(?:e[-+]?\d+)?", lines)
+
+
+def test_stopped_run_of_the_picture_ends_as_the_uninterrupted_one_of_the_readme():
+    ends = [re.findall(r"test: loss ([\d.]+), accuracy ([\d.]+),", text) for text in (README, RECORDING.read_text())]
+    assert len(ends[0]) == 1 and ends[0] == ends[1]
+
+
+def test_picture_is_small_and_loads_nothing():
+    picture = RECORDING.read_text().replace("http://www.w3.org/2000/svg", "")
+    assert len(picture) < 100_000 and not re.search(r"https?://|url\(|<script|<image|@import", picture)
+
+
+@pytest.mark.extended  # trains for half a minute
+def test_picture_shows_what_the_commands_write():
+    script = runpy.run_path(str(REPOSITORY / "docs/pictures/make_recording.py"))
+    assert words_of(script["draw"](script["record"]())) == words_of(RECORDING.read_text())

@@ -335,8 +335,8 @@ def test_the_log_says_what_left_which_band_and_what_is_done(tmp_path, caplog):
         "median",
         "CKPT+000005",
         "update 16",
-        "until update 21",
-        "times 0.1",
+        "Until update 21",
+        "multiplied by 0.1",
     ):
         assert words in line
     assert "recovered" in caplog.text

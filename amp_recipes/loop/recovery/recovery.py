@@ -142,8 +142,8 @@ class SpikeRecovery:
             )
         if checkpoints.checkpointer is None:
             raise ConfigError(
-                f"on_spike is {how}, which goes back to a checkpoint, but no checkpoints are saved without an "
-                "output_folder. Give --output_folder, or set on_spike: off."
+                f"on_spike is {how}, which goes back to a checkpoint, but there is no output_folder, so no checkpoint "
+                "is saved. Give --output_folder, or set on_spike: off."
             )
 
     def adopt(self, optimizers: Mapping[str, Optimizer]) -> None:

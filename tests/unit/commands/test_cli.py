@@ -87,7 +87,7 @@ def test_a_command_line_that_does_not_parse_ends_with_status_2(subtests, capsys)
 def test_an_error_of_the_framework_is_one_message_without_traceback(tmp_path, capsys):
     assert cli.main(["export", str(tmp_path)]) == 1
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("amp-recipes: There is no checkpoint in ")
+    assert said.out == "" and said.err.startswith("amp-recipes: No checkpoint in ")
     assert "Traceback" not in said.err
 
 
@@ -163,7 +163,7 @@ def fresh_python(*words):
 @pytest.mark.parametrize("start", [run_python, pytest.param(fresh_python, marks=pytest.mark.extended)])
 def test_the_module_runs_as_a_program(start):
     done = start("-m", "amp_recipes.commands.cli", "export", "/nowhere")
-    assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith("amp-recipes: There is no checkpoint")
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith("amp-recipes: No checkpoint")
 
 
 def test_no_name_in_an_error_commands_the_terminal(capsys):

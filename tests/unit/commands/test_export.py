@@ -184,7 +184,7 @@ def test_a_run_of_brain_is_exported_without_a_line_of_the_recipe(tmp_path):
 
 
 def test_no_checkpoint_no_modules_and_damage_are_told(tmp_path):
-    with pytest.raises(CheckpointError, match="no checkpoint in"):
+    with pytest.raises(CheckpointError, match="No checkpoint in"):
         export_run(tmp_path / "nothing")
     Checkpointer(tmp_path / "own" / "save", {"net": nn.Linear(1, 1)}).save_checkpoint()
     with pytest.raises(CheckpointError, match="no state of 'modules'"):

@@ -102,9 +102,9 @@ COMMANDS = (
     ),
     Command(
         "verify-resume",
-        "Test whether a recipe that is killed and resumed gives the same results, bit for bit, as one that is not. If "
-        "they differ, name the first difference and its likely cause. Runs the recipe four times for a few updates. "
-        "Exit status: 0 equal, 1 different, 2 a run failed.",
+        "Test whether a recipe that is killed and resumed gives the same results, bit for bit, as one that was not "
+        "killed. If they differ, name the first difference and its likely cause. Runs the recipe four times for a few "
+        "updates. Exit status: 0 equal, 1 different, 2 a run failed.",
         "amp-recipes verify-resume recipes/image_classification/train.py configs/image_classification.yaml "
         "--precision bf16",
         "subcommands:verify",

@@ -1,4 +1,4 @@
-"""Draws recording.svg: a run is stopped by Ctrl-C, and the same command goes on. Run: python docs/pictures/make_recording.py
+"""Draws recording.svg, a run that is stopped by Ctrl-C and goes on: python docs/pictures/make_recording.py
 
 The commands are run as they are shown. Of their output the lines that `SHOWN` names are drawn, and dots for the others.
 """

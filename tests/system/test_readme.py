@@ -62,9 +62,9 @@ def test_links_also_work_outside_the_repository():
 
 
 def words_of(picture: str) -> list[str]:
-    """What the picture shows, with # for each figure; white space, where a long line is cut, is left out."""
-    lines = re.sub(r"\s+", "", "".join(re.findall(r"<text[^>]*>(.*?)</text>", picture)))
-    return re.split(r"[\d.,]+(?:e[-+]?\d+)?", lines)
+    """What the picture shows between its figures, without lines of dots and white space, where long lines are cut."""
+    lines = [line for line in re.findall(r"<text[^>]*>(.*?)</text>", picture) if line != "..."]
+    return re.split(r"[\d.,]+(?:e[-+]?\d+)?", re.sub(r"\s+", "", "".join(lines)))
 
 
 def test_stopped_run_of_the_picture_ends_as_the_uninterrupted_one_of_the_readme():

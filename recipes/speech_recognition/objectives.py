@@ -7,6 +7,7 @@ wait for a device to send them. Legend of shapes: B batch, T steps, K outputs, L
 
 from collections.abc import Sequence
 from itertools import groupby, pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from amp_recipes.errors import ConfigError, DataError
 
 with needs_extra("speech"):
     import jiwer
-    from flashlight.lib.text.decoder import CriterionType, LexiconFreeDecoder, LexiconFreeDecoderOptions, ZeroLM
 
 Batch = dict[str, Any]
 
@@ -34,6 +34,8 @@ class CharacterCTC:
             raise ConfigError(f"alphabet {alphabet!r} is empty or repeats {repeated}; expected each character once")
         if beam_size < 1:
             raise ConfigError(f"beam_size is {beam_size}; expected the number of hypotheses, 1 or more")
+        if beam_size > 1:
+            import_decoder()  # an error now is better than one after an epoch
         self.alphabet = alphabet
         self.lowercase = lowercase
         self.beam_size = beam_size
@@ -93,17 +95,18 @@ class CharacterCTC:
 
     def search_beam(self, log_probs_TK: torch.Tensor) -> list[int]:
         """Return the labels that are the most probable over all their paths, among those that the beam follows."""
+        decoders = import_decoder()
         steps, outputs = log_probs_TK.shape
-        options = LexiconFreeDecoderOptions(
+        options = decoders.LexiconFreeDecoderOptions(
             beam_size=self.beam_size,
             beam_size_token=outputs,
             beam_threshold=float("inf"),
             lm_weight=0.0,
             sil_score=0.0,
             log_add=True,
-            criterion_type=CriterionType.CTC,
+            criterion_type=decoders.CriterionType.CTC,
         )
-        decoder = LexiconFreeDecoder(options, ZeroLM(), -1, 0, [])
+        decoder = decoders.LexiconFreeDecoder(options, decoders.ZeroLM(), -1, 0, [])
         # It takes the address of the numbers, so they must be contiguous float32, alive until it returns.
         log_probs_TK = log_probs_TK.contiguous()
         path = decoder.decode(log_probs_TK.data_ptr(), steps, outputs)[0].tokens
@@ -125,6 +128,18 @@ class CharacterCTC:
         words = jiwer.process_words(references, hypotheses)
         characters = jiwer.process_characters(references, hypotheses)
         return {name: edits(found) for name, found in (("WER", words), ("CER", characters))}
+
+
+def import_decoder() -> ModuleType:
+    """Import the beam search; raises ConfigError where it is not installed."""
+    try:
+        from flashlight.lib.text import decoder
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "a beam search needs the package flashlight-text, which has no wheel for Python 3.13 and later. "
+            "Install it, or give --objective.beam_size 1 for the best path"
+        ) from error
+    return decoder
 
 
 def edits(found: jiwer.WordOutput | jiwer.CharacterOutput) -> tuple[int, int]:

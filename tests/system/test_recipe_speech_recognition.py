@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import threading
 from pathlib import Path
 
@@ -775,6 +776,13 @@ def test_texts_become_labels_and_back(recipe):
             recipe.objectives.CharacterCTC(alphabet)
     with pytest.raises(ConfigError, match="beam_size is 0"):
         recipe.objectives.CharacterCTC("a", beam_size=0)
+
+
+def test_a_beam_search_without_its_package_is_refused_at_once(recipe, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashlight.lib.text", None)
+    with pytest.raises(ConfigError, match="needs the package flashlight-text.*--objective.beam_size 1"):
+        recipe.objectives.CharacterCTC("a", beam_size=2)
+    assert recipe.objectives.CharacterCTC("a").beam_size == 1
 
 
 def test_steps_needed_are_those_from_which_ctc_is_finite(recipe, subtests):

@@ -4,7 +4,7 @@
     ├── ConfigError (also a ValueError)       a YAML, an override or a run option is wrong
     ├── PrecisionError (also a RuntimeError)  the device, the model or the optimizer does not support the precision
     │   └── NonfiniteError                    losses or gradients stayed nonfinite; the run ended
-    ├── DataError (also a ValueError)         a data set is empty, or not in the expected form
+    ├── DataError (also a ValueError)         a dataset is empty, or not in the expected form
     ├── RecipeError (also a TypeError)        a method of the recipe returned, or called, something wrong
     ├── CheckpointError (also a RuntimeError) a checkpoint cannot be written, found or read
     ├── FolderInUseError (also a RuntimeError) another run is using the output folder
@@ -36,7 +36,7 @@ class NonfiniteError(PrecisionError):
 
 
 class DataError(AmpRecipesError, ValueError):
-    """A data set is empty, or not in the expected form."""
+    """A dataset is empty, or not in the expected form."""
 
 
 class RecipeError(AmpRecipesError, TypeError):

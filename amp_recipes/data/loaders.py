@@ -148,7 +148,7 @@ def _fit_batch_sampler(batch_sampler: EpochBatches, dataset: Any, seed: int, nam
     samples, lengths = length(dataset), len(batch_sampler.lengths)
     if samples is not None and samples != lengths:
         kind = type(batch_sampler).__name__
-        raise ConfigError(f"{name}: {kind} was given {lengths} lengths, but the data set has {samples} samples")
+        raise ConfigError(f"{name}: {kind} was given {lengths} lengths, but the dataset has {samples} samples")
 
 
 def _checked(loader: DataLoader, name: str) -> DataLoader:

@@ -254,7 +254,7 @@ class ManyProcesses:
             digests = distributed.gather(_digest(first))
             if distributed.data_world_size() > 1 and len(set(digests)) == 1 and digests[0] is not None:
                 logger.warning(
-                    "all %d processes start with the same batch: each seems to read the whole data set instead of "
+                    "all %d processes start with the same batch: each seems to read the whole dataset instead of "
                     "its own part. Use a torch Dataset, or let your iterable yield only the part of "
                     "torch.distributed.get_rank().",
                     len(digests),

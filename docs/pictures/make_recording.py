@@ -16,7 +16,7 @@ PICTURE = Path(__file__).with_name("recording.svg")
 REPOSITORY = PICTURE.parents[2]
 TRAIN = "python train.py digits.yaml"
 STOP_AT = "epoch 3 train 20/40"  # Ctrl-C comes after this line
-SHOWN = re.compile(r"epoch (1|2|3|4|20) (train|valid):|epoch 3 train [12]0/|going on|SIGINT|test:")
+SHOWN = re.compile(r"epoch (1|2|3|4|20) (train|valid):|epoch 3 train [12]0/|resuming from|SIGINT|test:")
 
 COLUMNS = 88
 CHARACTER, LINE_HEIGHT, MARGIN = 7.83, 19, 18  # pixels; 13 px of a monospaced font

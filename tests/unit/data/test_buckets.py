@@ -218,7 +218,7 @@ def test_the_place_is_counted_in_batches_of_this_process():
 
 
 def test_lengths_of_another_data_set_are_refused():
-    with pytest.raises(ConfigError, match="Training set: LengthBuckets was given 3 lengths, but the data set has 503"):
+    with pytest.raises(ConfigError, match="Training set: LengthBuckets was given 3 lengths, but the dataset has 503"):
         make_loader(
             Clips(), shuffle=True, seed=0, device="cpu", name="Training set", batch_sampler=LengthBuckets([1, 2, 3], 2)
         )

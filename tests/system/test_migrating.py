@@ -124,7 +124,7 @@ def test_their_options_end_in_an_error_that_says_what_the_page_says(page, least,
                 continue
             found += 1
             with subtests.test(name):
-                with pytest.raises(ConfigError, match="In its place "):
+                with pytest.raises(ConfigError, match="Instead, "):
                     RunOptions(**{name: "other"})
                 if "place give " in advice:
                     assert advice.partition("place give ")[2].rstrip(".") in ours.replace("`", "")

@@ -139,7 +139,7 @@ def test_predict_says_in_one_line_what_is_wrong(recipe, tmp_path, capsys):
     for name, said in (
         ("nowhere", "'{}' is not a folder"),
         ("one", "'{}' holds 2 runs"),
-        ("two", "There is no checkpoint in '{}/first'"),
+        ("two", "No checkpoint in '{}/first'"),
         ("empty", "'{}' has no hyperparams.yaml"),
     ):
         (tmp_path / "empty").mkdir(exist_ok=True)

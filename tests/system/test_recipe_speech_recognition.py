@@ -780,7 +780,7 @@ def test_texts_become_labels_and_back(recipe):
 
 def test_a_beam_search_without_its_package_is_refused_at_once(recipe, monkeypatch):
     monkeypatch.setitem(sys.modules, "flashlight.lib.text", None)
-    with pytest.raises(ConfigError, match="needs the package flashlight-text.*--objective.beam_size 1"):
+    with pytest.raises(ConfigError, match=r"needs the package flashlight-text.*--objective.beam_size 1"):
         recipe.objectives.CharacterCTC("a", beam_size=2)
     assert recipe.objectives.CharacterCTC("a").beam_size == 1
 

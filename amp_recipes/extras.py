@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from amp_recipes.config.options.plain_errors import show_mistakes_plainly
 from amp_recipes.errors import ConfigError
 
 
@@ -20,6 +21,7 @@ def needs_extra(extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        show_mistakes_plainly()  # a recipe's imports come before what reads its command line
         raise ConfigError(
             f"'{error.name}' is not installed. Install what this recipe needs: pip install 'amp-recipes[{extra}]'"
-        ) from error
+        ) from None

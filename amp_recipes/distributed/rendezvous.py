@@ -43,8 +43,9 @@ def check_environment() -> None:
             if int(os.environ.get(count, "1")) > 1:
                 raise ConfigError(
                     f"WORLD_SIZE is not set, but {launcher} started {os.environ[count]} processes ({count}): each of "
-                    "them would train alone, in the same folder. Start one torchrun on each machine, which starts "
-                    f"the processes (docs/how_to/launch.md), or set {names}, MASTER_ADDR and MASTER_PORT for each. "
+                    "them would train alone, in the same folder. Start one torchrun on each machine, which starts the "
+                    "processes (https://amp-recipes.github.io/amp_recipes/how_to/launch.html), or set "
+                    f"{names}, MASTER_ADDR and MASTER_PORT for each. "
                     "If each process should train alone, set WORLD_SIZE=1."
                 )
     missing = [name for name in _NEEDED if launched() and not os.environ.get(name)]

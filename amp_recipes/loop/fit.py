@@ -156,6 +156,8 @@ class Fit:
 
     def _train_and_validate(self, epoch: int) -> None:
         run = self._run
+        if run.totals.optimizer_step:
+            run.schedulers.warn_if_spent(epoch)
         run.totals.trained = True
         if not self.position.take_only_validation():
             self._train_epoch(epoch)

@@ -26,6 +26,9 @@ from amp_recipes.state.randomness import random_state, set_apart, set_random_sta
 
 logger = logging.getLogger(__name__)
 
+RESUMING_INSIDE = "resuming inside an epoch: "
+"""Opens the log line that says why a loader's batches are read again."""
+
 _OF_EACH_PROCESS = ("step", "data", "stage_start", "now", "average", "metrics")  # in a checkpoint
 
 
@@ -123,10 +126,9 @@ class LoopState:
         else:
             logger.warning(
                 "the checkpoint was saved by %d process(es), and now there are %d: the data is divided again, and an "
-                "update now covers the batches of all of them. To keep the size of an update, change batch_size or "
-                "grad_accumulation_factor (with --accept_changes).",
-                saved,
-                distributed.world_size(),
+                "update now covers the batches of all of them. To keep the size of an update, multiply "
+                "batch_size or grad_accumulation_factor by %d/%d (with --accept_changes).",
+                *(2 * (saved, distributed.world_size())),
             )
             own = dict(states[min(rank, saved - 1)])
             # What all have added up so far is one process's from here on: sums are over all of them.
@@ -246,7 +248,7 @@ class Resume:
             return run.feed.limited(batches_from(loader, 0, None))
         reason = replay_reason(loader)
         if reason:
-            logger.warning("resuming inside an epoch: %s", reason)
+            logger.warning("%s%s", RESUMING_INSIDE, reason)
         # A loader without an order of its own takes it from the global generators, as it did when the epoch began.
         self._set_random_state(place.stage_start["random"])
         batches = batches_from(loader, place.step, place.data)

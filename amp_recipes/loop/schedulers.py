@@ -15,6 +15,8 @@ from amp_recipes.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_SPENT = 1e-6  # share of a learning rate's first value, below which next to nothing is learned
+
 
 class Schedulers:
     """The schedulers that `make` (the hparam `lr_scheduler`) returns for each optimizer.
@@ -36,6 +38,7 @@ class Schedulers:
         self.by_optimizer: dict[str, Any] = {}
         self.optimizers = dict(optimizers)
         self._interval = interval
+        self._has_warned = False
         if isinstance(make, functools.partial) or inspect.isclass(make) or inspect.isroutine(make):
             if count_updates is not None and _lacks_total(make):
                 self.total_updates = self._count(count_updates)
@@ -75,6 +78,26 @@ class Schedulers:
             for name in names:
                 if name in self.by_optimizer:
                     self.by_optimizer[name].step()
+
+    def warn_if_spent(self, epoch: int) -> None:
+        """Warn once if a learning rate has fallen almost to 0, by updates, before this epoch begins."""
+        if self._interval != "step" or self._has_warned:
+            return
+        for name in self.by_optimizer:
+            for group in self.optimizers[name].param_groups:
+                rate, first = group["lr"], group.get("initial_lr", 0.0)
+                # A rate on a device is not read: the host would wait for it.
+                if isinstance(rate, float) and rate < _SPENT * first:
+                    self._has_warned = True
+                    logger.warning(
+                        "the learning rate of %s is %.3g when epoch %d begins, and was %.3g at first. lr_scheduler "
+                        "advances after each update; to advance it after each epoch, set lr_scheduler_interval: epoch.",
+                        name,
+                        rate,
+                        epoch,
+                        first,
+                    )
+                    return
 
     def after_epoch(self, loss: float) -> None:
         """An epoch is over; `loss` (the validation's, if there was one) is what ReduceLROnPlateau watches."""

@@ -107,6 +107,7 @@ class Answer:
             said = [f"{self.name}: not decided: {found.undecided or found.proof.text}"]
             if found.worst is not None:
                 said.append(f"On the batches tested: {self._measured(found.worst)}")
+            said.append("Train in fp32, or compare whole trainings with amp-recipes compare")
         return ". ".join([*said, *found.notes]) + "."
 
     def _proof(self) -> str:

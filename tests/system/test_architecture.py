@@ -19,7 +19,6 @@ PACKAGE = REPOSITORY / "amp_recipes"
 # room; a newcomer adds a logger or a probe without touching the loop.
 LAYERS = {
     "errors": 0,
-    "extras": 1,
     "interrupts": 1,
     "records": 1,
     "stage": 1,
@@ -35,6 +34,7 @@ LAYERS = {
     "numerics": 4,
     "loop": 5,
     "config": 6,
+    "extras": 7,
     "brain": 7,
     "trained": 8,
     "__init__": 9,

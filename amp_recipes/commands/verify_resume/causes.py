@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from amp_recipes.commands.verify_resume.compare import TRAIN_SET, Difference
+from amp_recipes.loop.resume import RESUMING_INSIDE
 
 _MAX_NAMES = 5
 KINDS = {
@@ -23,7 +24,7 @@ KINDS = {
 }
 SAVED = ("modules", "optimizers", "schedulers", "scaler", "ema")
 """The sections that a checkpoint holds."""
-_REPLAY = re.compile(r"going on inside an epoch: (.+)")
+_REPLAY = re.compile(re.escape(RESUMING_INSIDE) + "(.+)")
 _NO_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 

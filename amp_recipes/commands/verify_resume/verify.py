@@ -270,5 +270,7 @@ def _folder(keep: str | Path | None) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"--keep {folder}: {error.strerror}.") from error
     if taken:
-        raise ConfigError(f"--keep {folder} is not empty; give a new folder.")
+        raise ConfigError(
+            f"--keep {folder} is not empty, and the runs would resume from what it holds. Give a new folder."
+        )
     yield folder

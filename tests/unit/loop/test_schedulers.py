@@ -234,3 +234,14 @@ def test_a_second_fit_whose_rates_the_first_took_to_zero_says_so(caplog):
         assert "every learning rate is 0" not in caplog.text
         brain.fit(EpochCounter(1), DATA, train_loader_kwargs={"batch_size": 2})
     assert "every learning rate is 0" in caplog.text
+
+
+def test_a_schedule_that_is_spent_after_an_epoch_names_the_interval(caplog, subtests):
+    steps = functools.partial(StepLR, step_size=1, gamma=1e-2)
+    for interval, warnings in (("step", 1), ("epoch", 0)):
+        with subtests.test(interval):
+            brain = brain_of(lr_scheduler_interval=interval)
+            brain.hparams.lr_scheduler = steps
+            brain.fit(EpochCounter(3), DATA, train_loader_kwargs={"batch_size": 2})
+            assert caplog.text.count("set lr_scheduler_interval: epoch") == warnings
+            caplog.clear()

@@ -45,6 +45,7 @@ from amp_recipes.commands.verify_resume.probe import generators, noting_unseeded
 from amp_recipes.commands.verify_resume.remembered import remembered_values
 from amp_recipes.commands.verify_resume.verify import ResumeCheck, verify_resume
 from amp_recipes.errors import ConfigError
+from amp_recipes.loop.resume import RESUMING_INSIDE
 
 # -------------------------------------------------------------- digests
 
@@ -339,7 +340,7 @@ def test_what_torch_says_of_operations_is_passed_on():
 
 
 def test_a_resume_with_other_data_tells_what_the_loader_said():
-    log = "WARNING going on inside an epoch: the loader has no state_dict.\nmore"
+    log = f"WARNING {RESUMING_INSIDE}the loader has no state_dict.\nmore"
     assert "the loader has no state_dict." in text(why_not_resumed(difference("data"), True, {}, log))
     assert "did not continue with the batch" in text(why_not_resumed(difference("data"), True, {}, ""))
 

@@ -27,9 +27,9 @@ def loaded(folder, values):
 
 def test_main_is_not_entered(tmp_path):
     functions = plant(RECIPES / "image_classification", tmp_path / "recipe")
-    (main,) = [function for function in functions if function.reads]
-    assert main.name == "train.main"
-    found = loaded(tmp_path, [*texts([main], "now"), *texts([main], "later")])
+    mains = [function for function in functions if function.reads]
+    assert [main.name for main in mains] == ["predict.main", "train.main"]
+    found = loaded(tmp_path, [*texts(mains, "now"), *texts(mains, "later")])
     assert not [each for each in found if each["entered"]]
 
 

@@ -127,10 +127,12 @@ def _read_by(code: CodeType, names: dict[str, Any], owner: type | None) -> Itera
             value = _member(value, step.argval)
         elif step.opname == "STORE_FAST":
             variables[step.argval] = value
-        elif step.opname == "STORE_FAST_LOAD_FAST":  # Python 3.13 joins the two if they are on one line
+        elif step.opname == "STORE_FAST_LOAD_FAST":  # Python 3.13 joins two steps that are on one line
             stored, loaded = step.argval
             variables[stored] = value
             value = variables.get(loaded)
+        elif step.opname == "STORE_FAST_STORE_FAST":
+            variables |= dict.fromkeys(step.argval, value)
         elif step.opname.startswith("LOAD_FAST"):  # later Pythons load two variables at once
             value = variables.get(step.argval[-1] if isinstance(step.argval, tuple) else step.argval)
         else:

@@ -48,7 +48,7 @@ _OTHERS = {
     "fp16": "set precision: fp16",
     "gradient_accumulation_steps": "set grad_accumulation_factor",
     "gradient_clip_val": "set max_grad_norm",
-    "learning_rate": "set the lr of the optimizer",
+    "learning_rate": "give lr to the optimizer",
     "log_every_n_steps": "set log_interval_steps",
     "logging_steps": "set log_interval_steps",
     "lr_scheduler_type": "give an lr_scheduler in the YAML",

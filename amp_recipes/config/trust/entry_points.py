@@ -117,7 +117,7 @@ def _read_by(code: CodeType, names: dict[str, Any], owner: type | None) -> Itera
     value: Any = None
     module: Any = None  # what is being imported from
     for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
             value = names.get(step.argval)
         elif step.opname == "IMPORT_NAME":
             value = module = sys.modules.get(step.argval, _Name(step.argval))
@@ -127,6 +127,12 @@ def _read_by(code: CodeType, names: dict[str, Any], owner: type | None) -> Itera
             value = _member(value, step.argval)
         elif step.opname == "STORE_FAST":
             variables[step.argval] = value
+        elif step.opname == "STORE_FAST_LOAD_FAST":  # Python 3.13 joins two steps that are on one line
+            stored, loaded = step.argval
+            variables[stored] = value
+            value = variables.get(loaded)
+        elif step.opname == "STORE_FAST_STORE_FAST":
+            variables |= dict.fromkeys(step.argval, value)
         elif step.opname.startswith("LOAD_FAST"):  # later Pythons load two variables at once
             value = variables.get(step.argval[-1] if isinstance(step.argval, tuple) else step.argval)
         else:

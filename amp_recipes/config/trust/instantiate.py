@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import pydoc
+import sys
 from types import BuiltinMethodType, MethodType
 from typing import Any
 
@@ -86,15 +87,31 @@ class _Builder:
         target = self._trust.module(name) if kind == "!module" else self._trust.locate(name)
         # HyperPyYAML looks the name up again, with pydoc: what has been checked must be what it calls.
         found = pydoc.locate(name)
-        if not _is_same(found, target):
-            raise ConfigError(f"{name} is ambiguous: the check found {target!r}, Python {found!r}; rename one.")
-        return call(kind, name, arguments)
+        if _is_same(found, target):
+            return call(kind, name, arguments)
+        own_name = _name_in_own_module(target)
+        if own_name and pydoc.locate(own_name) is target:
+            return call(kind, own_name, arguments)
+        raise ConfigError(f"{name} is ambiguous: the check found {target!r}, Python {found!r}; rename one.")
 
 
 def _is_same(found: Any, target: Any) -> bool:
     if isinstance(found, MethodType | BuiltinMethodType) and type(found) is type(target):
         return found == target  # a method is a new object each time it is looked up
     return found is target
+
+
+def _name_in_own_module(target: Any) -> str:
+    """Return the name of a class or function in the module that defines it; empty if it has none that is safe.
+
+    From Python 3.12 on, pydoc takes the module `torch.nn.utils.spectral_norm` for the function of that name. The module
+    must be imported already, and must be no package: then pydoc imports nothing to find the name.
+    """
+    home = getattr(target, "__module__", None)
+    module = sys.modules.get(home) if isinstance(home, str) else None
+    if module is None or hasattr(module, "__path__") or not (inspect.isclass(target) or inspect.isfunction(target)):
+        return ""
+    return f"{home}.{target.__qualname__}"
 
 
 def _place(node: Node, path: KeyPath) -> str:

@@ -42,7 +42,9 @@ def subject_of(value: Any) -> Any:
         elif type(value) in (functools.partial, LateClass):
             value = value.func
         else:
-            return value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
+            # A cached_property counts as a routine, and Python 3.13 gives it its function's `__module__`.
+            is_function = inspect.isroutine(value) and callable(value)
+            return value if inspect.isclass(value) or is_function else type(value)
 
 
 def is_container(value: Any) -> bool:
@@ -69,7 +71,9 @@ def is_harmless(value: Any, home: str | None) -> bool:
     """
     if issubclass(type(value), torch.nn.Module):
         return True
-    return home not in (None, "builtins") and not callable(value) and not issubclass(type(value), ModuleType)
+    if home in (None, "builtins") or issubclass(type(value), ModuleType):
+        return False
+    return not callable(value) and not inspect.isroutine(value)
 
 
 def home_of(subject: Any) -> tuple[str | None, str]:

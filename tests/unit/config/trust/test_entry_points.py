@@ -33,6 +33,10 @@ def in_a_lambda(): return map(lambda words: begin(words), [1])
 def imported_late():
     import argparse as tool
     return tool.ArgumentParser()
+def imported_on_one_line(): import argparse as tool; return tool.ArgumentParser()
+def named_on_one_line(): tool = argparse; return tool.ArgumentParser()
+def named_with_another(): count, tool = 1, argparse; return tool.ArgumentParser(count)
+def in_a_list(): return [reader() for reader in [begin]]
 def imported_from_late():
     from amp_recipes.config import Overrides, parse_arguments as read
     return read(Overrides)
@@ -89,7 +93,8 @@ class OffersIt:
 '''
 STARTS = """
     begin by_module by_its_own_parser by_a_shared_parser main through_another helper
-    in_a_lambda imported_late imported_from_late by_default by_keyword_default made in_a_closure wrapped part table
+    in_a_lambda imported_late imported_on_one_line named_on_one_line named_with_another in_a_list imported_from_late
+    by_default by_keyword_default made in_a_closure wrapped part table
     AtBirth WhenCalled cached Parser Child AsForward ByName.from_words ByName.plain caller parse_arguments parser
 """
 HARMLESS = """

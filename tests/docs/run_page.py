@@ -3,9 +3,10 @@
 - A block whose first line is a comment with a file name (`# train.py`) is written as that file.
 - `bash`: the lines are run; each must end with 0. Lines that install or clone are left out.
 - `text` straight after a block that was run: its output. Each line must occur, in this order. `...` stands for
-  anything, a figure for any figure, and white space for any white space.
+  anything, white space for any white space, and a figure for any figure. But a line's first word `epoch` has its own
+  figure, and what follows `loss` or `accuracy` must be near: machines round differently, and take other times.
 - `python` without a file name: run in the page's one namespace. `yaml`, `json` and `toml`: read.
-- `diff`, and `text` elsewhere: not run.
+- `diff`: not run. `text` elsewhere is an error: nothing would check it.
 
 HTML comments before a block: `<!-- not run: REASON -->`; `<!-- fails -->`, whose last command must fail;
 `<!-- setup` with lines of bash up to `-->`, which no reader sees.
@@ -14,13 +15,14 @@ HTML comments before a block: `<!-- not run: REASON -->`; `<!-- fails -->`, whos
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +44,7 @@ STEP = re.compile(
 FILE_NAME = re.compile(r"# ([\w./-]+\.\w+)\n")
 NOT_RUN = re.compile(r"^\s*((python3? -m )?pip install|git clone)\b.*$", re.M)
 FIGURE = re.compile(r"(?<![A-Za-z_\d.])[-+]?\d[\d,]*(\.\d+)*([eE][-+]?\d+)?")
+NEAR = {"accuracy": (0.15, 0.0), "loss": (0.1, 0.3)}  # absolute tolerance, relative tolerance
 ANY_FIGURE = r"[-+]?\d[\d,]*(?:\.\d+)*(?:[eE][-+]?\d+)?"
 
 # Reads blocks from its input and runs them in one namespace. After each it prints a line: MARK and whether it worked.
@@ -135,7 +138,9 @@ class PageRun:
 
     def run_block(self, block: Block) -> None:
         if block.language == "text":
-            if block.follows_block and not block.not_run and self.output is not None:
+            if not block.follows_block and not block.not_run:
+                raise self.error(block, "follows no block: put it straight after one, or give <!-- not run: REASON -->")
+            if not block.not_run and self.output is not None:
                 self.check_output(block)
             return
         self.output = None
@@ -154,7 +159,9 @@ class PageRun:
 
     def run_commands(self, block: Block) -> None:
         commands = NOT_RUN.sub("", block.code)
-        script = f"cd {shlex.quote(str(self.folder))}\ntrap 'pwd > {shlex.quote(str(self.place))}' EXIT\nset -e\n"
+        script = (
+            f"cd {shlex.quote(str(self.folder))}\ntrap 'pwd > {shlex.quote(str(self.place))}' EXIT\nset -eo pipefail\n"
+        )
         if block.fails:
             lines = re.findall(r"(?:.*\\\n)*.*\S.*", commands)
             script += "\n".join(lines[:-1]) + f"\nset +e\n{lines[-1]}\ntest $? != 0"
@@ -214,7 +221,9 @@ class PageRun:
         for number, line in enumerate(block.code.splitlines()):
             if not line.strip() or line.strip() == "...":
                 continue
-            found = re.compile(pattern_of(line)).search(output, position)
+            pattern, near = pattern_of(line)
+            candidates = re.compile(pattern).finditer(output, position)
+            found = next((match for match in candidates if all_near(match.groups(), near)), None)
             if not found:
                 where = f"line {block.line + number} is not in the output, or not there: {line}"
                 raise self.error(block, f"{where}\n--- output:\n{output}")
@@ -224,13 +233,23 @@ class PageRun:
         return PageError(f"{self.name}:{block.line}: this block {says}")
 
 
-def pattern_of(line: str) -> str:
-    """A regular expression for a line of output."""
-    parts = []
+def pattern_of(line: str) -> tuple[str, list[tuple[str, float]]]:
+    """A regular expression for a line of output, and what its groups must be near: (word before, figure)."""
+    parts, near, before = [], [], "the line's begin"
     for part in line.strip().split("..."):
-        words = re.split(r"\s+", part)
-        parts.append(r"\s+".join(pattern_of_word(word) for word in words))
-    return r"(?<!\w)" + r"[\s\S]*?".join(parts) + r"(?!\w)"
+        words = []
+        for word in re.split(r"\s+", part):
+            first = FIGURE.match(word)
+            if before == "epoch" and line.startswith("epoch "):
+                words.append(re.escape(word))
+            elif first and before in NEAR:
+                near.append((before, float(first[0].replace(",", ""))))
+                words.append(f"({ANY_FIGURE}){pattern_of_word(word[first.end() :])}")
+            else:
+                words.append(pattern_of_word(word))
+            before = word
+        parts.append(r"\s+".join(words))
+    return r"(?<!\w)" + r"[\s\S]*?".join(parts) + r"(?!\w)", near
 
 
 def pattern_of_word(word: str) -> str:
@@ -239,6 +258,14 @@ def pattern_of_word(word: str) -> str:
         pattern += re.escape(word[position : figure.start()]) + ANY_FIGURE
         position = figure.end()
     return pattern + re.escape(word[position:])
+
+
+def all_near(found: Iterable[str], near: Iterable[tuple[str, float]]) -> bool:
+    """Whether the figures of an output are near those of the page."""
+    return all(
+        math.isclose(float(text.replace(",", "")), figure, abs_tol=NEAR[word][0], rel_tol=NEAR[word][1])
+        for text, (word, figure) in zip(found, near, strict=True)
+    )
 
 
 def run_page(path: Path, folder: Path) -> None:

@@ -26,6 +26,7 @@ def links_of(text: str) -> set[str]:
     text = CODE.sub("", text)
     found = {*BARE.findall(text), *TAG.findall(text)}
     inner = re.sub(r"(`+)(?!`).*?\1(?!`)", "code", text)
+    found |= set(re.findall(r"^\[[^\]]+\]:\s+(\S+)", inner, re.M))  # of links by reference
     return found | set(LINK.findall(inner)) | set(re.findall(r"\]\(([^)\s]+)\)", inner))
 
 
@@ -53,8 +54,11 @@ def what_is_wrong(page: Path, link: str) -> str:
     if ours := IN_REPOSITORY.match(link):
         return "" if ours[1].rstrip("/") in files_of_the_repository() else "no such file in the repository"
     if link.startswith(SITE):
-        source = link.removeprefix(SITE).partition("#")[0].removesuffix(".html") or "index"
-        return "" if (REPOSITORY / "docs" / f"{source}.md").is_file() else "no such page of the site"
+        name, _, anchor = link.removeprefix(SITE).partition("#")
+        source = REPOSITORY / "docs" / f"{name.removesuffix('.html') or 'index'}.md"
+        if not source.is_file():
+            return "no such page of the site"
+        return "no such heading" if anchor and anchor not in anchors_of(source) else ""
     if re.match(r"[a-z]+:", link):
         return ""
     name, _, anchor = link.partition("#")
@@ -76,6 +80,9 @@ def test_links_lead_somewhere(page):
 
 def test_a_wrong_link_is_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(f"# A page\n\n[a](absent.md) [b](#a-page) [c](#other) [d]({OURS}blob/main/absent.py) `[e](f.md)`\n")
+    page.write_text(
+        f"# A page\n\n[a](absent.md) [b](#a-page) [c](#other) [d]({OURS}blob/main/absent.py) `[e](f.md)`\n"
+        f"[g][h] [i]({SITE}glossary.html#absent) [j]({SITE}glossary.html)\n\n[h]: missing.md\n"
+    )
     wrong = {link for link in links_of(page.read_text()) if what_is_wrong(page, link)}
-    assert wrong == {"absent.md", "#other", f"{OURS}blob/main/absent.py"}
+    assert wrong == {"absent.md", "#other", f"{OURS}blob/main/absent.py", "missing.md", f"{SITE}glossary.html#absent"}

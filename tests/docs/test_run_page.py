@@ -36,11 +36,11 @@ print("hello 2 ...")
    ```
 
 ```python
-print(sum(numbers))
+print(sum(numbers), "of 7, loss", 0.5)
 ```
 
 ```text
-3
+4 of 9, loss 0.55
 ```
 
 <!-- fails -->
@@ -85,6 +85,10 @@ WRONG = {
     "an earlier one fails": "<!-- fails -->\n```bash\nfalse\ntrue\n```",
     "another output": "```bash\necho fp16 ends\n```\n\n```text\nfp32 ends\n```",
     "another order": "```bash\necho b; echo a\n```\n\n```text\na\nb\n```",
+    "a failure in a pipe": "```bash\nfalse | cat\n```",
+    "another loss": "```bash\necho loss 0.98\n```\n\n```text\nloss 17.3\n```",
+    "another epoch": "```bash\necho epoch 2 train\n```\n\n```text\nepoch 20 train\n```",
+    "an output of nothing": "```bash\necho a\n```\n\nIt prints:\n\n```text\na\n```",
     "a part of a word": "```bash\necho overflows\n```\n\n```text\nover\n```",
     "YAML": "```yaml\na: [1\n```",
     "JSON": "```json\n{'a': 1}\n```",

@@ -1,4 +1,4 @@
-"""Turns the data set of a recipe into an iterable of batches."""
+"""Turns the dataset of a recipe into an iterable of batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supports SpeechBrain's data sets and loaders, if they have been imported."""
+"""Supports SpeechBrain's datasets and loaders, if they have been imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads a data set in an order that depends only on (seed, epoch), and resumes inside an epoch."""
+"""Loads a dataset in an order that depends only on (seed, epoch), and resumes inside an epoch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from amp_recipes.state.randomness import set_generator_state, states_of
 
 
 class EpochLoader(DataLoader):
-    """A DataLoader over a map-style data set that can resume inside an epoch, with any number of processes.
+    """A DataLoader over a map-style dataset that can resume inside an epoch, with any number of processes.
 
-    The order is the sampler's, shared among the ranks; the draws inside the data set are functions of (seed, epoch,
+    The order is the sampler's, shared among the ranks; the draws inside the dataset are functions of (seed, epoch,
     index); the global generators stay where they are. `dataset`, `sampler`, `batch_sampler` and `batch_size` are as in
     any DataLoader, of all ranks together; `len` and the batches are this rank's.
 

@@ -123,7 +123,7 @@ def let_go(error: BaseException | None) -> None:
 def read_fault(failure: Failure, name: str) -> DataError:
     """The DataError of a sample that raised, with the original error and its traceback as the cause."""
     where = "" if failure.worker is None else f" It was read by loader worker {failure.worker}."
-    advice = "Repair this sample, or leave it out of the data set."
+    advice = "Repair this sample, or leave it out of the dataset."
     error = DataError(f"{name}: {failure.what}: {failure.summary}.{where} {advice}")
     error.__cause__ = failure.error if failure.error is not None else RemoteTraceback(f'\n"""\n{failure.traceback}"""')
     return error

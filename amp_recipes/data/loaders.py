@@ -1,4 +1,4 @@
-"""Makes the loader for a data set, and refuses early what cannot train."""
+"""Makes the loader for a dataset, and refuses early what cannot train."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def make_loader(
 
 
 def reads_all(loader: Any) -> bool:
-    """Whether `loader` gives every process all samples: a DataLoader over a data set whose samplers have no rank."""
+    """Whether `loader` gives every process all samples: a DataLoader over a dataset whose samplers have no rank."""
     if not isinstance(loader, DataLoader) or isinstance(loader, (EpochLoader, StreamLoader)):
         return False
     return not isinstance(loader.dataset, IterableDataset) and not shares_itself(loader)
@@ -94,7 +94,7 @@ def close_loader(loader: Any) -> None:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell `loader` and whatever in it has a `set_epoch` (samplers, data set) which epoch begins.
+    """Tell `loader` and whatever in it has a `set_epoch` (samplers, dataset) which epoch begins.
 
     Any iterable of batches may be given; one without `set_epoch` is left as it is.
     """

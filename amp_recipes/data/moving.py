@@ -28,7 +28,7 @@ def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False
 
     Goes into dict, list, tuple (named or not), their subclasses, dataclasses and registered pytrees, which
     come back as new containers of the same type: a step that puts something into its batch must not change
-    the data set's. An object with a `to` method moves itself. Everything else passes as it is.
+    the dataset's. An object with a `to` method moves itself. Everything else passes as it is.
     non_blocking: for copies from pinned memory; ignored towards the CPU, where the host could read the copy
         before it has arrived.
     """

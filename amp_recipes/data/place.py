@@ -56,7 +56,7 @@ def batches_from(loader: Iterable[Any], step: int, state: Mapping[str, Any] | No
 def generator_states(loader: Any) -> dict[str, Any]:
     """Return the states of the generators of a DataLoader and its samplers, for `set_generator_states`.
 
-    Without workers also those that the data set holds as attributes, through Subset, ConcatDataset and the like; with
+    Without workers also those that the dataset holds as attributes, through Subset, ConcatDataset and the like; with
     workers each has a copy of them, which draws on its own.
     """
     return states_of(_held(loader))
@@ -196,12 +196,12 @@ def _can_skip(loader: DataLoader) -> bool:
 
 
 def _tells_by_dataset(loader: DataLoader) -> bool:
-    # A worker has a copy of the data set, and only that copy knows.
+    # A worker has a copy of the dataset, and only that copy knows.
     return loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset) and has_state(loader.dataset)
 
 
 def _held(loader: Any) -> dict[str, Any]:
-    """The generators that a loader, its samplers and, as long as it is read in this process, its data set hold."""
+    """The generators that a loader, its samplers and, as long as it is read in this process, its dataset hold."""
     if not isinstance(loader, DataLoader):
         return {}
     found = held_generators(loader, *samplers_of(loader))
@@ -211,7 +211,7 @@ def _held(loader: Any) -> dict[str, Any]:
 
 
 def _add_held(dataset: Any, path: str, found: dict[str, Any], seen: set[int]) -> None:
-    """Enter the generators that a data set holds, and those of the data sets that it is made of."""
+    """Enter the generators that a dataset holds, and those of the datasets that it is made of."""
     if id(dataset) in seen:
         return
     seen.add(id(dataset))

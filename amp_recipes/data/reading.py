@@ -58,7 +58,7 @@ class Reader(Dataset):
             self._workers.end()
 
     def _begin_epoch(self, epoch: int) -> None:
-        # A persistent worker has a copy of the data set, which the main process cannot reach.
+        # A persistent worker has a copy of the dataset, which the main process cannot reach.
         if self._epoch is not None and get_worker_info() is not None and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         self._epoch, self._seeds = epoch, SampleSeeds(self._seed, epoch)
@@ -133,7 +133,7 @@ def collate_as_it_is(batch: Any) -> Any:
 
 
 def describe_sample(dataset: Any, index: Any) -> str:
-    """`sample 17 (data/a.wav)`: the index, and its file if the data set names it."""
+    """`sample 17 (data/a.wav)`: the index, and its file if the dataset names it."""
     if isinstance(index, list):
         return samples_of(index)
     try:
@@ -152,7 +152,7 @@ def samples_of(indices: Any) -> str:
 
 
 def _reads_batches(dataset: Any) -> bool:
-    """Whether samples are read by `__getitems__`; a Subset has it for the data set's sake only."""
+    """Whether samples are read by `__getitems__`; a Subset has it for the dataset's sake only."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))

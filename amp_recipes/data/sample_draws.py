@@ -1,4 +1,4 @@
-"""Seeds the random draws of a data set: those of a sample depend only on (seed, epoch, index)."""
+"""Seeds the random draws of a dataset: those of a sample depend only on (seed, epoch, index)."""
 
 from __future__ import annotations
 

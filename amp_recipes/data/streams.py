@@ -1,4 +1,4 @@
-"""Loads an IterableDataset, and resumes where it stopped if the data set can save its position."""
+"""Loads an IterableDataset, and resumes where it stopped if the dataset can save its position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from amp_recipes.state.preserved import has_state
 class StreamLoader(DataLoader):
     """A DataLoader over an IterableDataset whose draws are functions of (seed, epoch, worker, number of the sample).
 
-    The place is the data set's own state where it has `state_dict` and `load_state_dict` (with workers this takes
+    The place is the dataset's own state where it has `state_dict` and `load_state_dict` (with workers this takes
     torchdata's StatefulDataLoader); else the number of batches, which are read again after `load_state_dict`.
 
     stop: may be set before an iteration: asked about once a second while a batch of workers is waited for; if it
@@ -170,7 +170,7 @@ class _Progress:
 
 
 class _Stream(IterableDataset):
-    """The user's data set, seeded before each sample."""
+    """The user's dataset, seeded before each sample."""
 
     def __init__(self, dataset: Any, seed: int, workers: Workers) -> None:
         self.dataset, self.seed, self.workers = dataset, seed, workers
@@ -178,14 +178,14 @@ class _Stream(IterableDataset):
         self._told: int | None = None
         self._samples: _Samples | _StatefulSamples | None = None
         self._saved: Mapping[str, Any] | None = None
-        if has_state(dataset):  # torchdata asks the data set and its iterator each for their own, if they have one
+        if has_state(dataset):  # torchdata asks the dataset and its iterator each for their own, if they have one
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         if info is not None:
             self.epoch = self.workers.epoch
-            # A persistent worker has a copy of the data set, which the main process cannot reach.
+            # A persistent worker has a copy of the dataset, which the main process cannot reach.
             if self._told not in (None, self.epoch) and hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(self.epoch)
             self._told = self.epoch

@@ -178,8 +178,8 @@ def start_worker(workers: Workers, worker_init_fn: Callable[[int], None] | None,
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         threading.Thread(target=_end_with, args=(workers, parent), daemon=True).start()
     info = get_worker_info()
-    # The documented use of `get_worker_info().dataset` is to reach the user's data set, not our reader around it. The
-    # class refuses changes, but there is no other way to say which data set is meant.
+    # The documented use of `get_worker_info().dataset` is to reach the user's dataset, not our reader around it. The
+    # class refuses changes, but there is no other way to say which dataset is meant.
     object.__setattr__(info, "dataset", info.dataset.dataset)
     if worker_init_fn is not None:
         worker_init_fn(worker)

@@ -50,7 +50,7 @@ class Feed:
         )
 
     def batches_of(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Iterable[Any]:
-        """Return an iterable over the batches of a data set; raises DataError for an empty one."""
+        """Return an iterable over the batches of a dataset; raises DataError for an empty one."""
         make = functools.partial(self._run.recipe.make_dataloader, stage=stage)
         try:
             batches = as_batches(data, _SET_NAMES[stage], loader_kwargs, make)

@@ -31,7 +31,7 @@ Holder = tuple[dict[str, Any], Collection[str]]
 
 # Beside weights, what is larger is data: copied where everything is, not for each step that is tried.
 _LARGE_BYTES = 2**26
-# A recipe's objects are few; a graph of more (a data set read into lists) is data.
+# A recipe's objects are few; a graph of more (a dataset read into lists) is data.
 _MOST_OBJECTS = 200_000
 
 

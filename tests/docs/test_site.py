@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from repository import REPOSITORY
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(3600)]  # hundreds of audits, each seconds of a browser
+pytestmark = pytest.mark.extended
 
 NODE_PACKAGES = ["axe-core@4.14.1", "puppeteer-core@24.43.1"]
 

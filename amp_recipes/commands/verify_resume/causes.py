@@ -75,7 +75,7 @@ def _why_runs_differ(difference: Difference) -> str:
 
 def _why_data_differ(generators_too: bool, found: list[str]) -> list[str]:
     if found:
-        return ["The data set draws from a generator that has no seed:", *found, _DRAW_PER_SAMPLE]
+        return ["The dataset draws from a generator that has no seed:", *found, _DRAW_PER_SAMPLE]
     if generators_too:
         return [
             "The data are drawn from the global generators, which differ too.",
@@ -83,7 +83,7 @@ def _why_data_differ(generators_too: bool, found: list[str]) -> list[str]:
             "they are used before `load_hparams` seeds them.",
         ]
     return [
-        "The data set or its loader is not a function of the seed. Look for a generator of its own without a seed "
+        "The dataset or its loader is not a function of the seed. Look for a generator of its own without a seed "
         "(numpy.random.default_rng(), random.Random(), torch.Generator().seed()), for time or os.urandom, for the "
         "order of a set or of hash() (it changes from start to start unless PYTHONHASHSEED is set), for a file "
         "listing that is not sorted, and for a loader with an order of its own."
@@ -92,7 +92,7 @@ def _why_data_differ(generators_too: bool, found: list[str]) -> list[str]:
 
 # A seed alone would not do: with workers each has a copy of the generator, whose place no checkpoint holds.
 _DRAW_PER_SAMPLE = (
-    "In a data set draw from the global generators (`random`, `numpy.random`, torch), which the framework seeds per "
+    "In a dataset draw from the global generators (`random`, `numpy.random`, torch), which the framework seeds per "
     "sample, from (seed, epoch, index), or make a generator per sample: `np.random.default_rng([seed, index])`."
 )
 
@@ -143,7 +143,7 @@ def _why_not_as_saved(difference: Difference) -> str:
 def _why_it_went_another_way(section: str, first_resumed: bool, remembers: bool) -> str:
     if section == "data":
         return (
-            "The loader did not continue with the batch after the checkpoint, or the data set draws or counts in a way "
+            "The loader did not continue with the batch after the checkpoint, or the dataset draws or counts in a way "
             "that a new process does not repeat."
         )
     if section == "random" and first_resumed:
@@ -175,7 +175,7 @@ def _kept_outside(suspects: Mapping[str, tuple[str, str]]) -> list[str]:
     advice = []
     if of_data:
         advice.append(
-            "What a data set remembers is in no checkpoint (with workers each has a copy of it): make each sample a "
+            "What a dataset remembers is in no checkpoint (with workers each has a copy of it): make each sample a "
             f"function of its index. {_DRAW_PER_SAMPLE}"
         )
     if len(of_data) < len(suspects):

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from amp_recipes.brain import Brain
-from amp_recipes.checkpoint import best_checkpoint, load_weights, model_weights
+from amp_recipes.checkpoint import Checkpoint, best_checkpoint, load_weights, model_weights
+from amp_recipes.checkpoint.folder import Damaged, numbered_folders, read_contents
 from amp_recipes.config.experiment import RESOLVED_FILE
 from amp_recipes.config.hparams import caller_file, load_called_from
+from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.errors import CheckpointError
 
 WEIGHTS_FILE = "model.safetensors"  # what `amp-recipes export` writes
+ASSETS_FOLDER = "assets"  # what a recipe keeps there for its prediction, such as a tokenizer; exports take it along
 
 
 def load_trained(
@@ -31,7 +35,7 @@ def load_trained(
     precision: of `brain.evaluation_ctx`; call the modules inside it. device: the best one if None.
     overrides, trust: changes of the run's settings, and what they may name besides, as for `load_hparams`.
     The modules are on the device, in evaluation mode. Nothing is written.
-    Raises CheckpointError for a folder that holds no finished run.
+    Raises CheckpointError for a folder that holds no finished run, and for damaged weights.
     """
     folder, settings = _find(Path(run))
     hparams = load_called_from(caller_file(), settings, dict(overrides or {}), trust)
@@ -42,13 +46,44 @@ def load_trained(
     return brain
 
 
+def run_folder(run: str | Path) -> Path:
+    """Return the folder with the settings and the `assets` of a run or an export, found as `load_trained` does."""
+    return _find(Path(run))[1].parent
+
+
 def _weights(folder: Path) -> dict[str, Any]:
-    if (folder / WEIGHTS_FILE).is_file():
-        return load_file(folder / WEIGHTS_FILE)
+    file = folder / WEIGHTS_FILE
+    if file.is_file():
+        try:
+            return load_file(file)
+        except (SafetensorError, OSError, KeyError) as error:  # KeyError: a dtype that torch does not have
+            what = one_line(f"{file} is damaged or not readable ({error})")
+            raise CheckpointError(f"{what}. Export the run again.") from error
+    if not folder.name.startswith("CKPT+") and not _checkpoint_folders(folder):
+        raise CheckpointError(f"No checkpoint in '{folder}'. Train first; a run with --debug leaves no checkpoint.")
+    return model_weights(usable_checkpoint(folder))
+
+
+def _checkpoint_folders(run: Path) -> list[Path]:
+    return list(numbered_folders(run / "save" if (run / "save").is_dir() else run).values())
+
+
+def usable_checkpoint(run: Path) -> Checkpoint:
+    """Return the `best_checkpoint`, with different errors for damaged checkpoints and for none."""
     try:
-        return model_weights(best_checkpoint(folder))
+        return best_checkpoint(run)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} Train first; a run with --debug leaves no checkpoint.") from error
+        folders = _checkpoint_folders(run)
+        damaged = []
+        for path in folders:
+            try:
+                read_contents(path)
+            except Damaged as found:
+                damaged.append(f"{path}: {found}")
+        if not folders or len(damaged) < len(folders):
+            raise
+        listed = "\n  ".join(damaged)
+        raise CheckpointError(f"Every checkpoint in {str(run)!r} is damaged:\n  {listed}") from error
 
 
 def _find(folder: Path) -> tuple[Path, Path]:

@@ -16,15 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from amp_recipes import __version__
-from amp_recipes.checkpoint import Checkpoint, best_checkpoint, model_weights
-from amp_recipes.checkpoint.folder import Damaged, best_by, numbered_folders, read_contents
+from amp_recipes.checkpoint import Checkpoint, model_weights
+from amp_recipes.checkpoint.folder import best_by
 from amp_recipes.checkpoint.hashed_file import file_sha256
 from amp_recipes.commands.run_records import write_object
 from amp_recipes.config.experiment import RESOLVED_FILE
 from amp_recipes.config.yaml.mistakes import one_line
 from amp_recipes.errors import CheckpointError
 from amp_recipes.files.run_files import refuse_irregular, refuse_link, write_atomically
-from amp_recipes.trained import WEIGHTS_FILE
+from amp_recipes.trained import ASSETS_FOLDER, WEIGHTS_FILE, usable_checkpoint
 
 ABOUT_FILE = "export.json"
 
@@ -69,16 +69,21 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
 
     run: an output folder, or one `CKPT+` folder. to: default, the folder `export` in the run's.
     `model.safetensors` holds every tensor under its name in `modules` (tied ones under each of their names);
-    `hyperparams.yaml` is a copy of the run's; `export.json` has source, metric, epoch, versions and sha256.
+    `hyperparams.yaml` is a copy of the run's; `export.json` has source, metric, epoch, versions and sha256;
+    the files in the run's `assets` are copied.
     Each file is written whole or not at all, `export.json` last.
     Raises CheckpointError if there is no checkpoint, it is damaged, or the folder cannot be written; ConfigError where
     in the run's folder a file is a link, or is not a regular file.
     """
     _refuse_linked_checkpoints(Path(run))
-    checkpoint = _best_checkpoint(Path(run))
+    checkpoint = usable_checkpoint(Path(run))
     refuse_link(checkpoint.path)
     home = _home(Path(run), checkpoint.path)
     refuse_irregular(home / RESOLVED_FILE)
+    refuse_link(home / ASSETS_FOLDER)
+    assets = sorted(path for path in (home / ASSETS_FOLDER).glob("*") if not path.name.startswith("."))
+    for path in assets:
+        refuse_irregular(path)
     weights = model_weights(checkpoint)
     tensors = _storable(weights, checkpoint.path)
     about = _about(checkpoint, home)
@@ -86,7 +91,7 @@ def export_run(run: str | Path, to: str | Path | None = None) -> Exported:
     if to is None:
         refuse_link(folder)
     try:
-        files = _write_export(folder, home, tensors, about)
+        files = _write_export(folder, home, tensors, about, assets)
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that it does not know
         raise CheckpointError(f"{checkpoint.path}: safetensors cannot hold its weights: {error}") from error
     except OSError as error:
@@ -117,7 +122,9 @@ def _about(checkpoint: Checkpoint, home: Path) -> dict[str, Any]:
     }
 
 
-def _write_export(folder: Path, home: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> tuple[str, ...]:
+def _write_export(
+    folder: Path, home: Path, tensors: dict[str, Tensor], about: dict[str, Any], assets: list[Path]
+) -> tuple[str, ...]:
     """Write the files of an export, whose names are returned; the digest of the weights is added to `about`."""
     folder.mkdir(parents=True, exist_ok=True)
     # safetensors takes strings only.
@@ -127,26 +134,14 @@ def _write_export(folder: Path, home: Path, tensors: dict[str, Tensor], about: d
     has_settings = (home / RESOLVED_FILE).is_file()
     if has_settings:
         write_atomically(folder / RESOLVED_FILE, (home / RESOLVED_FILE).read_bytes())
+    if assets:
+        refuse_link(folder / ASSETS_FOLDER)
+        (folder / ASSETS_FOLDER).mkdir(exist_ok=True)
+    for path in assets:
+        write_atomically(folder / ASSETS_FOLDER / path.name, path.read_bytes())
     write_object(folder / ABOUT_FILE, about)
-    return (WEIGHTS_FILE, *([RESOLVED_FILE] if has_settings else []), ABOUT_FILE)
-
-
-def _best_checkpoint(run: Path) -> Checkpoint:
-    """Return the `best_checkpoint`, with different errors for damaged checkpoints and for none."""
-    try:
-        return best_checkpoint(run)
-    except CheckpointError as error:
-        folders = numbered_folders(run / "save" if (run / "save").is_dir() else run)
-        damaged = []
-        for path in folders.values():
-            try:
-                read_contents(path)
-            except Damaged as found:
-                damaged.append(f"{path}: {found}")
-        if not folders or len(damaged) < len(folders):
-            raise
-        listed = "\n  ".join(damaged)
-        raise CheckpointError(f"Every checkpoint in {str(run)!r} is damaged:\n  {listed}") from error
+    copied = [f"{ASSETS_FOLDER}/{path.name}" for path in assets]
+    return (WEIGHTS_FILE, *([RESOLVED_FILE] if has_settings else []), *copied, ABOUT_FILE)
 
 
 def _home(run: Path, checkpoint: Path) -> Path:

@@ -28,7 +28,7 @@ SMALLEST_PART = 2  # images of a set; the distance between smaller sets means no
 
 @dataclass(frozen=True)
 class ImageSets:
-    """The three data sets, and what a model must know about them."""
+    """The three datasets, and what a model must know about them."""
 
     train: Dataset
     valid: Dataset
@@ -51,7 +51,7 @@ class ImageTensors(Dataset):
 
 
 class ImageFiles(Dataset):
-    """Samples of image files, each read when it is asked for, so a data set may be larger than memory.
+    """Samples of image files, each read when it is asked for, so a dataset may be larger than memory.
 
     Raises DataError, which names the file, where one cannot be read.
     """
@@ -69,7 +69,7 @@ class ImageFiles(Dataset):
 
 
 class WithNoise(Dataset):
-    """The samples of a data set, each with standard normal "noise" (Z,) that depends on noise_seed and index alone."""
+    """The samples of a dataset, each with standard normal "noise" (Z,) that depends on noise_seed and index alone."""
 
     def __init__(self, samples: Dataset, noise_size: int, noise_seed: int):
         self.samples = samples

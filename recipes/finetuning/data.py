@@ -48,7 +48,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Tables:
-    """The rows of the three data sets, read and checked, and the classes in order."""
+    """The rows of the three datasets, read and checked, and the classes in order."""
 
     train: Sequence[Example]
     valid: Sequence[Example]
@@ -58,7 +58,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class TextSets:
-    """The three data sets as tokens, and what the loss and the loaders must know about them."""
+    """The three datasets as tokens, and what the loss and the loaders must know about them."""
 
     train: "Texts"
     valid: "Texts"

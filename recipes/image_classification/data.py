@@ -5,6 +5,7 @@ Legend of shapes: B batch, C channels, H height, W width.
 """
 
 import difflib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,12 +28,13 @@ with needs_extra("image"):
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 SPLIT_NAMES = ("train", "valid", "test")
 FOLDER_IMAGE_SIZE = 32
+CLASSES_FILE = "assets/classes.json"  # in the folder of a run; an export takes it along
 GREY_MODES = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "F")
 
 
 @dataclass(frozen=True)
 class ImageSets:
-    """The three data sets and what a model must know about them. Images are image_size pixels high and wide."""
+    """The three datasets and what a model must know about them. Images are image_size pixels high and wide."""
 
     train: Dataset
     valid: Dataset
@@ -45,6 +47,15 @@ class ImageSets:
     def num_classes(self) -> int:
         """Return the number of classes; label k means classes[k]."""
         return len(self.classes)
+
+
+def check_classes(file: Path, classes: Sequence[str]) -> None:
+    """Raise DataError if the run that wrote `file` was trained on other classes than these."""
+    if not file.is_file():
+        return
+    trained = json.loads(file.read_text())
+    if trained != list(classes):
+        raise DataError(f"the images have the classes {list(classes)}, but the run was trained on {trained} ({file})")
 
 
 class ImageTensors(Dataset):
@@ -62,7 +73,7 @@ class ImageTensors(Dataset):
 
 
 class ImageFiles(Dataset):
-    """Samples of image files, each read when it is asked for, so a data set may be larger than memory.
+    """Samples of image files, each read when it is asked for, so a dataset may be larger than memory.
 
     Raises DataError, which names the file, where one cannot be read.
     """

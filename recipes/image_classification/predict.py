@@ -7,10 +7,11 @@ its probability, with tabs between them.
 import argparse
 
 import torch
-from data import read_image
+from data import CLASSES_FILE, check_classes, read_image
 
 from amp_recipes import load_trained
-from amp_recipes.errors import AmpRecipesError
+from amp_recipes.errors import AmpRecipesError, ConfigError, DataError
+from amp_recipes.trained import run_folder
 
 
 def classify(run: str, files: list[str], precision: str = "fp32", data_folder: str | None = None) -> list[tuple]:
@@ -18,6 +19,7 @@ def classify(run: str, files: list[str], precision: str = "fp32", data_folder: s
     overrides = {} if data_folder is None else {"images": {"data_folder": data_folder}}
     brain = load_trained(run, precision, overrides=overrides)
     images = brain.hparams.images  # knows the names of the classes, and what the images must look like
+    check_classes(run_folder(run) / CLASSES_FILE, images.classes)
     answers = []
     for file in files:
         image_CHW = read_image(file, images.image_size, images.channels)
@@ -38,6 +40,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     try:
         answers = classify(options.run, options.files, options.precision, options.data_folder)
+    except (ConfigError, DataError) as error:
+        parser.error(f"{error}\nIf the images of the training were moved, give their folder: --data_folder FOLDER")
     except AmpRecipesError as error:
         parser.error(str(error))
     for file, (name, probability) in zip(options.files, answers, strict=True):

@@ -4,8 +4,11 @@ The network is in model.py, the images in data.py, every setting in the YAML fil
 Legend of shapes: B batch, C channels, H height, W width, K classes.
 """
 
+import json
+
 import torch
 import torch.nn.functional as F
+from data import CLASSES_FILE
 
 from amp_recipes import Brain, Stage, create_experiment_directory, load_hparams, parse_arguments
 
@@ -38,6 +41,8 @@ def main(argv: list[str] | None = None) -> None:
     create_experiment_directory(hparams["output_folder"], hparams_file, overrides)
     images = hparams["images"]
     brain = ImageClassifier(hparams["modules"], hparams["opt_class"], hparams, run_opts)
+    if classes_file := brain.output_path(CLASSES_FILE):
+        classes_file.write_text(json.dumps(images.classes))
     loader_kwargs = hparams["loader_kwargs"]
     brain.fit(
         hparams["epoch_counter"],

@@ -49,7 +49,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class SpeechSets:
-    """The three data sets."""
+    """The three datasets."""
 
     train: "Recordings"
     valid: "Recordings"
@@ -57,7 +57,7 @@ class SpeechSets:
 
 
 class Recordings(Dataset):
-    """Samples of recordings, each read when it is asked for, so a data set may be larger than memory.
+    """Samples of recordings, each read when it is asked for, so a dataset may be larger than memory.
 
     speed_range: bounds of the factor by which a recording is played faster, with its pitch, drawn from torch's global
     generator each time (Ko et al. 2015, "Audio augmentation for speech recognition"); None: as it is.

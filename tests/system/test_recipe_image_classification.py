@@ -130,6 +130,15 @@ def test_predict_names_the_class_of_an_image(recipe, tmp_path, capsys):
         assert [answer[:2] for answer in answers] == [[files[0], "red"], [files[1], "blue"]]
         assert all(0.5 < float(answer[2]) <= 1 for answer in answers)
 
+    (moved / "red").rename(moved / "zebra")  # the labels of the classes change
+    for source in (tmp_path / "run", tmp_path / "exported"):
+        with pytest.raises(SystemExit):
+            recipe.predict.main([str(source), *files, f"--data_folder={moved}"])
+        assert "['blue', 'zebra'], but the run was trained on ['blue', 'red']" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        recipe.predict.main([str(tmp_path / "run"), *files])
+    assert "give their folder: --data_folder FOLDER" in capsys.readouterr().err
+
 
 def test_predict_says_in_one_line_what_is_wrong(recipe, tmp_path, capsys):
     settings = (REPOSITORY / "configs" / "image_classification.yaml").read_text()

@@ -112,33 +112,42 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
             yield from _with_inner(constant)
 
 
+# In `count, tool = 1, argparse` they stand between the load and the store: each name may then have the value.
+_BESIDE = ("LOAD_CONST", "LOAD_SMALL_INT", "ROT_TWO", "SWAP")
+
+
 def _read_by(code: CodeType, names: dict[str, Any], owner: type | None) -> Iterator[Any]:
     variables: dict[str, Any] = {code.co_varnames[0]: owner} if code.co_argcount else {}
     value: Any = None
     module: Any = None  # what is being imported from
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
-            value = names.get(step.argval)
-        elif step.opname == "IMPORT_NAME":
-            value = module = sys.modules.get(step.argval, _Name(step.argval))
-        elif step.opname == "IMPORT_FROM":
-            value = _member(module, step.argval)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            value = _member(value, step.argval)
-        elif step.opname == "STORE_FAST":
-            variables[step.argval] = value
-        elif step.opname == "STORE_FAST_LOAD_FAST":  # Python 3.13 joins two steps that are on one line
-            stored, loaded = step.argval
-            variables[stored] = value
-            value = variables.get(loaded)
-        elif step.opname == "STORE_FAST_STORE_FAST":
-            variables |= dict.fromkeys(step.argval, value)
-        elif step.opname.startswith("LOAD_FAST"):  # later Pythons load two variables at once
-            value = variables.get(step.argval[-1] if isinstance(step.argval, tuple) else step.argval)
-        else:
+    for operation, argument in _steps(code):
+        if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
+            value = names.get(argument)
+        elif operation == "IMPORT_NAME":
+            value = module = sys.modules.get(argument, _Name(argument))
+        elif operation == "IMPORT_FROM":
+            value = _member(module, argument)
+        elif operation in ("LOAD_ATTR", "LOAD_METHOD"):
+            value = _member(value, argument)
+        elif operation == "STORE_FAST":
+            variables[argument] = value
+        elif operation.startswith("LOAD_FAST"):
+            value = variables.get(argument)
+        elif operation not in _BESIDE:
             value = None
         if value is not None and not isinstance(value, ModuleType):
             yield value
+
+
+def _steps(code: CodeType) -> Iterator[tuple[str, Any]]:
+    """The operations of the code, each with its argument. Python 3.13 joins two: STORE_FAST_LOAD_FAST."""
+    for step in dis.get_instructions(code):
+        if isinstance(step.argval, tuple) and "_FAST_" in step.opname:
+            first = "STORE_FAST" if step.opname.startswith("STORE") else "LOAD_FAST"
+            second = "STORE_FAST" if "STORE_FAST" in step.opname.removeprefix(first) else "LOAD_FAST"
+            yield from zip((first, second), step.argval, strict=True)
+        else:
+            yield step.opname, step.argval
 
 
 def _member(owner: Any, name: str) -> Any:

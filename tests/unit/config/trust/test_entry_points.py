@@ -36,6 +36,7 @@ def imported_late():
 def imported_on_one_line(): import argparse as tool; return tool.ArgumentParser()
 def named_on_one_line(): tool = argparse; return tool.ArgumentParser()
 def named_with_another(): count, tool = 1, argparse; return tool.ArgumentParser(count)
+def named_before_another(): tool, count = argparse, 1; return tool.ArgumentParser(count)
 def in_a_list(): return [reader() for reader in [begin]]
 def imported_from_late():
     from amp_recipes.config import Overrides, parse_arguments as read
@@ -93,7 +94,8 @@ class OffersIt:
 '''
 STARTS = """
     begin by_module by_its_own_parser by_a_shared_parser main through_another helper
-    in_a_lambda imported_late imported_on_one_line named_on_one_line named_with_another in_a_list imported_from_late
+    in_a_lambda imported_late imported_on_one_line named_on_one_line named_with_another named_before_another
+    in_a_list imported_from_late
     by_default by_keyword_default made in_a_closure wrapped part table
     AtBirth WhenCalled cached Parser Child AsForward ByName.from_words ByName.plain caller parse_arguments parser
 """

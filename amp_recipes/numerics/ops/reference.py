@@ -284,10 +284,7 @@ def _head(reference: OpReference) -> Iterator[str]:
     if not reference.torch_version.startswith(f"{DOCUMENTED_TORCH}."):
         yield f"The lists are those of torch {DOCUMENTED_TORCH}; some differences may come from the version."
     if not reference.live:
-        yield (
-            "Traced through torch's dispatcher on tensors without data: no kernel ran, but the casts are those of "
-            "torch."
-        )
+        yield "Traced through torch's dispatcher on tensors without data: the casts are real, but no kernel ran."
     yield _counts([finding for finding in reference.findings if finding.documented not in (None, EXEMPT)])
 
 

@@ -49,7 +49,7 @@ def test_the_origin_of_a_nan_is_told_as_on_a_cpu(caplog):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             make_brain(device, nonfinite_patience=9).fit(range(1), make_batches(bad=3))
-        told.append([record.getMessage() for record in caplog.records if "holds NaN" in record.getMessage()])
+        told.append([record.getMessage() for record in caplog.records if "contains NaN" in record.getMessage()])
     assert told[0] == told[1] and "the first op that reads it is aten::addmm in model.0" in told[1][0]
 
 

@@ -126,8 +126,6 @@ empty folder. "Only checked": the recipe needs data that it does not make itself
 
 torch is the one that pip found: built for the CPU where its version ends in `+cpu`, else for CUDA. No GPU was there.
 
-Not tried yet: 3.10 and 3.12.
-
 On 3.14 (outside of the supported range) finetuning failed in that environment, for a link of its standard library that
 led nowhere. With the link mended, it did not end within nine minutes on a busy machine. That trial also had one change
 to the speech recipe: it imports flashlight-text only for a beam search, as there is no wheel for 3.13 and 3.14.

@@ -8,6 +8,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Subset
 
+# The number of batches that a SaveableDataLoader skips; seen in SpeechBrain 1.1, which has no public name for it.
+_SKIP_TO = "_speechbrain_recovery_skip_to"
+
 
 def usual_collate_fn(dataset: Any) -> Callable[[list[Any]], Any] | None:
     """`PaddedBatch` for a DynamicItemDataset or a Subset of one: its samples are dicts of any lengths; else None."""
@@ -23,8 +26,8 @@ def usual_collate_fn(dataset: Any) -> Callable[[list[Any]], Any] | None:
 
 def forget_skipping(loader: DataLoader) -> None:
     """Have a SaveableDataLoader begin at the epoch's first batch: whoever calls skips those that are done himself."""
-    if getattr(loader, "_speechbrain_recovery_skip_to", None) is not None:
-        loader._speechbrain_recovery_skip_to = None
+    if getattr(loader, _SKIP_TO, None) is not None:
+        setattr(loader, _SKIP_TO, None)
 
 
 def is_plain_loader(loader: Any) -> bool:

@@ -11,7 +11,7 @@ HOMES = {f"{room}/torch_private.py" for room in ("modules", "precision", "distri
 PYTHONS = {"_getframe", "_exit", "_current_frames", "_make", "_fields", "_replace", "_asdict", "_actions"}
 # Overridden where torch calls them, and guarded by test_torch_private_precision.py.
 OVERRIDDEN = {"_unscale_grads_", "_should_skip_dynamo"}
-OTHERS = {"_speechbrain_recovery_skip_to": "SpeechBrain's", "_lru_cache_wrapper": "functools'", "_inst": "random's"}
+OTHERS = {"_lru_cache_wrapper": "functools'", "_inst": "random's"}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if str(path.relative_to(PACKAGE)) not in HOMES)
 
 

@@ -55,7 +55,8 @@ def check_classes(file: Path, classes: Sequence[str]) -> None:
         return
     trained = json.loads(file.read_text())
     if trained != list(classes):
-        raise DataError(f"the images have the classes {list(classes)}, but the run was trained on {trained} ({file})")
+        found = f"the images have the classes {list(classes)}, but the run was trained on {trained} ({file})"
+        raise DataError(f"{found}. Restore the folders of the training's images, or train again.")
 
 
 class ImageTensors(Dataset):

@@ -17,7 +17,11 @@ from amp_recipes.trained import run_folder
 def classify(run: str, files: list[str], precision: str = "fp32", data_folder: str | None = None) -> list[tuple]:
     """Return (class, probability) of each image file, by the best weights of a run."""
     overrides = {} if data_folder is None else {"images": {"data_folder": data_folder}}
-    brain = load_trained(run, precision, overrides=overrides)
+    try:
+        brain = load_trained(run, precision, overrides=overrides)
+    except (ConfigError, DataError) as error:
+        hint = "If the images of the training were moved, give their folder: --data_folder FOLDER"
+        raise DataError(f"{error}\n{hint}") from error
     images = brain.hparams.images  # knows the names of the classes, and what the images must look like
     check_classes(run_folder(run) / CLASSES_FILE, images.classes)
     answers = []
@@ -40,8 +44,6 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     try:
         answers = classify(options.run, options.files, options.precision, options.data_folder)
-    except (ConfigError, DataError) as error:
-        parser.error(f"{error}\nIf the images of the training were moved, give their folder: --data_folder FOLDER")
     except AmpRecipesError as error:
         parser.error(str(error))
     for file, (name, probability) in zip(options.files, answers, strict=True):

@@ -130,6 +130,11 @@ def test_predict_names_the_class_of_an_image(recipe, tmp_path, capsys):
         assert [answer[:2] for answer in answers] == [[files[0], "red"], [files[1], "blue"]]
         assert all(0.5 < float(answer[2]) <= 1 for answer in answers)
 
+    (tmp_path / "no.png").write_text("no image")
+    with pytest.raises(SystemExit):
+        recipe.predict.main([str(tmp_path / "run"), str(tmp_path / "no.png"), f"--data_folder={moved}"])
+    refusal = capsys.readouterr().err
+    assert "no.png" in refusal and "give their folder" not in refusal
     (moved / "red").rename(moved / "zebra")  # the labels of the classes change
     for source in (tmp_path / "run", tmp_path / "exported"):
         with pytest.raises(SystemExit):

@@ -125,10 +125,21 @@ COMMANDS = (
         "diagnose",
         "Report what bf16 or fp16 does to a recipe's model: whether it is safe, which modules need fp32, what it "
         "costs. Uses a few batches instead of training. Prints a verdict, and writes diagnosis.json into the output "
-        "folder. The same as SCRIPT YAML --diagnose.",
+        "folder. The same as SCRIPT YAML --diagnose. Exit status: 0 safe, 1 not safe as it is, 2 not decided, or an "
+        "error.",
         "amp-recipes diagnose recipes/image_classification/train.py configs/image_classification.yaml --precision fp16",
         "subcommands:diagnose",
-        _RECIPE,
+        (
+            *_RECIPE,
+            Argument("--minutes", "approximate time limit (default: 5)", metavar="X"),
+            Argument("--windows", "windows of batches to look at (default: 8)", metavar="N"),
+            Argument(
+                "--tolerance",
+                "largest relative error of the gradient that is accepted (default: a fifth of the difference between "
+                "batches, and at least ten times the precision's eps)",
+                metavar="X",
+            ),
+        ),
         passes_options=True,
     ),
     Command(

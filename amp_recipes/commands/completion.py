@@ -18,6 +18,7 @@ SHELLS = ("bash", "zsh")
 _SCRIPT_OPTIONS = (
     *("help", "check", "show-config", "diagnose", "replay", "trust"),
     *("allow-config-change", "sweep", "sweep-trials"),
+    *("diagnose-minutes", "diagnose-windows", "diagnose-tolerance"),
 )
 
 

@@ -17,6 +17,7 @@ from amp_recipes.commands.run_records import require_script
 from amp_recipes.commands.verify_resume.verify import verify_resume
 from amp_recipes.config import check as check_yaml
 from amp_recipes.config import parse_arguments
+from amp_recipes.config.options.requests import DIAGNOSIS_SETTINGS
 from amp_recipes.config.yaml.mistakes import one_line, printable
 from amp_recipes.errors import AmpRecipesError, ConfigError
 from amp_recipes.numerics.nonfinite import read_command
@@ -55,7 +56,15 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def diagnose(arguments: argparse.Namespace) -> int:
-    return _start(arguments.script, [str(arguments.hparams_file), *arguments.recipe_options, "--diagnose"])
+    given = {name: getattr(arguments, name) for name in DIAGNOSIS_SETTINGS}
+    settings = [f"--diagnose-{name}={text}" for name, text in given.items() if text is not None]
+    try:
+        return _start(
+            arguments.script, [str(arguments.hparams_file), *arguments.recipe_options, "--diagnose", *settings]
+        )
+    except AmpRecipesError as error:
+        print(printable(f"amp-recipes: {error}"), file=sys.stderr)
+        return 2  # 1 says that the precision is not safe
 
 
 def replay(arguments: argparse.Namespace) -> int:

@@ -5,13 +5,19 @@ from typing import TYPE_CHECKING
 from amp_recipes.files.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from amp_recipes.numerics.answers import LossScale
     from amp_recipes.numerics.diagnosis import Diagnosis, Questions, diagnose
-    from amp_recipes.numerics.nonfinite import locate, read_replay, write_report
+    from amp_recipes.numerics.nonfinite import History, locate, read_replay, samples_in, write_report
     from amp_recipes.numerics.pins.unrunnable import Unrunnable, find_unrunnable
     from amp_recipes.numerics.trial import Trial, first_line
+    from amp_recipes.numerics.watch.flushed import FlushCount, Flushed
 
 __all__ = [
     "Diagnosis",
+    "FlushCount",
+    "Flushed",
+    "History",
+    "LossScale",
     "Questions",
     "Trial",
     "Unrunnable",
@@ -20,6 +26,7 @@ __all__ = [
     "first_line",
     "locate",
     "read_replay",
+    "samples_in",
     "write_report",
 ]
 # Imported when they are first asked for: a run that stays finite, in fp32, needs none of them.

@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from amp_recipes import __version__
-from amp_recipes.errors import PrecisionError, listed
+from amp_recipes.errors import PrecisionError
 from amp_recipes.files.run_files import write_atomically
 from amp_recipes.files.strict_json import encode_findings
-from amp_recipes.numerics.census.census import Census, take_census
+from amp_recipes.numerics.answers import ACCEPTED_LOSS, Answer, Failure, LossScale, ScaleFound, worst_status
+from amp_recipes.numerics.census.census import take_census
 from amp_recipes.numerics.census.neutrality import same_bits
 from amp_recipes.numerics.drift.drift import ModuleDrift, drift
 from amp_recipes.numerics.hazards.hazards import Hazard, find_hazards
 from amp_recipes.numerics.nonfinite import locate
-from amp_recipes.numerics.pins.gradient_noise import GradientError, GradientNoise
+from amp_recipes.numerics.parts import Parts
+from amp_recipes.numerics.pins.gradient_noise import GradientNoise
 from amp_recipes.numerics.pins.lost import lost_pins
-from amp_recipes.numerics.pins.search import TENSOR_TOLERANCE, PinSearch, default_tolerance, search_pins
-from amp_recipes.numerics.trial import Trial, Window, first_line, gradient_error
+from amp_recipes.numerics.pins.proof import Training, train_with_pins
+from amp_recipes.numerics.pins.search import PinSearch, default_tolerance, search_pins
+from amp_recipes.numerics.pins.unrunnable import Raised, find_unrunnable, pinned_by, what_raised, where_it_raises
+from amp_recipes.numerics.trial import Trial, Window, gradient_error
+from amp_recipes.numerics.verdict import headline_of, percent, say, settings_of, verdict_of
 from amp_recipes.numerics.watch.underflow import Underflow, underflow
 from amp_recipes.precision import AMPConfig
 
 # Windows that a diagnosis looks at: about three in five to search pins on, the others held out.
 WINDOWS = 8
 JSON_FILE, PINS_FILE = "diagnosis.json", "fp32_modules.yaml"
-_NAMED = 4  # modules in one sentence of the verdict
-_HAZARDS_SHOWN = 6
 # An error that is another on each batch, of a fifth of what batches differ by anyway, adds 2 % to the gradient's noise:
 # sqrt(1 + 0.2^2). One that is the same on every batch (a bias) adds up, and has a bound of its own.
 _SHARE_OF_NOISE = 0.2
 _SLOW = 5  # times as long as fp32: emulated, not slow
-_ON_CPU = (
-    "This diagnosis ran on a CPU, so its verdict is about training on a CPU. The CPU's autocast leaves softmax, "
-    "layer_norm, sum, exp and pow in low precision; CUDA's runs them in fp32 (`amp-recipes ops` prints both lists)."
-)
+_TIMED = 3  # steps, of which the fastest counts
+_LARGEST = torch.finfo(torch.float16).max
+_SEARCH_FAILED = "the search for pins ended with an error"
+_PARTS, _PARTS_OF_PRECISION = 4, 4  # reference, hazards, pins of the run, underflow; census, drift, pins, proof
+_MORE_IN_FP16 = 2  # underflow with pins, and a proof at another scale
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,116 +57,32 @@ class Questions:
 
     precisions: names of those to look at, the one that matters most last; tolerance: bound on the relative error of the
     gradient, None: see `tolerance_for`; steps: of training in the proof of pins, at most; seconds: that it may take,
-    about. One precision may be given as a string.
+    about; loss_scale: of the run, for fp16; asked: the precisions that the exit status is about (default: all). One
+    precision may be given as a string.
     """
 
     precisions: Sequence[str]
     tolerance: float | None = None
-    steps: int = 200
+    steps: int = 100
     seconds: float = 300.0
+    loss_scale: LossScale = field(default_factory=LossScale)
+    asked: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         names = (self.precisions,) if isinstance(self.precisions, str) else tuple(self.precisions)
         object.__setattr__(self, "precisions", names)
+        object.__setattr__(self, "asked", tuple(self.asked) or names)
         for name in self.precisions:
             if AMPConfig.from_name(name).dtype == torch.float32:
                 raise PrecisionError(f"a diagnosis compares bf16 or fp16 with fp32; {name!r} is neither bf16 nor fp16.")
-
-
-@dataclass
-class Answer:
-    """The results for one precision.
-
-    scale: the loss scale of the steps; drift: the most sensitive modules first; raises: what the step raises in this
-    precision, empty if it runs (census and drift are then those of bf16); noise: what the gradients of batches differ
-    by, relative to their size.
-    """
-
-    name: str
-    scale: float
-    census: Census
-    drift: list[ModuleDrift]
-    pins: PinSearch
-    noise: float
-    raises: str = ""
-
-    @property
-    def nonfinite(self) -> list[ModuleDrift]:
-        """The modules that this precision makes nonfinite."""
-        return [row for row in self.drift if not (math.isfinite(row.sensitivity) and math.isfinite(row.local_error))]
-
-    @property
-    def verdict(self) -> str:
-        """One paragraph that a person can act on: safe, safe with these pins, or why that is not decided."""
-        found = self.pins
-        if found.decision == "safe":
-            said = [f"{self.name}: safe ({self._proof()})"]
-        elif found.decision == "pins":
-            said = [
-                f"{self.name}: {self._what_is_wrong()}",
-                f"Pin {', '.join(found.modules)} ({'verified: ' if found.proof.proven else ''}{self._proof()})",
-                _cost(found.cost_time, found.cost_memory),
-                f"Add to your YAML: fp32_modules: [{', '.join(found.fp32_modules)}]",
-            ]
-        elif self.raises or found.needed:
-            said = [f"{self.name}: not safe as it is: {self._what_is_wrong()}"]
-            said.append(f"Which pins would make it safe is not decided: {found.undecided or found.proof.text}")
-        else:
-            said = [f"{self.name}: not decided: {found.undecided or found.proof.text}"]
-            if found.worst is not None:
-                said.append(f"On the batches tested: {self._measured(found.worst)}")
-            said.append("Train in fp32, or compare whole trainings with amp-recipes compare")
-        return ". ".join([*said, *found.notes]) + "."
-
-    def _proof(self) -> str:
-        """Describe the evidence for the pins, or for none."""
-        measured = "" if self.pins.worst is None else self._measured(self.pins.worst)
-        only = "" if self.pins.proof.proven else "gradient error only: "
-        return f"{only}{measured}, {self.pins.training}"
-
-    def _measured(self, found: GradientError) -> str:
-        """The errors beside their bounds."""
-        if not math.isfinite(found.error):
-            return "the gradient is not finite"
-        bound = self.pins.bias_tolerance
-        said = [f"gradient error {_beside(found.error, self.pins.tolerance)}"]
-        if found.tensor:
-            said.append(f"largest in {found.tensor}: {_beside(found.tensor_error, TENSOR_TOLERANCE)}")
-        if bound < self.pins.tolerance:
-            said.append(f"systematic part {_beside(found.bias, max(bound, found.bias_floor))}")
-        return ", ".join(said)
-
-    def _what_is_wrong(self) -> str:
-        if self.raises:
-            return f"the step does not run: {self.raises}"
-        worst = self.nonfinite
-        if not worst:
-            return "an error is above its bound" if self.pins.without is None else self._measured(self.pins.without)
-        largest = torch.finfo(AMPConfig.from_name(self.name).dtype).max
-        bound = f" > {largest:.5g}"
-        named = [f"{row.module} (|x| up to {row.largest:.2g}{bound * (row.largest > largest)})" for row in worst]
-        one = "s" if len(worst) == 1 else ""
-        verb = f"overflow{one}" if any(row.largest > largest for row in worst) else f"become{one} nonfinite"
-        return f"{len(worst)} of {len(self.drift)} modules with low-precision ops {verb}: {listed(named, _NAMED)}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the results as in `diagnosis.json`."""
-        return {
-            **self.census.as_dict(),
-            "precision": self.name,
-            "scale": self.scale,
-            "raises": self.raises,
-            "gradient_noise": self.noise,
-            "drift": [row.as_dict() for row in self.drift],
-            "pins": self.pins.as_dict(),
-        }
 
 
 @dataclass(repr=False)
 class Diagnosis:
     """The effect of a precision on a model; `str` of it is the verdict.
 
-    answers: one per precision, in the order asked; weights: whose they were; notes: what else is to be known.
+    answers: one per precision, in the order asked; asked: names of those that `status` is about; weights: whose they
+    were; processor_seconds: of each part, those of a precision below its name; notes: what else is to be known.
     """
 
     answers: list[Answer] = field(default_factory=list)
@@ -167,28 +91,26 @@ class Diagnosis:
     lost_pins: list[dict[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     weights: str = ""
+    asked: Sequence[str] = ()
     device: str = ""
+    device_type: str = "cpu"
     seconds: float = 0.0
+    processor_seconds: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def in_order(self) -> list[Answer]:
+        """The answers, those that were asked for first."""
+        return sorted(self.answers, key=lambda answer: answer.name not in self.asked)
 
     @property
     def verdict(self) -> str:
-        """The verdict in a few lines: what to do."""
-        lines = [answer.verdict for answer in self.answers]
-        if self.underflow is not None and "fp16" in [answer.name for answer in self.answers]:
-            lines.append(self.underflow.summary())
-        lines += [f"{lost['module']}: the pin has no effect: {lost['reason']}" for lost in self.lost_pins]
-        lines += self._hazard_lines()
-        if self.weights:
-            lines.append(f"The weights tested: {self.weights}.")
-        return "\n".join([*lines, *self.notes])
+        """The verdict: what to do in the first line of each precision, the figures below, then notes."""
+        return "\n".join(verdict_of(self))
 
-    def _hazard_lines(self) -> list[str]:
-        precisions = ("", *(answer.name for answer in self.answers))
-        hazards = [hazard for hazard in self.hazards if hazard.precision in precisions and hazard.grade != "note"]
-        lines = [f"{hazard.place}: {hazard.message}" for hazard in hazards[:_HAZARDS_SHOWN]]
-        if len(hazards) > _HAZARDS_SHOWN:
-            lines.append(f"{len(hazards) - _HAZARDS_SHOWN} more hazards are listed in {JSON_FILE}.")
-        return lines
+    @property
+    def status(self) -> int:
+        """For scripts: 0 safe, 1 not safe as it is, 2 not decided; of the precisions that were asked for, the worst."""
+        return worst_status([answer.status for answer in self.answers if answer.name in self.asked])
 
     def __str__(self) -> str:
         return self.verdict
@@ -201,6 +123,9 @@ class Diagnosis:
         main = found[-1] if found else {"census": [], "casts": [], "drift": [], "pins": None, "precision": None}
         return {
             "verdict": self.verdict,
+            "headlines": [headline_of(answer) for answer in self.in_order] or self.notes[:1],
+            "settings": {answer.name: list(settings_of(answer)) for answer in self.answers if answer.is_cured},
+            "status": self.status,
             **main,
             "underflow": None if self.underflow is None else self.underflow.as_dict(),
             "hazards": [hazard.as_dict() for hazard in self.hazards],
@@ -209,6 +134,7 @@ class Diagnosis:
             "weights": self.weights,
             "device": self.device,
             "seconds": round(self.seconds, 3),
+            "processor_seconds": self.processor_seconds,
             "notes": self.notes,
             "versions": {"amp_recipes": __version__, "torch": torch.__version__, "python": platform.python_version()},
         }
@@ -217,23 +143,44 @@ class Diagnosis:
         """Write `diagnosis.json`, and `fp32_modules.yaml` if pins are verified, into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / JSON_FILE, encode_findings(self.as_dict()))
-        if self.answers and self.answers[-1].pins.decision == "pins":
-            write_atomically(folder / PINS_FILE, self.answers[-1].pins.yaml().encode())
+        if self.answers and self.answers[-1].is_cured and self.answers[-1].new_pins:
+            write_atomically(folder / PINS_FILE, _pins_file(self.answers[-1]).encode())
+
+
+def _pins_file(answer: Answer) -> str:
+    """The file of pins, and in its comment the loss scale that they need."""
+    scale = [f"# with {line}\n" for line in settings_of(answer) if not line.startswith("fp32_modules")]
+    return "".join([*scale, answer.advised.yaml()])
 
 
 def diagnose(
-    trial: Trial, windows: Sequence[Window], questions: Questions, pinned: Sequence[str] = (), weights: str = ""
+    trial: Trial,
+    windows: Sequence[Window],
+    questions: Questions,
+    pinned: Sequence[str] = (),
+    weights: str = "",
+    further: Sequence[Window] = (),
+    tell: Callable[[str], None] = logger.info,
 ) -> Diagnosis:
     """Ask the instruments about the precisions of `questions`.
 
-    windows: at least three, of real batches; pinned: modules that are pinned already; weights: whose they are.
+    windows: at least three, of real batches; pinned: modules that are pinned already; weights: whose they are; further:
+    windows that only the proof trains on, as well; tell: told which part runs. A precision in which the step does not
+    run has an answer too. Raises what the step raises in fp32, and torch.OutOfMemoryError.
     """
-    result = Diagnosis(weights=weights, device=_device_name(trial.device))
+    result = Diagnosis(weights=weights, asked=questions.asked, device=_device_name(trial.device))
+    result.device_type = trial.device.type
+    tried = {*questions.precisions, "bf16"}
+    count = _PARTS + len(tried) + _PARTS_OF_PRECISION * len(questions.precisions)
+    parts = Parts(tell, of=count + _MORE_IN_FP16 * ("fp16" in questions.precisions))
     began = time.perf_counter()
-    noise = _noise_in_fp32(trial, windows, result)
-    if noise is not None:
-        _Examiner(trial, windows, questions, pinned, result).examine(noise)
-    result.seconds = time.perf_counter() - began
+    reference = parts.run("reference", lambda: _reference(trial, windows, result))
+    if reference is not None:
+        _Examiner(trial, windows, questions, pinned, result, parts, further).examine(*reference)
+    result.notes += parts.notes
+    if trial.device.type == "cpu" and result.answers:
+        result.notes.append(say("on_cpu"))
+    result.seconds, result.processor_seconds = time.perf_counter() - began, parts.seconds
     return result
 
 
@@ -246,115 +193,201 @@ def tolerance_for(dtype: torch.dtype, noise: float) -> float:
     return max(default_tolerance(dtype), _SHARE_OF_NOISE * noise)
 
 
-def _noise_in_fp32(trial: Trial, windows: Sequence[Window], result: Diagnosis) -> float | None:
-    """Measure how the gradients of windows differ; None, and a note, if fp32 itself is not finite."""
+def _reference(trial: Trial, windows: Sequence[Window], result: Diagnosis) -> tuple[float, float] | None:
+    """Measure how the gradients of windows differ in fp32, and two runs of the same step.
+
+    None, and a note, if fp32 itself is not finite.
+    """
     noise = GradientNoise()
     for index, window in enumerate(windows):
         outcome = trial.run(window)
         if not outcome.is_finite:
             report = locate(trial, window, torch.float32, 1.0)
-            result.notes.append(
-                f"the step is not finite even in fp32, on window {index} of the training set. {report.message}"
-            )
+            result.notes += [say("fp32", window=index), say("fix_fp32", message=report.message)]
             return None
         noise.add(outcome)
-    return noise.relative
-
-
-def _repeats_within(trial: Trial, window: Window, result: Diagnosis) -> float:
-    """Measure how two runs of the same fp32 step differ; adds a note if they are not equal bit for bit."""
-    first, second = trial.run(window), trial.run(window)
+    first, second = trial.run(windows[0]), trial.run(windows[0])
     if same_bits(first, second):
-        return 0.0
+        return noise.relative, 0.0
     error = gradient_error(second, first)
-    result.notes.append(
-        f"Two runs of the same step in fp32, from the same state, differ: their gradients differ by {_percent(error)}"
-        ". No error can be measured more exactly than that."
-    )
-    return error
+    result.notes.append(say("repeats", error=percent(error)))
+    return noise.relative, error
 
 
 class _Examiner:
     """Asks the instruments about one precision after the other."""
 
     def __init__(
-        self, trial: Trial, windows: Sequence[Window], questions: Questions, pinned: Sequence[str], result: Diagnosis
+        self,
+        trial: Trial,
+        windows: Sequence[Window],
+        questions: Questions,
+        pinned: Sequence[str],
+        result: Diagnosis,
+        parts: Parts,
+        further: Sequence[Window],
     ) -> None:
         held_out = max(1, 2 * len(windows) // 5)
-        self._trial, self._questions, self._pinned, self._result = trial, questions, pinned, result
-        self._searched, self._held_out = list(windows[:-held_out]), list(windows[-held_out:])
+        self._trial, self._questions, self._pinned, self._result = trial, questions, list(pinned), result
+        self._searched, self._held_out, self._further = list(windows[:-held_out]), list(windows[-held_out:]), further
+        self._parts = parts
+        self._began = time.perf_counter()
+        self._failures: dict[str, Failure | None] = {}
 
-    def examine(self, noise: float) -> None:
-        """Fill in the result; noise: what the gradients of windows differ by."""
-        began = time.perf_counter()
-        trial, result, window = self._trial, self._result, self._searched[0]
-        self._noise, self._repeats_within = noise, _repeats_within(trial, window, result)
-        result.hazards = find_hazards(trial, window)
-        result.lost_pins = lost_pins(trial, window, self._pinned, torch.bfloat16, standing=True)
-        result.underflow = underflow(trial, self._searched)
+    def examine(self, noise: float, repeats_within: float) -> None:
+        """Fill in the result; noise, repeats_within: what gradients of windows, and of one window twice, differ by."""
+        trial, result, parts, window = self._trial, self._result, self._parts, self._searched[0]
+        self._noise, self._repeats_within = noise, repeats_within
+        result.hazards = parts.attempt("hazards", lambda: find_hazards(trial, window), [])
+        result.lost_pins = parts.attempt("pins of the run", self._lost_pins, [])
+        failure = self._failure("bf16")
+        pins = None if failure is None else [*self._pinned, *failure.modules]
+        if failure is None or failure.modules:
+            look = lambda: underflow(trial, self._searched, pins)  # noqa: E731
+            result.underflow = parts.attempt("underflow", look, None)
+        else:
+            parts.skip()
         precisions = self._questions.precisions
         for index, name in enumerate(precisions):
-            left = self._questions.seconds - (time.perf_counter() - began)
-            try:
-                result.answers.append(self._answer(name, max(0.0, left) / (len(precisions) - index)))
-            except RuntimeError as error:
-                result.notes.append(f"{name}: the step does not run: {_what_raised(error)}.")
-        if trial.device.type == "cpu":
-            result.notes.append(_ON_CPU)
+            left = self._questions.seconds - (time.perf_counter() - self._began)
+            result.answers.append(self._answer(name, max(0.0, left) / (len(precisions) - index)))
+
+    def _lost_pins(self) -> list[dict[str, str]]:
+        """Pins without effect; where bf16 does not run, as seen in fp32."""
+        look = partial(lost_pins, self._trial, self._searched[0], self._pinned, standing=True)
+        try:
+            return look(dtype=torch.bfloat16)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            return look(dtype=torch.float32)
 
     def _answer(self, name: str, seconds: float) -> Answer:
         began = time.perf_counter()
-        trial, searched, dtype = self._trial, self._searched, AMPConfig.from_name(name).dtype
-        scale = self._result.underflow.init_scale if dtype == torch.float16 else 1.0
-        watched, watched_scale, raises = dtype, scale, ""
-        try:
-            self._note_slowness(name, trial.run(searched[0], dtype, scale).seconds / trial.run(searched[0]).seconds)
-        except RuntimeError as error:
-            if dtype == torch.bfloat16:
-                raise
-            watched, watched_scale, raises = torch.bfloat16, 1.0, _what_raised(error)
-        census = take_census(trial, searched[0], watched, watched_scale)
-        ranked = drift(trial, searched, watched, watched_scale)
+        trial, searched, parts, dtype = self._trial, self._searched, self._parts, AMPConfig.from_name(name).dtype
+        scale = self._questions.loss_scale.init if dtype == torch.float16 else 1.0
+        failure = self._failure(name)
+        pins = self._pinned if failure is None else [*self._pinned, *failure.modules]
+        runs = failure is None or bool(failure.modules)
         tolerance = bias = self._questions.tolerance  # a bound of the user's own holds for all of the error
         if tolerance is None:
             tolerance, bias = tolerance_for(dtype, self._noise), default_tolerance(dtype)
-        pins = search_pins(
-            *(trial, searched, self._held_out, dtype, scale, tolerance, ranked),
-            steps=self._questions.steps,
-            seconds=max(0.0, seconds - (time.perf_counter() - began)),
-            already=self._pinned,
-            bias_tolerance=bias,
-            repeats_within=self._repeats_within,
+        answer = Answer(
+            name,
+            scale,
+            PinSearch(tolerance, bias, already=pins, undecided=_SEARCH_FAILED),
+            self._noise,
+            failure=failure,
         )
-        return Answer(name, scale, census, ranked, pins, self._noise, raises)
+        if runs:
+            take = lambda: take_census(trial, searched[0], dtype, scale, pins)  # noqa: E731
+            answer.census = parts.attempt("census", take, None, name)
+        else:
+            parts.skip()
+        rank = lambda: drift(trial, searched, dtype, scale, pins=pins)  # noqa: E731
+        answer.drift = parts.attempt("drift", rank, [], name)
+        if dtype == torch.float16:
+            overflowing = tuple(dict.fromkeys(pin for row in answer.nonfinite for pin in row.pins)) if runs else ()
+            if not overflowing:
+                parts.skip()  # the second look at underflow
+            answer.loss_scale = replace(self._scale_found(pins, overflowing), pins=overflowing)
+            answer.scale = answer.loss_scale.met
+        seconds = max(0.0, seconds - (time.perf_counter() - began))
+        parts.attempt("pins", lambda: self._search(answer, dtype, seconds), None, name)
+        return answer
 
-    def _note_slowness(self, name: str, slowness: float) -> None:
-        if slowness > _SLOW:
-            self._result.notes.append(
-                f"A step in {name} took {slowness:.0f} times as long as in fp32 on {self._result.device}. This says "
-                f"nothing about the time on a device with native {name} arithmetic."
+    def _failure(self, name: str) -> Failure | None:
+        """Find why the step does not run in this precision, once."""
+        if name not in self._failures:
+            dtype = AMPConfig.from_name(name).dtype
+            self._failures[name] = self._parts.run("first step", lambda: self._try(dtype, name), name)
+        return self._failures[name]
+
+    def _try(self, dtype: torch.dtype, name: str) -> Failure | None:
+        trial, window, pins = self._trial, self._searched[0], self._pinned
+        try:
+            trial.run(window, dtype, pins=pins)  # this also warms up what `_seconds_of` measures
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raised = where_it_raises(trial, window, dtype, pins) or Raised(what_raised(error))
+            found = find_unrunnable(trial, window, dtype, pins, kind=Exception)
+            if found is None:
+                return Failure(raised)
+            return Failure(raised, tuple(found.errors), tuple(pinned_by(trial.modules, found)))
+        if name in self._questions.precisions:
+            times = self._seconds_of(dtype, pins) / max(1e-9, self._seconds_of(torch.float32, None))
+            if times > _SLOW:
+                self._parts.notes.append(say("slow", precision=name, times=times, device=self._result.device))
+        return None
+
+    def _seconds_of(self, dtype: torch.dtype, pins: Sequence[str] | None) -> float:
+        """The least time of a few steps; the reference has warmed up those in fp32."""
+        window = self._searched[0]
+        return min(self._trial.run(window, dtype, pins=pins).processor_seconds for _ in range(_TIMED))
+
+    def _search(self, answer: Answer, dtype: torch.dtype, seconds: float) -> None:
+        """Search pins at the run's own scale; where it is too low, at the scale that is advised."""
+        trial, own, scale = self._trial, answer.pins, answer.loss_scale
+        began = time.perf_counter()
+
+        def prove(*asked: Any) -> Training:
+            return self._parts.run("proof", lambda: train_with_pins(*asked), answer.name)
+
+        def search(scale: float, ranked: list[ModuleDrift], share: float = 1.0) -> PinSearch:
+            left = max(0.0, seconds - (time.perf_counter() - began))
+            return search_pins(
+                *(trial, self._searched, self._held_out, dtype, scale, own.tolerance, ranked),
+                steps=self._questions.steps,
+                seconds=share * left,
+                already=own.already,
+                bias_tolerance=own.bias_tolerance,
+                repeats_within=self._repeats_within,
+                further=self._further,
+                prove=prove,
             )
 
+        is_too_low = scale is not None and scale.gain > ACCEPTED_LOSS
+        # At a scale that is too low, pins would cure what a higher scale cures for nothing.
+        # The search at the advised scale may take as long.
+        answer.pins = search(answer.scale, [], 0.5) if is_too_low else search(answer.scale, answer.drift)
+        if scale is not None and is_too_low and (answer.pins.needed or answer.loses_gradients):
+            answer.at_advised = search(scale.advised, answer.drift)
+        elif scale is not None:
+            self._parts.skip()  # the second proof
 
-def _beside(error: float, bound: float) -> str:
-    return f"{_percent(error)} {'<=' if error <= bound else '>'} {_percent(bound)}"
+    def _scale_found(self, pins: Sequence[str], overflowing: Sequence[str]) -> ScaleFound:
+        """Find what the run's loss scale meets on these batches, with these modules in fp32."""
+        pins = [*pins, *overflowing]
+        if overflowing:  # their gradients, too, are beyond fp16, and would hide what the others need
+            look = lambda: underflow(self._trial, self._searched, pins)  # noqa: E731
+            self._result.underflow = self._parts.attempt("underflow", look, self._result.underflow, "fp16")
+        asked, flow = self._questions.loss_scale, self._result.underflow
+        met, skipped = asked.init, 0
+        if flow is None or not flow.largest * asked.init <= _LARGEST:
+            for window in self._searched:
+                while met > 1.0 and self._overflows(window, met, pins):
+                    met, skipped = max(1.0, met * asked.backoff_factor), skipped + 1
+        if flow is None or not flow.counted:
+            return ScaleFound(asked.init, met, skipped, met, 0.0, 0.0, 0)
+        octaves = max(0.0, math.log(flow.init_scale / met, asked.growth_factor))
+        updates = asked.growth_interval * math.ceil(octaves)
+        return ScaleFound(
+            asked.init, met, skipped, flow.init_scale, _lost_at(flow, met), _lost_at(flow, flow.init_scale), updates
+        )
+
+    def _overflows(self, window: Window, scale: float, pins: Sequence[str]) -> bool:
+        try:
+            outcome = self._trial.run(window, torch.float16, scale, pins)
+        except RuntimeError:
+            return False
+        return outcome.loss_is_finite and not outcome.is_finite
 
 
-def _percent(share: float) -> str:
-    percent = 100 * share
-    return f"{percent:.2g} %" if percent < 99.5 else f"{percent:.0f} %" if percent < 1e5 else "over 100000 %"
-
-
-def _cost(time_ratio: float | None, memory_ratio: float | None) -> str:
-    if time_ratio is None or memory_ratio is None:
-        return "The cost of the pins could not be measured, because the step does not run without them"
-    time_share, memory_share = 100 * (time_ratio - 1), 100 * (memory_ratio - 1)
-    took = f"{time_share:.0f} % of the step's time" if time_share >= 1 else "no measurable time"
-    return f"The pins cost {took}, and {max(0.0, memory_share):.0f} % of the memory that is saved for the backward"
-
-
-def _what_raised(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error).rstrip('.')}"
+def _lost_at(flow: Underflow, scale: float) -> float:
+    """The share of the gradients that fp16 flushes at this scale, and bf16 does not; of the power of two below it."""
+    index = sum(known <= scale for known in flow.scales) - 1
+    return flow.flushed[max(0, index)] - flow.exact_zeros
 
 
 def _device_name(device: torch.device) -> str:

@@ -32,7 +32,7 @@ class Outcome:
     parameter's name, unscaled, fp32 (float64 stays), in memory of their own; scale: the loss scale it ran at;
     seconds: of forward and backward; pins: those it ran with, where it was told which; stepped_under_autocast: the line
     of the recipe that stepped inside the autocast region, if any did; differentiated: all losses that went backward,
-    which may be more than those returned.
+    which may be more than those returned; processor_seconds: of forward and backward, as `processor_now` counts.
     """
 
     losses: list[torch.Tensor]
@@ -42,6 +42,7 @@ class Outcome:
     pins: Pins | None = None
     stepped_under_autocast: Line | None = None
     differentiated: list[torch.Tensor] = field(default_factory=list)
+    processor_seconds: float = 0.0
 
     @property
     def loss_is_finite(self) -> bool:
@@ -51,6 +52,12 @@ class Outcome:
     def is_finite(self) -> bool:
         """Whether every loss and every gradient is."""
         return self.loss_is_finite and _are_finite(*self.gradients.values())
+
+    @property
+    def gradient_norm(self) -> float:
+        """The L2 norm over all gradients; it may overflow although each of them is finite."""
+        norms = list(map(torch.linalg.vector_norm, self.gradients.values()))
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 
 @dataclass
@@ -133,7 +140,8 @@ class Trial:
     one window, `take(window, updates, context) -> losses`, with `context` around each forward and its loss, and
     `updates` in place of the run's own `UpdateOwner`; optimizers: those that it steps; preserve:
     `preserve(weights)` is a context after which everything that `take` changes is as it was (default: modules,
-    optimizers and global generators, by `preserved`).
+    optimizers and global generators, by `preserved`); holders: by name, objects that may hold layers which `modules`
+    lacks.
     """
 
     def __init__(
@@ -143,8 +151,10 @@ class Trial:
         take: Callable[[Window, Any, AbstractContextManager], list[torch.Tensor]],
         optimizers: Callable[[], Mapping[str, Optimizer]] = dict,
         preserve: Callable[[bool], AbstractContextManager] | None = None,
+        holders: Mapping[str, object] | None = None,
     ) -> None:
         self.modules = modules
+        self.holders = holders or {}
         self.device = device
         self.optimizers = optimizers
         self._take = take
@@ -171,15 +181,17 @@ class Trial:
             used = self._enter(stack, pins)
             for instrument in watch:
                 stack.enter_context(instrument)
-            began = now(self.device)
+            began, of_processor = now(self.device), processor_now(self.device)
             losses = self._take(window, recorder, TorchAutocast(device_type=self.device.type, dtype=dtype))
+            of_processor = processor_now(self.device) - of_processor
             seconds = now(self.device) - began
             if not recorder.gradients_by_name:  # the window ended without an update
                 for name, parameter in self.modules.named_parameters():
                     if parameter.grad is not None:
                         recorder.keep(name, parameter.grad)
         gradients, differentiated = recorder.gradients_by_name, list(recorder.losses)
-        return Outcome(losses, gradients, scale, seconds, used, recorder.stepped_under_autocast, differentiated)
+        stepped = recorder.stepped_under_autocast
+        return Outcome(losses, gradients, scale, seconds, used, stepped, differentiated, of_processor)
 
     def run_finite(
         self, window: Window, dtype: torch.dtype, scale: float = 1.0, pins: Iterable[str] | None = None
@@ -237,6 +249,11 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def processor_now(device: torch.device) -> float:
+    """The processor time that this process has used, on a CPU: what runs beside it does not count; else as `now`."""
+    return time.process_time() if device.type == "cpu" else now(device)
+
+
 def plain_trial(
     model: nn.Module, objective: Callable[[nn.Module, Any], torch.Tensor], optimizer: Optimizer | None = None
 ) -> Trial:
@@ -264,7 +281,7 @@ def plain_trial(
             each.zero_grad()
         return losses
 
-    return Trial(model, device, take, lambda: optimizers)
+    return Trial(model, device, take, lambda: optimizers, holders={"objective": objective})
 
 
 def _are_finite(*tensors: torch.Tensor) -> bool:

@@ -16,6 +16,8 @@ from amp_recipes.commands.report.drawing import (
     GREEN,
     GREY,
     PURPLE,
+    SERIES,
+    SKY,
     VERMILION,
     dicts,
     finite,
@@ -37,6 +39,7 @@ JSON_FILE, PICTURE_FILE = "diagnosis.json", "diagnosis.png"
 
 _MODULES_SHOWN = 20  # of the drift; more would not be read
 _CASTING_SHOWN = 10
+_CASTERS = {"user": "your code"}  # as `diagnosis.json` names them, and as a reader does
 _NAME_CHARACTERS = 48
 _WIDTH_INCHES = 13.0
 _ROW_INCHES = 0.235
@@ -80,7 +83,8 @@ def _panels(found: dict[str, Any]) -> list[_Panel]:
     panels: list[_Panel] = []
     underflow, casts = part(found, "underflow"), dicts(found.get("casts"))
     if finite_list(underflow.get("scales")) and finite_list(underflow.get("flushed")):
-        panels.append((partial(_underflow, underflow), 3.2))
+        own = finite(part(found, "loss_scale").get("init"))
+        panels.append((partial(_underflow, underflow, own), 3.2))
     if casts:
         count = min(_CASTING_SHOWN, len({str(row.get("module")) for row in casts}))
         panels.append((partial(_casts, casts), 1.2 + 0.2 * count))
@@ -94,7 +98,7 @@ def _panels_of_pins(found: dict[str, Any]) -> Iterator[_Panel]:
     curves = part(pins, "curves")
     if _curves(curves.get("reference")) or _curves(curves.get("pinned")):
         low = f"{words(found.get('precision') or 'low', 12)}{', pinned' if pins.get('modules') else ''}"
-        yield partial(_training, curves, low), 3.0
+        yield partial(_training, curves, low), 4.0
 
 
 def _title(found: dict[str, Any]) -> str:
@@ -104,13 +108,24 @@ def _title(found: dict[str, Any]) -> str:
 
 
 def _headline(found: dict[str, Any]) -> str:
-    verdict = found.get("verdict")
-    lines = [wrapped(line, 165, 3) for line in str(verdict).splitlines()[:6] if line.strip()] if verdict else []
+    lines = [wrapped(line, 165, 3) for line in _what_to_do(found) if line.strip()]
     kinds = Counter(str(hazard.get("kind")) for hazard in dicts(found.get("hazards")))
     if kinds:
         hazards = ", ".join(f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.most_common(8))
         lines.append(wrapped(f"Hazards in the code: {hazards}.", 165, 2))
     return "\n".join(lines)
+
+
+def _what_to_do(found: dict[str, Any]) -> list[str]:
+    """The first line of each precision, and what to add to the YAML; the figures are in the pictures."""
+    headlines = found.get("headlines")
+    if not isinstance(headlines, list):
+        return str(found.get("verdict") or "").splitlines()[:6]
+    settings = {name: lines for name, lines in part(found, "settings").items() if isinstance(lines, list) and lines}
+    return [
+        *map(str, headlines),
+        *(f"For {name}, add to your YAML: {'; '.join(map(str, lines))}" for name, lines in settings.items()),
+    ]
 
 
 # ---------------------------------------------------------------------- drift
@@ -133,13 +148,17 @@ def _drift(drift: Sequence[dict[str, Any]], figure: Any) -> None:
     right.set_title("Share beyond fp16")
     right.set_xlabel("of the module's values")
     label_rows(left, names, above)
+    left.set_ylabel("module")
 
 
 # ---------------------------------------------------------------------- underflow
 
 
-def _underflow(underflow: dict[str, Any], figure: Any) -> None:
-    """The share of the gradients that fp16 would flush, by loss scale, and the window between too low and too high."""
+def _underflow(underflow: dict[str, Any], own: float | None, figure: Any) -> None:
+    """The share of the gradients that fp16 would flush, by loss scale, and the window between too low and too high.
+
+    own: the loss scale that the run begins with.
+    """
     axes = figure.add_subplot()
     octaves = [math.log2(scale) if scale > 0 else math.nan for scale in finite_list(underflow.get("scales"))]
     zeros = finite(underflow.get("exact_zeros"))
@@ -153,13 +172,16 @@ def _underflow(underflow: dict[str, Any], figure: Any) -> None:
     ticks = [0, 1e-4, 1e-3, 1e-2, 1e-1, 1]
     axes.set_yticks(ticks, [percent(tick) for tick in ticks])
     axes.minorticks_off()
-    for name, colour, style, shares in (
-        ("flushed to 0", BLUE, "-", flushed),
-        ("subnormal", PURPLE, "--", finite_list(underflow.get("subnormal"))),
+    for name, colour, style, width, shares in (  # the thin one is drawn over the wide one: where they meet both show
+        ("flushed to 0", BLUE, "-", 3.6, flushed),
+        ("kept with\nfewer digits", PURPLE, "--", 1.4, finite_list(underflow.get("subnormal"))),
     ):
         count = min(len(octaves), len(shares))
-        axes.plot(octaves[:count], shares[:count], color=colour, linestyle=style, marker=".", linewidth=1.6, label=name)
+        style = {"color": colour, "linestyle": style, "linewidth": width, "marker": ".", "label": name}
+        axes.plot(octaves[:count], shares[:count], **style)
     _mark_scales(axes, underflow)
+    if own is not None and own > 0:
+        axes.axvline(math.log2(own), color=VERMILION, linestyle=":", linewidth=2.4, label=f"of this run\n({own:g})")
     legend_beside(axes)
 
 
@@ -185,7 +207,7 @@ def _mark_init_scale(axes: Any, scale: float | None, middle: float) -> None:
         return
     at = math.log2(scale)
     axes.axvline(at, color=BLACK, linewidth=1.2)
-    text = f"init_scale\n2^{at:g}" if at == int(at) else f"init_scale\n{scale:g}"
+    text = f"advised\n2^{at:g}" if at == int(at) else f"advised\n{scale:g}"
     left = at > middle
     axes.annotate(
         text,
@@ -207,13 +229,16 @@ def _casts(casts: Sequence[dict[str, Any]], figure: Any) -> None:
     for row in casts:
         size = finite(row.get("bytes"))
         if size is not None and size > 0:
-            of.setdefault(str(row.get("module") or "(outside of modules)"), Counter())[str(row.get("by"))] += size
+            of.setdefault(str(row.get("module") or "(outside of modules)"), Counter())[
+                _CASTERS.get(str(row.get("by")), str(row.get("by")))
+            ] += size
     ranked = sorted(of.items(), key=lambda entry: -entry[1].total())
     shown = ranked[:_CASTING_SHOWN]
     which = f"{len(shown)} of {len(ranked)} modules" if len(ranked) > len(shown) else "all modules"
-    axes.set_title(f"Bytes cast in a step, {which}")
+    axes.set_title(f"Casts in a step, {which}")
     stacked_bars(axes, [sizes for _, sizes in shown])
     label_rows(axes, *module_names([name for name, _ in shown], _NAME_CHARACTERS - 8))
+    axes.set_ylabel("module")
 
 
 # ---------------------------------------------------------------------- pins and training
@@ -246,7 +271,8 @@ def _pins(pins: dict[str, Any], figure: Any) -> None:
         )
     axes.set_yticks(range(len(rows)), list(rows.values()))
     axes.set_ylim(len(rows) - 0.4, -0.9)
-    axes.set_xlabel("\n".join(_told_of_pins(pins, modules)), loc="left")
+    axes.set_ylabel("measured on")
+    axes.set_xlabel("\n".join(["relative to the gradient in fp32", *_told_of_pins(pins, modules)]), loc="left")
 
 
 def _title_of_pins(count: int, verified: Any) -> str:
@@ -265,25 +291,34 @@ def _told_of_pins(pins: dict[str, Any], modules: Sequence[Any]) -> list[str]:
 
 
 def _training(curves: dict[str, Any], low: str, figure: Any) -> None:
-    """Losses of the seeds in fp32, and of the run in low precision. low: its name."""
-    axes = figure.add_subplot()
+    """Losses of the seeds in fp32 and in low precision, and below them what each pair differs by. low: its name.
+
+    The curves of a pair lie on each other, so fp32's are wide and pale, and the others thin over them.
+    """
     reference, pinned = _curves(curves.get("reference")), _curves(curves.get("pinned"))
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     axes.set_title(f"Training check: {len(reference)} fp32 seed{'' if len(reference) == 1 else 's'} and {low}")
-    axes.set_xlabel("updates")
     axes.set_ylabel("loss")
     if is_wide([value for curve in [*reference, *pinned] for value in curve]):
         axes.set_yscale("log")
-    for colour, style, width, name, group in (
-        (GREY, "-", 1.0, "fp32 seeds", reference),
-        (VERMILION, "--", 1.8, low, pinned),
-    ):
+    for colour, width, name, group in ((SKY, 4.5, "fp32", reference), (BLACK, 0.9, low, pinned)):
         is_finite = all(math.isfinite(loss) for curve in group for loss in curve)
         name += "" if is_finite else "\n(nonfinite)"
         for curve in group:
-            updates, marker = range(1, len(curve) + 1), "." * (len(curve) < 20)
-            axes.plot(updates, curve, color=colour, linestyle=style, linewidth=width, marker=marker, label=name)
+            axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=width, marker=_marker(curve), label=name)
             name = "_"  # a curve without a name of its own is left out of the legend
     legend_beside(axes)
+    for index, (first, second) in enumerate(zip(reference, pinned, strict=False)):
+        higher = [its - mine for mine, its in zip(first, second, strict=False)]
+        below.plot(range(1, len(higher) + 1), higher, color=SERIES[index % len(SERIES)], linewidth=0.9, alpha=0.8)
+    below.axhline(0, color=GREY, linewidth=0.8)
+    below.set_ylabel("difference\nof a pair")
+    below.set_xlabel("updates")
+
+
+def _marker(curve: Sequence[float]) -> str:
+    """Points for a short curve, of which a line would show little."""
+    return "." if len(curve) < 20 else ""
 
 
 def _curves(value: Any) -> list[list[float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import random
 import statistics
 from collections.abc import Sequence
@@ -13,19 +13,10 @@ import torch
 from torch import nn
 
 from amp_recipes.modules.torch_private import storage_id
+from amp_recipes.numerics.pins.equivalence import LOOKS, Comparison, compare
 from amp_recipes.numerics.trial import Course, Trial, Window
 
-# Pairs of trainings, fp32 and low precision, that differ in the order of the batches and in the random numbers.
-SEEDS = 3
-# Student's t, 95 %, one-sided. With SEEDS - 1 = 2 degrees of freedom the distribution is 1/2 + t / (2 sqrt(2 + t^2)):
-# the quantile is a * sqrt(2 / (1 - a^2)) with a = 2 * 0.95 - 1.
-_T = 0.9 * math.sqrt(2 / (1 - 0.9**2))
-# Final losses that differ by less count as equal, even if all pairs agree: a few batches repeat.
-_NEGLIGIBLE = 1e-3
-# A loss higher by this share of what fp32 gained must have shown, or the trainings say nothing.
-_RESOLVED = 0.5
 _BACK_OFFS = 3  # of fp16's loss scale until it fits
-_FEWEST_STEPS = 10
 
 
 @dataclass
@@ -33,8 +24,9 @@ class Training:
     """The comparison of training with the pins and in fp32.
 
     steps: that each training took, 0 if none was; curves: loss by step, of each seed in fp32 and in low precision;
-    proven: whether the loss fell and the low precision ends no worse; text: the same in words; detail: with the
-    figures.
+    proven: whether the loss fell and the low precision ends no worse; worse: whether it ends higher by more than the
+    margin; comparison: the figures of both, None where trainings cannot be compared; text: the same in words; detail:
+    with the figures; helps: what a person can do where nothing is proven, a kind of sentence in `verdict.py`.
     """
 
     steps: int = 0
@@ -43,33 +35,57 @@ class Training:
     detail: str = ""
     reference: list[list[float]] = field(default_factory=list)
     low: list[list[float]] = field(default_factory=list)
+    worse: bool = False
+    comparison: Comparison | None = None
+    helps: str = "compare"
 
 
 def train_with_pins(
-    trial: Trial, windows: Sequence[Window], dtype: torch.dtype, scale: float, pins: Sequence[str], steps: int
+    trial: Trial,
+    windows: Sequence[Window],
+    dtype: torch.dtype,
+    scale: float,
+    pins: Sequence[str],
+    steps: int,
+    pairs: int = LOOKS[-1],
 ) -> Training:
-    """Train `steps` steps in fp32 and in low precision, for SEEDS seeds each; the weights stay.
+    """Train `steps` steps in fp32 and in low precision, in pairs, until it is decided; the weights stay.
 
-    The final loss is the mean over the last quarter. A pair has the same batches and random numbers, so the difference
-    of its final losses is the precision's. It is worse if the mean difference is beyond Student's one-sided 95 %, and
-    more than 0.1 % of the mean |loss| (as a step may have losses that cancel). Nothing is proven where fp32's loss does
-    not fall, where updates are skipped, or where half of what fp32 gains could be lost unseen. A learning rate that
-    warms up begins at the rate it warms up to.
+    pairs: at most. The final loss is the mean over the last quarter. A pair has the same batches and random numbers, so
+    the difference of its final losses is the precision's; pairs differ in the order of the batches and in the random
+    numbers. `compare` decides, after 3, 6 and 12 pairs. Nothing is proven where fp32's loss does not fall, or where
+    updates are skipped. A learning rate that warms up begins at the rate it warms up to. Nothing here reads a clock.
     """
     if steps < 1:
         return Training()
     if not _learns(trial):
-        return Training(text="no training, since every learning rate is 0")
-    reference, low = [], []
-    for seed in range(SEEDS):
-        reference.append(_course(trial, windows, torch.float32, 1.0, (), steps, seed))
-        low.append(_course(trial, windows, dtype, scale, pins, steps, seed))
+        return Training(text="no training, since every learning rate is 0", helps="other_rate")
+    reference: list[Course] = []
+    low: list[Course] = []
+    found = Training(steps)
+    for look in (LOOKS[0], *(look for look in LOOKS[1:] if look <= pairs)):
+        for seed in range(len(reference), look):
+            order = _order(windows, steps, seed)
+            reference.append(_course(trial, order, torch.float32, 1.0, (), seed))
+            low.append(_course(trial, order, dtype, scale, pins, seed))
+        found = _judged(reference, low, dtype, steps)
+        if found.comparison is None or found.comparison.is_decided:
+            break
+    return found
+
+
+def _judged(reference: Sequence[Course], low: Sequence[Course], dtype: torch.dtype, steps: int) -> Training:
     found = Training(steps, reference=[course.losses for course in reference], low=[course.losses for course in low])
+    if not all(course.is_finite for course in reference):
+        found.text = f"training gave no evidence: the loss is not finite in fp32 either, within {steps} steps"
+        found.helps = "other_rate"
+        return found
     failure = _failure(reference, low, _BACK_OFFS if dtype == torch.float16 else 0, steps)
     if failure is not None:
         found.text = failure
     else:
-        _compare(found, statistics.fmean(_final(course.sizes) for course in reference))
+        found.comparison = _compare(reference, low, torch.finfo(dtype).eps / 2)
+        _describe(found, found.comparison)
     return found
 
 
@@ -79,10 +95,8 @@ def _learns(trial: Trial) -> bool:
 
 
 def _failure(reference: Sequence[Course], low: Sequence[Course], allowed_skips: int, steps: int) -> str | None:
-    """Return why the losses cannot be compared, if they cannot."""
+    """Return what low precision does that fp32 does not, so that the losses cannot be compared."""
     skipped = max(mine.skipped - its.skipped for mine, its in zip(low, reference, strict=True))
-    if not all(course.is_finite for course in reference):
-        return f"training gave no evidence: fp32 diverges within {steps} steps"
     if skipped > allowed_skips:
         return f"training skipped {skipped} of {steps} updates"
     if not all(course.is_finite for course in low):
@@ -90,59 +104,90 @@ def _failure(reference: Sequence[Course], low: Sequence[Course], allowed_skips: 
     return None
 
 
-def _compare(found: Training, size: float) -> None:
-    """Compare the final losses, and write the result to `found`; size: the mean |loss| at the end in fp32."""
-    first = statistics.fmean(_first(losses) for losses in found.reference)
-    last = statistics.fmean(_final(losses) for losses in found.reference)
-    gains = [_final(mine) - _final(its) for mine, its in zip(found.low, found.reference, strict=True)]
-    higher = statistics.fmean(gains)
-    shows = max(_T * statistics.stdev(gains) / math.sqrt(SEEDS), _NEGLIGIBLE * size)
-    found.detail = (
-        f"loss from {first:.4g} to {last:.4g} in fp32; higher by {higher:.2g} in low precision; a difference of "
-        f"{shows:.2g} would have been detected (paired t test of {SEEDS} seeds, 95 %, one-sided; mean of the last "
-        "quarter)"
+def _compare(reference: Sequence[Course], low: Sequence[Course], rounding: float) -> Comparison:
+    return compare(
+        [_first(course.losses) for course in reference],
+        [_final(course.losses) for course in reference],
+        [_final(course.losses) for course in low],
+        statistics.fmean(_final(course.sizes) for course in reference),
+        rounding,
     )
-    percent = f"{100 * shows / size:.2g} %" if size else "any"
-    if last >= first:
+
+
+def _describe(found: Training, seen: Comparison) -> None:
+    """Write the result to `found`."""
+    found.worse, found.proven = seen.worse, seen.equal
+    if seen.fall <= 0 or seen.shows_nothing:
+        found.helps = "other_rate"
+    found.detail = (
+        f"loss falls by {seen.fall:.4g} in fp32; higher by {seen.higher:.2g} +- {seen.uncertain:.2g} in low precision; "
+        f"up to {seen.margin:.2g} does not matter ({seen.pairs} pairs of {found.steps} steps; means of the last "
+        "quarter; one-sided, 95 %)"
+    )
+    if seen.worse:
+        found.text = f"{found.steps} training steps WORSE than fp32 ({_lost(seen)})"
+    elif seen.fall <= 0:
         found.text = f"training gave no evidence: the loss did not fall in {found.steps} steps of fp32"
-    elif higher > shows:
-        found.text = f"{found.steps} training steps WORSE than fp32 (the loss is {100 * higher / size:.2g} % higher)"
-    elif shows > _RESOLVED * (first - last):
-        found.text = f"training gave no evidence: only a loss {percent} higher would have been detected"
-    else:
-        found.proven = True
+    elif seen.shows_nothing:
         found.text = (
-            f"{found.steps} training steps no worse than fp32 (a loss {percent} higher would have been detected)"
+            f"training gave no evidence: in {found.steps} steps of fp32 the loss fell by {seen.fall:.2g}, and a "
+            f"difference of up to {seen.margin:.2g} does not matter, because seeds or rounding make it"
+        )
+    elif seen.lower:
+        found.text = (
+            f"training differs from fp32: the loss ends lower, by {_percent(-seen.higher / seen.fall)} of its fall, "
+            f"and up to {_percent(seen.margin / seen.fall)} does not matter"
+        )
+    elif seen.equal:
+        most = _percent(max(0.0, seen.higher + seen.uncertain) / seen.fall)
+        found.text = (
+            f"{found.steps} training steps no worse than fp32 (at most {most} of the loss's fall is lost, and up to "
+            f"{_percent(seen.margin / seen.fall)} does not matter)"
+        )
+    else:
+        found.text = (
+            f"not decided by {seen.pairs} pairs of trainings of {found.steps} steps: only a loss of "
+            f"{_percent((seen.margin + seen.uncertain) / seen.fall)} of its fall would have been seen"
         )
 
 
-def steps_that_fit(steps: int, fp32_seconds: float, low_seconds: float, seconds: float) -> int:
-    """Return the number of steps that fit into `seconds`, at most `steps`; 0 if too few to show anything."""
-    fit = int(seconds / max(1e-9, SEEDS * (fp32_seconds + low_seconds)))
-    return 0 if min(steps, fit) < min(steps, _FEWEST_STEPS) else min(steps, fit)
+def _lost(seen: Comparison) -> str:
+    """The loss in low precision, beside what it falls by in fp32."""
+    if seen.fall <= 0:
+        return f"the loss ends higher by {seen.higher:.2g}, and does not fall in fp32"
+    lost, allowed = _percent(seen.higher / seen.fall), _percent(seen.margin / seen.fall)
+    return f"{lost} of the loss's fall is lost, and up to {allowed} does not matter"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+
+
+def _order(windows: Sequence[Window], steps: int, seed: int) -> list[Window]:
+    """The window of each step. The first and the last quarter take the same ones for each seed, in another order.
+
+    So final losses of seeds differ by what was learned, not by which batches came last.
+    """
+    order = random.Random(seed)
+    quarter = _quarter(steps)
+    measured, others = windows[:quarter], windows[quarter:] or windows
+    chosen: list[Window] = []
+    for part, count in ((measured, quarter), (others, steps - 2 * quarter), (measured, quarter)):
+        epochs = (order.sample(list(part), len(part)) for _ in itertools.count())
+        chosen += itertools.islice(itertools.chain.from_iterable(epochs), max(0, count))
+    return chosen[:steps]
 
 
 def _course(
-    trial: Trial,
-    windows: Sequence[Window],
-    dtype: torch.dtype,
-    scale: float,
-    pins: Sequence[str],
-    steps: int,
-    seed: int,
+    trial: Trial, order: Sequence[Window], dtype: torch.dtype, scale: float, pins: Sequence[str], seed: int
 ) -> Course:
-    order = random.Random(seed)
-    chosen: list[Window] = []
-    while len(chosen) < steps:
-        chosen += order.sample(list(windows), len(windows))
-
     def prepare() -> None:
         torch.manual_seed(seed)
         for optimizer in trial.optimizers().values():
             for group in optimizer.param_groups:
                 group["lr"] = _full_rate(group)
 
-    return trial.train(chosen[:steps], dtype, scale, pins, prepare=prepare)
+    return trial.train(order, dtype, scale, pins, prepare=prepare)
 
 
 def _full_rate(group: dict[str, Any]) -> Any:
@@ -153,12 +198,16 @@ def _full_rate(group: dict[str, Any]) -> Any:
     return torch.full_like(rate, float(full)) if isinstance(rate, torch.Tensor) else full
 
 
+def _quarter(steps: int) -> int:
+    return max(1, steps // 4)
+
+
 def _first(losses: Sequence[float]) -> float:
-    return statistics.fmean(losses[: max(1, len(losses) // 4)])
+    return statistics.fmean(losses[: _quarter(len(losses))])
 
 
 def _final(losses: Sequence[float]) -> float:
-    return statistics.fmean(losses[-max(1, len(losses) // 4) :])
+    return statistics.fmean(losses[-_quarter(len(losses)) :])
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):

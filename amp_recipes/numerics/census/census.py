@@ -25,7 +25,7 @@ from amp_recipes.numerics.census.rows import (
 )
 from amp_recipes.numerics.census.watch import CensusWatch, Tally, scripted
 from amp_recipes.numerics.trial import Outcome, Trial, Window, now
-from amp_recipes.numerics.watch.observe import dtype_name
+from amp_recipes.numerics.watch.observe import dtype_name, is_registered
 from amp_recipes.precision import decorated_modules, pinned_modules
 from amp_recipes.precision.torch_private import has_kernel, is_dispatch_key
 
@@ -97,7 +97,7 @@ def pins_hold(census: Census, names: Iterable[str]) -> list[dict[str, str]]:
 
 def lies_in(module: str, name: str) -> bool:
     """Whether a module is the named one or below it."""
-    return module == name or (module.startswith(f"{name}." if name else "") and module[:1] != "<")
+    return module == name or (module.startswith(f"{name}.") if name else is_registered(module))
 
 
 def census_of(

@@ -13,9 +13,9 @@ from torch import nn
 from amp_recipes.files.strict_json import as_it_is_read
 from amp_recipes.modules.nested import tensors_in
 from amp_recipes.numerics.drift.own_ops import LOW, CallDtypes, OwnOps, floating, hookable
-from amp_recipes.numerics.drift.watch import Inside, Measure, Measured
+from amp_recipes.numerics.drift.watch import Inside, LowInfinities, Measure, Measured
 from amp_recipes.numerics.trial import Outcome, Trial, Window, gradient_error
-from amp_recipes.numerics.watch.observe import OUTSIDE, Attribution, OpWatch
+from amp_recipes.numerics.watch.observe import OUTSIDE, Attribution, OpWatch, is_registered
 from amp_recipes.numerics.watch.op_kinds import op_kind
 from amp_recipes.precision.torch_private import Op
 
@@ -24,6 +24,8 @@ from amp_recipes.precision.torch_private import Op
 class ModuleDrift:
     """The effect of low precision on one module.
 
+    module: its name; of one that is not registered the way to it, with NOT_REGISTERED; pins: the registered modules
+    whose pin covers it: itself, or those in whose forward it runs (empty: the recipe itself calls it);
     local_error: |d| / |y|, y the module's outputs in fp32 and d the error that its own ops make in low precision;
     sensitivity: S^2 = sum over channels c of |dL/dy_c|^2 |d_c|^2, how far d can move the loss if errors of different
     channels are independent (infinite where the loss depends on a value that is not finite); gradient_error:
@@ -41,6 +43,11 @@ class ModuleDrift:
     below_normal: float
     largest: float
     calls: int
+    pins: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.pins is None:
+            self.pins = (self.module,)
 
     def as_dict(self) -> dict[str, Any]:
         """Return as in `diagnosis.json`: nonfinite numbers as strings."""
@@ -61,74 +68,130 @@ def drift(
     its own ops in `dtype`, on the same inputs, random numbers and buffers; modules inside it stay fp32. What its ops
     were given in low precision in the low run they are given rounded so, and are compared with fp32 on the same, so
     that each rounding is laid at the door of one module. dL/dy comes from the backward of the fp32 run.
+    Modules that are not registered count like others, where the way to them is found; else the ops of such a module
+    are counted to the one in whose forward it runs.
 
     scale: of the loss in the low run; candidates: names of modules (default: those in whose own forward an op computes
     on or to a low dtype); pins: names of the modules that are pinned meanwhile (default: those that are).
     S is of the forward, and of the first order; it is infinite, too, for a module in whose backward the gradients of
-    the low run cease to be finite. It is 0 for a module under `no_grad` whose values are finite.
+    the low run cease to be finite, and for one whose infinities change the fp32 step when they are put there, though
+    their gradient in fp32 is zero: 0 * inf is NaN. It is 0 for a module under `no_grad` whose values are finite.
     """
-    pins = None if pins is None else list(pins)
-    chosen = None if candidates is None else list(candidates)
+    runs = _Runs(trial, dtype, scale, pins, candidates)
     found: dict[str, tuple[list[Measured], list[float]]] = {}
     for window in windows:
-        low, reference, measured = _run_both(trial, window, dtype, scale, pins, chosen)
+        low, reference, measured = runs.both(window)
         for name, one in measured.items():
             if one.calls or one.raised:
                 seen, errors = found.setdefault(name, ([], []))
                 seen.append(one)
-                errors += _own_gradient_error(trial.modules, name, low, reference)
-    ranked = [_mean(name, seen, errors, len(windows)) for name, (seen, errors) in found.items()]
+                errors += _own_gradient_error(trial.modules, runs.modules[name], low, reference)
+    ranked = [
+        replace(_mean(name, seen, errors, len(windows)), pins=runs.pins_for(name))
+        for name, (seen, errors) in found.items()
+    ]
     return sorted(ranked, key=lambda row: -row.sensitivity)
 
 
-def _run_both(
-    trial: Trial, window: Window, dtype: torch.dtype, scale: float, pins: list[str] | None, chosen: list[str] | None
-) -> tuple[Outcome | None, Outcome, dict[str, Measured]]:
-    """The low run (None: it raises) and the fp32 run of a window, and what was measured in them."""
-    dtypes = CallDtypes(trial.modules)
-    low, owners = _low_run(trial, window, dtype, scale, pins, dtypes)
-    reference, measured = _measured(trial, window, dtype, pins, owners if chosen is None else chosen, dtypes)
-    if low is not None and low.loss_is_finite and not low.is_finite and reference.is_finite:
-        for name in _backward_births(trial, window, dtype, low.scale, pins) & measured.keys():
-            measured[name].breaks_backward = True
-    return low, reference, measured
+class _Runs:
+    """Runs windows in low precision and in fp32.
 
+    modules: all that can be measured, by name.
+    """
 
-def _low_run(
-    trial: Trial, window: Window, dtype: torch.dtype, scale: float, pins: list[str] | None, dtypes: CallDtypes
-) -> tuple[Outcome | None, list[str]]:
-    """Run the window in low precision (None: it raises); also returns the modules that own low ops."""
-    owners = _LowOwners(trial.modules)
-    try:
-        low = trial.run(window, dtype, scale, pins, watch=[dtypes, OpWatch(owners.at, owners.saw)])
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # a constant beyond the format, an op that the device lacks in it
-        return None, list(hookable(trial.modules))
-    if low.loss_is_finite and not low.is_finite and scale > 1.0:
-        low = trial.run_finite(window, dtype, scale / 16, pins)
-    return low, list(owners.found)
+    def __init__(
+        self,
+        trial: Trial,
+        dtype: torch.dtype,
+        scale: float,
+        pins: Iterable[str] | None,
+        candidates: Iterable[str] | None,
+    ) -> None:
+        self._trial, self._dtype, self._scale = trial, dtype, scale
+        self._pins = None if pins is None else list(pins)
+        self._candidates = None if candidates is None else list(candidates)
+        self.modules = hookable(trial.modules, trial.holders)
+        self._ran_in: dict[str, dict[str, None]] = {}
 
+    def pins_for(self, name: str) -> tuple[str, ...]:
+        """The modules whose pin covers this one."""
+        return (name,) if is_registered(name) else tuple(each for each in self._ran_in[name] if each != OUTSIDE)
 
-def _measured(
-    trial: Trial, window: Window, dtype: torch.dtype, pins: list[str] | None, names: list[str], dtypes: CallDtypes
-) -> tuple[Outcome, dict[str, Measured]]:
-    """The fp32 run, and what was measured in it."""
-    own_ops = OwnOps(trial.modules, dtypes, dtype, trial.device)
+    def both(self, window: Window) -> tuple[Outcome | None, Outcome, dict[str, Measured]]:
+        """The low run (None: it raises) and the fp32 run of a window, and what was measured in them."""
+        dtypes = CallDtypes(self.modules)
+        low, owners = self._low_run(window, dtypes)
+        names = owners if self._candidates is None else self._candidates
+        reference, measured = self._measured(window, names, dtypes)
+        if low is not None and low.loss_is_finite and not low.is_finite and reference.is_finite:
+            for name in self._backward_births(window, low.scale) & measured.keys():
+                measured[name].breaks_backward = True
+        for name, one in measured.items():
+            if one.overflows and not one.is_harmful:
+                one.spoils = self._spoils(window, name, dtypes, reference)
+        return low, reference, measured
 
-    def run(let_flow: set[str]) -> tuple[Outcome, dict[str, Measured]]:
-        inside, measure = Inside(trial.modules), Measure(trial.modules, names, own_ops, let_flow)
-        reference = trial.run(window, pins=pins, watch=[OpWatch(inside.at, inside.saw), measure])
-        for name, one in measure.found.items():
-            one.inside = inside.largest.get(name, 0.0)
-        return reference, measure.found
+    def _low_run(self, window: Window, dtypes: CallDtypes) -> tuple[Outcome | None, list[str]]:
+        """Run the window in low precision (None: it raises); also returns the modules that own low ops."""
+        trial, low = self._trial, None
+        owners = _LowOwners(trial, self.modules)
+        try:
+            low = trial.run(
+                window, self._dtype, self._scale, self._pins, watch=[dtypes, OpWatch(owners.at, owners.saw)]
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a constant beyond the format, an op that the device lacks in it
+            pass
+        for name, around in owners.at.ran_in.items():
+            self._ran_in.setdefault(name, {}).update(around)
+        if low is None:
+            return None, [name for name in self.modules if is_registered(name) or name in self._ran_in]
+        if low.loss_is_finite and not low.is_finite and self._scale > 1.0:
+            low = trial.run_finite(window, self._dtype, self._scale / 16, self._pins)
+        return low, list(owners.found)
 
-    if not dtypes.without_gradient & set(names):
-        return run(set())
-    try:
-        return run(dtypes.without_gradient)
-    except (RuntimeError, TypeError):
-        return run(set())  # it does with an output what only a tensor without gradient allows: then S of that is 0
+    def _measured(self, window: Window, names: list[str], dtypes: CallDtypes) -> tuple[Outcome, dict[str, Measured]]:
+        """The fp32 run, and what was measured in it."""
+        own_ops = OwnOps(self.modules, dtypes, self._dtype, self._trial.device)
+
+        def run(let_flow: set[str]) -> tuple[Outcome, dict[str, Measured]]:
+            inside = Inside(self._trial.modules, self._trial.holders)
+            measure = Measure(self.modules, names, own_ops, let_flow)
+            reference = self._trial.run(window, pins=self._pins, watch=[OpWatch(inside.at, inside.saw), measure])
+            for name, one in measure.found.items():
+                one.inside = inside.largest.get(name, 0.0)
+            return reference, measure.found
+
+        if not dtypes.without_gradient & set(names):
+            return run(set())
+        try:
+            return run(dtypes.without_gradient)
+        except (RuntimeError, TypeError):
+            return run(set())  # it does with an output what only a tensor without gradient allows: then S of that is 0
+
+    def _spoils(self, window: Window, name: str, dtypes: CallDtypes, reference: Outcome) -> bool:
+        """Whether the fp32 step is another with what low precision makes nonfinite in this module."""
+        own_ops = OwnOps(self.modules, dtypes, self._dtype, self._trial.device)
+        try:
+            outcome = self._trial.run(window, pins=self._pins, watch=[LowInfinities(self.modules[name], own_ops)])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # the recipe checks its values, or does with an output what no other tensor allows
+            return True
+        return gradient_error(outcome, reference) > 10 * torch.finfo(self._dtype).eps
+
+    def _backward_births(self, window: Window, scale: float) -> set[str]:
+        """Names of the modules in whose own backward an op makes, of finite values, one that is not."""
+        at = Attribution(self._trial.modules, holders=self._trial.holders)
+        found: set[str] = set()
+
+        def saw(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if at.here.phase == "backward" and not _are_finite(output) and _are_finite(args, kwargs):
+                found.add(at.here.module)
+
+        self._trial.run(window, self._dtype, scale, self._pins, watch=[OpWatch(at, saw)])
+        return found
 
 
 def _mean(name: str, seen: list[Measured], gradient_errors: list[float], windows: int) -> ModuleDrift:
@@ -150,9 +213,9 @@ def _mean(name: str, seen: list[Measured], gradient_errors: list[float], windows
 class _LowOwners:
     """Names of the modules in whose own forward an op computes on a low dtype, or to one, in the order of these ops."""
 
-    def __init__(self, modules: nn.Module) -> None:
-        self.at = Attribution(modules)
-        self._known = hookable(modules)
+    def __init__(self, trial: Trial, modules: dict[str, nn.Module]) -> None:
+        self.at = Attribution(trial.modules, holders=trial.holders)
+        self._known = modules
         self.found: dict[str, None] = {}
 
     def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -162,35 +225,22 @@ class _LowOwners:
         place = self.at.here
         if place.phase == "backward" or place.module in (OUTSIDE, *self.found):
             return
-        name = place.module
+        name = place.module if place.module in self._known or is_registered(place.module) else self.at.registered
+        if name == OUTSIDE:
+            return
         while name and name not in self._known:  # a scripted module's ops count for the one around it
             name = name.rpartition(".")[0]
         if name in self._known:
             self.found[name] = None
 
 
-def _backward_births(
-    trial: Trial, window: Window, dtype: torch.dtype, scale: float, pins: list[str] | None
-) -> set[str]:
-    """Names of the modules in whose own backward an op makes, of finite values, one that is not."""
-    at = Attribution(trial.modules)
-    found: set[str] = set()
-
-    def saw(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if at.here.phase == "backward" and not _are_finite(output) and _are_finite(args, kwargs):
-            found.add(at.here.module)
-
-    trial.run(window, dtype, scale, pins, watch=[OpWatch(at, saw)])
-    return found
-
-
 def _are_finite(*values: Any) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in floating(values) if tensor.is_floating_point())
 
 
-def _own_gradient_error(modules: nn.Module, name: str, low: Outcome | None, reference: Outcome) -> list[float]:
+def _own_gradient_error(modules: nn.Module, module: nn.Module, low: Outcome | None, reference: Outcome) -> list[float]:
     """|g - g_ref| / |g_ref| over the parameters that the module itself holds; empty if none of them got a gradient."""
-    own = {id(parameter) for parameter in modules.get_submodule(name).parameters(recurse=False)}
+    own = {id(parameter) for parameter in module.parameters(recurse=False)}
     names = {name for name, parameter in modules.named_parameters() if id(parameter) in own}
     wanted = _only(names, reference)
     if low is None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from amp_recipes.numerics.census.watch import scripted
+from amp_recipes.numerics.watch.observe import is_registered, unregistered_modules
 from amp_recipes.precision import TorchAutocast, map_tensors
 from amp_recipes.precision.torch_private import without_modes
 from amp_recipes.state.preserved import module_state_kept
@@ -39,27 +39,31 @@ def hook_forwards(context: ExitStack, module: nn.Module, before: Callable, after
     context.callback(module.register_forward_hook(after, always_call=True).remove)
 
 
-def hookable(modules: nn.Module) -> dict[str, nn.Module]:
-    """The modules by name, without those of TorchScript: they take no hooks, and no pins."""
-    scripts = scripted(modules)
-    return {name: module for name, module in modules.named_modules() if name not in scripts}
+def hookable(modules: nn.Module, holders: Mapping[str, object] | None = None) -> dict[str, nn.Module]:
+    """The modules by the names of places, without those of TorchScript: they take no hooks, and no pins.
+
+    holders: see `unregistered_modules`.
+    """
+    named = {**dict(modules.named_modules()), **unregistered_modules(modules, holders or {})}
+    return {name: module for name, module in named.items() if not isinstance(module, torch.jit.ScriptModule)}
 
 
 class CallDtypes(ExitStack):
     """Inside this context, records for each call of each module the dtypes of floating inputs and outputs.
 
+    modules: by name, as `hookable` gives them.
     without_gradient: names of the modules that returned floating tensors of which none needs a gradient, while
     gradients were on.
     """
 
-    def __init__(self, modules: nn.Module) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self._calls: dict[nn.Module, list[tuple[_Dtypes, _Dtypes]]] = {}
         super().__init__()
         self.without_gradient: set[str] = set()
 
     def __enter__(self) -> CallDtypes:
-        for name, module in hookable(self._modules).items():
+        for name, module in self._modules.items():
             self._calls[module] = []
             hook_forwards(self, module, self._before, self._after(name))
         return self
@@ -94,9 +98,12 @@ class OwnOps(ExitStack):
     op that follows the dtype of its input computes as there.
     """
 
-    def __init__(self, modules: nn.Module, dtypes: CallDtypes, dtype: torch.dtype, device: torch.device) -> None:
-        self._modules = modules
-        self._dtypes = dtypes
+    def __init__(
+        self, modules: Mapping[str, nn.Module], dtypes: CallDtypes, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._modules = set(modules.values())
+        self._unregistered = {module for name, module in modules.items() if not is_registered(name)}
+        self.dtypes = dtypes
         self._dtype = dtype
         self._device = device
         self._calls: Counter[nn.Module] = Counter()
@@ -106,7 +113,7 @@ class OwnOps(ExitStack):
 
     def __enter__(self) -> OwnOps:
         self._calls.clear()
-        for module in hookable(self._modules).values():
+        for module in self._modules:
             self.callback(module.register_forward_pre_hook(self._count).remove)
         return self
 
@@ -134,7 +141,7 @@ class OwnOps(ExitStack):
             self._calls = calls
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], low: bool) -> Any:
-        dtypes = self._dtypes.of(module, self._calls[module] - 1)[0]
+        dtypes = self.dtypes.of(module, self._calls[module] - 1)[0]
         args, kwargs = self._as_in_low_run((args, kwargs), dtypes, low)
         with (
             self._inner_modules_in_fp32(module, low),
@@ -164,12 +171,11 @@ class OwnOps(ExitStack):
             autocast_off.close()
             if output is None:
                 return None
-            return self._as_in_low_run(output, self._dtypes.of(module, self._calls[module] - 1)[1], low)
+            return self._as_in_low_run(output, self.dtypes.of(module, self._calls[module] - 1)[1], low)
 
         with ExitStack() as hooks, autocast_off:
-            for module in hookable(outer).values():
-                if module is not outer:
-                    hook_forwards(hooks, module, before, after)
+            for module in self._modules & {*outer.modules(), *self._unregistered} - {outer}:
+                hook_forwards(hooks, module, before, after)
             yield
 
     def _as_in_low_run(self, value: Any, dtypes: _Dtypes, low: bool) -> Any:

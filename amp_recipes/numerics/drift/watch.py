@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,9 +29,10 @@ class Measured:
     calls: of its forward; d, y: squared norms; values, above, below: how many values go in and come out, how many of
     them above 65504 in magnitude and in (0, 6.1e-5); largest: the largest of them, without infinities; inside: the
     largest magnitude that its own ops return; channels: squared norms of d and of dL/dy by channel, added over calls,
-    by output, number of channels, and whether it was computed again in the backward; harm: whether the loss depends on
-    values that are not finite; unknown_harm: some are not finite, and no gradient comes back to them; raised: its own
-    ops raise in low precision; breaks_backward: there, gradients cease to be finite in its backward.
+    by output, number of channels, and whether it was computed again in the backward; overflows: some values are not
+    finite in low precision alone; harm: whether the gradients that come back to such values are not zero; spoils:
+    whether the fp32 step changes with such values in it; raised: its own ops raise in low precision; breaks_backward:
+    there, gradients cease to be finite in its backward.
     """
 
     calls: int = 0
@@ -44,15 +45,20 @@ class Measured:
     inside: float = 0.0
     channels: dict[tuple[int, int, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     harm: list[torch.Tensor] = field(default_factory=list)
-    unknown_harm: bool = False
+    overflows: bool = False
+    spoils: bool = False
     raised: bool = False
     breaks_backward: bool = False
 
     @property
+    def is_harmful(self) -> bool:
+        """Whether low precision makes something nonfinite here that the loss or a gradient depends on."""
+        return self.raised or self.breaks_backward or self.spoils or any(map(bool, self.harm))
+
+    @property
     def squared_sensitivity(self) -> float:
         """Sum over channels of |dL/dy_c|^2 |d_c|^2, the calls of a module taken as one."""
-        harmed = any(map(bool, self.harm)) or (self.unknown_harm and not self.harm)
-        if harmed or self.raised or self.breaks_backward:
+        if self.is_harmful:
             return math.inf
         return math.fsum(float((d * gradient).sum()) for d, gradient in self.channels.values())
 
@@ -76,8 +82,8 @@ class Measured:
 class Inside:
     """The largest finite magnitude that each module's own ops return in the forward."""
 
-    def __init__(self, modules: nn.Module) -> None:
-        self.at = Attribution(modules)
+    def __init__(self, modules: nn.Module, holders: Mapping[str, object] | None = None) -> None:
+        self.at = Attribution(modules, holders=holders)
         self.largest: dict[str, float] = {}
 
     def saw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -96,8 +102,10 @@ class Measure(ExitStack):
     makes of them. found: by name.
     """
 
-    def __init__(self, modules: nn.Module, names: Iterable[str], own_ops: OwnOps, let_flow: set[str]) -> None:
-        self._modules = {name: modules.get_submodule(name) for name in names}
+    def __init__(
+        self, modules: Mapping[str, nn.Module], names: Iterable[str], own_ops: OwnOps, let_flow: set[str]
+    ) -> None:
+        self._modules = {name: modules[name] for name in names}
         self._own_ops = own_ops
         self._let_flow = let_flow
         # For each call under way: what `_compare` takes, or None for one that is not compared.
@@ -177,10 +185,44 @@ class Measure(ExitStack):
         for index, (a, b, y) in enumerate(zip(low, exact, outputs, strict=True)):
             if y.numel() and a.shape == b.shape == y.shape:
                 d, bad = _difference(a, b.detach())
+                found.overflows |= bad is not None
                 if not again:
                     found.d += math.inf if bad is not None else float(_squared(d))
                     found.y += float(_squared(b.detach()))
                 _listen(found, index, y, d, bad, again)
+
+
+class LowInfinities(ExitStack):
+    """Inside this context, in an fp32 run, a module returns the values that low precision alone makes nonfinite so."""
+
+    def __init__(self, module: nn.Module, own_ops: OwnOps) -> None:
+        self._module, self._own_ops = module, own_ops
+        # For each call under way: its outputs in low precision; in fp32, if on other inputs than the real ones.
+        self._calls: list[tuple[list[torch.Tensor], list[torch.Tensor] | None]] = []
+        super().__init__()
+
+    def __enter__(self) -> LowInfinities:
+        self.enter_context(self._own_ops)
+        hook_forwards(self, self._module, self._before, self._after)
+        return self
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._own_ops.busy:
+            low = self._own_ops.run(module, args, kwargs, low=True)
+            rounded = self._own_ops.rounded
+            self._calls.append((low, self._own_ops.run(module, args, kwargs, low=False) if rounded else None))
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._own_ops.busy or not self._calls:
+            return None
+        low, exact = self._calls.pop()
+        outputs = floating(output)
+        spoiled = {
+            id(y): torch.where(a.isfinite() | ~b.isfinite(), y, a.to(y.dtype))
+            for a, b, y in zip(low, outputs if exact is None else exact, outputs, strict=True)
+            if a.shape == b.shape == y.shape
+        }
+        return map_tensors(lambda tensor: spoiled.get(id(tensor), tensor), output)
 
 
 def _listen(
@@ -188,7 +230,6 @@ def _listen(
 ) -> None:
     """Bring d and the gradient of y together when the backward comes to it. bad: where d is not finite."""
     if not y.requires_grad:
-        found.unknown_harm |= bad is not None
         return
     # Where there are channels: second in maps (batch, channels, height, width), else last.
     dim = 1 if y.ndim >= 4 else y.ndim - 1

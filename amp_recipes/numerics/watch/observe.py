@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from threading import get_ident
 from traceback import walk_stack
@@ -27,6 +27,7 @@ from torch.utils import checkpoint
 
 from amp_recipes.files.user_code import Line, user_line
 from amp_recipes.modules.torch_private import parameters_of
+from amp_recipes.modules.unregistered import unregistered
 from amp_recipes.numerics.watch.op_kinds import op_kind
 from amp_recipes.precision.torch_private import (
     BACKWARD_CODE,
@@ -43,6 +44,8 @@ Phase = Literal["forward", "backward", "recompute"]
 
 # The module of what no module's forward computes: the recipe's own methods, the loss, the optimizer.
 OUTSIDE = "<recipe>"
+# After the name of a module that stands in a list, a dict or a closure: torch, and a pin, do not know it.
+NOT_REGISTERED = " (not registered)"
 
 ACCUMULATE_GRAD = 2**64 - 1  # the number of all nodes that add to a leaf's gradient
 _NO_TASK = -2  # equal to no graph_task()
@@ -51,27 +54,41 @@ _NO_TASK = -2  # equal to no graph_task()
 class Place(NamedTuple):
     """The place of an op in a step.
 
-    module: name in the root's `named_modules()`; the class in angle brackets for a module that is not in it; OUTSIDE
-    where none runs. phase: "recompute" is a forward that runs inside the backward, as checkpointing of activations
-    runs it again.
+    module: name in the root's `named_modules()`; for a module that is not in it the way to it with NOT_REGISTERED, or
+    else its class in angle brackets; OUTSIDE where none runs. phase: "recompute" is a forward that runs inside the
+    backward, as checkpointing of activations runs it again.
     """
 
     module: str
     phase: Phase
 
 
+def is_registered(module: str) -> bool:
+    """Whether the module of a place is one that a pin can name."""
+    return module[:1] != "<" and not module.endswith(NOT_REGISTERED)
+
+
+def unregistered_modules(modules: nn.Module, holders: Mapping[str, object]) -> dict[str, nn.Module]:
+    """The modules that `modules` does not register, by the names that places have for them."""
+    found = unregistered(modules, holders)
+    return {f"{name}{NOT_REGISTERED}": each for name, each in found.items() if isinstance(each, nn.Module)}
+
+
 class Attribution:
     """Inside its `with`, knows the place of each running op; inside `modules`, by their names.
 
-    lines: also remember which line of the user's code each autograd node came from, for `line`.
+    holders: objects that may have modules which `modules` lacks, by name. ran_in: for each module that is not
+    registered and ran, the registered ones in whose forward it did (or OUTSIDE). lines: also remember which line of the
+    user's code each autograd node came from, for `line`.
     A module whose weights are used without calling it (`out_proj` of MultiheadAttention), or whose `forward` is called
     past `__call__`, does not appear: what happens there belongs to the module that does so. Gradients that add up where
     two branches met belong to the branch that came last, and a leaf's gradient to the module that holds the parameter.
     It follows the thread that entered it, as dispatch modes do; a backward of accelerators runs on that thread too.
     """
 
-    def __init__(self, modules: nn.Module, lines: bool = False) -> None:
-        self._modules = dict(modules.named_modules())  # holds them, so that ids stay theirs
+    def __init__(self, modules: nn.Module, lines: bool = False, holders: Mapping[str, object] | None = None) -> None:
+        # It holds them, so that ids stay theirs.
+        self._modules = {**dict(modules.named_modules()), **unregistered_modules(modules, holders or {})}
         self._names = {id(module): name for name, module in self._modules.items()}
         self._holders: dict[int, str] = {}
         for name, module in self._modules.items():
@@ -85,6 +102,7 @@ class Attribution:
 
     def _begin(self) -> None:
         self.called: set[str] = set()  # names of the modules that ran
+        self.ran_in: dict[str, dict[str, None]] = {}
         self.place = self._place(OUTSIDE, "forward")  # of an op that runs while graph_task() == task
         self.task = graph_task()
         self.is_inside = False  # whether a module's forward runs, and no backward that makes nodes
@@ -113,6 +131,11 @@ class Attribution:
         """The place of the op that runs now; for `__torch_dispatch__`."""
         task = graph_task()
         return self.place if task == self.task else self.elsewhere(task)
+
+    @property
+    def registered(self) -> str:
+        """The innermost registered module whose forward runs; OUTSIDE where none does."""
+        return next((name for _, name, _, _ in reversed(self._stack) if is_registered(name)), OUTSIDE)
 
     @property
     def line(self) -> Line | None:
@@ -227,6 +250,8 @@ class Attribution:
             known = (f"<{type(module).__name__}>", self._place(f"<{type(module).__name__}>", "forward"))
         name, place = known
         self.called.add(name)
+        if not is_registered(name):
+            self.ran_in.setdefault(name, {})[self.registered] = None
         task = graph_task()
         if task != self._outer_task:
             place = self._place(name, "recompute")

@@ -62,25 +62,6 @@ class Underflow:
         """Return the results as in `diagnosis.json`."""
         return dict(vars(self))
 
-    def summary(self) -> str:
-        """One line for people."""
-        if not self.counted:
-            return "loss scale: not needed, because no gradient flows in low precision."
-        lost, unscaled = self._lost_at(self.init_scale), self._lost_at(1.0)
-        window = (
-            "every scale loses more than 0.1 % of them"
-            if self.window_octaves is None
-            else f"the scales between underflow and overflow span {self.window_octaves:.1f} octaves"
-        )
-        return (
-            f"loss scale (fp16): start with init_scale {self.init_scale:g}, at which {100 * lost:.2g} % of the "
-            f"gradients become zero (without scaling {100 * unscaled:.2g} %); {window}."
-        )
-
-    def _lost_at(self, scale: float) -> float:
-        """The share that fp16 flushes and bf16 does not."""
-        return self.flushed[self.scales.index(scale)] - self.exact_zeros
-
 
 def underflow(trial: Trial, windows: Sequence[Window], pins: Iterable[str] | None = None) -> Underflow:
     """Estimate the effect of fp16 on the gradients of these windows, from one run of each in bf16.

@@ -26,18 +26,30 @@ class LossScaler(torch.amp.GradScaler):
         super().__init__(device, **kwargs)
         self.min_scale = min(min_scale, kwargs.get("init_scale", 2.0**16))
         self._scales = scaler_is_on(self)
+        self._put_back_to: float | None = None  # from the next update on
+        self._was_put_back_to = 0.0  # in the last one
 
     def pause(self, paused: bool) -> None:
         """While paused nothing is scaled and the state stays as it is; it is saved and loaded all the same."""
         switch_scaler(self, self._scales and not paused)
 
+    def put_back(self, scale: float) -> None:
+        """Take back one fall of the scale, which another fault than the scale has caused.
+
+        It takes effect with the next `update`: gradients under way may carry the present scale. scale: the one that
+        was in force, which is not exceeded.
+        """
+        self._put_back_to = max(scale, self._was_put_back_to)  # a fault right after another has seen the fallen scale
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state as `GradScaler` does, also while paused."""
-        return self._unpaused(super().state_dict)
+        beside = {} if self._put_back_to is None else {"put_back_to": self._put_back_to}
+        return {**self._unpaused(super().state_dict), **beside}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state as `GradScaler` does, also while paused."""
         self._unpaused(super().load_state_dict, state_dict)
+        self._put_back_to = state_dict.get("put_back_to")
 
     def _unpaused(self, call: Callable[..., Any], *args: Any) -> Any:
         enabled = scaler_is_on(self)
@@ -50,8 +62,14 @@ class LossScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Update as `GradScaler` does, then keep the minimum scale; reads nothing from the device."""
         super().update(new_scale)
-        if self.scale_tensor is not None:
-            self.scale_tensor.clamp_(min=self.min_scale)
+        scale = self.scale_tensor
+        if scale is None:
+            return
+        scale.clamp_(min=self.min_scale)
+        target, self._put_back_to = self._put_back_to, None
+        self._was_put_back_to = target or 0.0
+        if target is not None:
+            torch.maximum(scale, (scale / self.get_backoff_factor()).clamp_(max=target), out=scale)
 
     def unscale_round_(self, optimizer: Optimizer) -> None:
         """Unscale the gradients of `optimizer`, also when it has already stepped since the last update.

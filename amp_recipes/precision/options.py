@@ -41,3 +41,10 @@ class LossScaleOptions:
         2000, "Number of updates in a row without overflow before the scale grows.", AT_LEAST_ONE, rare=True
     )
     min_scale: float = option(1.0, "Smallest loss scale; at most `init_scale`.", POSITIVE, rare=True)
+    measure_underflow: bool = option(
+        True,
+        "After some updates (20, 1000, 2000, 4000, ...), repeat the step in fp16 and in fp32, and warn if fp16 makes "
+        "many gradients zero.",
+        changes_training=False,
+        rare=True,
+    )

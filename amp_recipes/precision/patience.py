@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 class Patience:
     """Ends a run whose updates stay nonfinite.
 
-    In fp16 a skip above the scale's floor is ordinary back-off and does not count, if it is the gradients that are not
-    finite: then the scale falls. A nonfinite loss with finite gradients counts at any scale.
+    Back-off of the fp16 loss scale does not count: the scale was too high, and falls. Only a replay tells it from a
+    fault. Without one, nonfinite gradients above the floor of the scale are taken for back-off, and a nonfinite loss
+    with finite gradients is not.
     """
 
     def __init__(self, limit: int, precision: str, min_scale: float) -> None:
@@ -41,22 +42,45 @@ class Patience:
         """Restore a state that `state_dict` returned."""
         self._in_a_row = state["in_a_row"]
 
-    def observe(self, update: Update, where: Callable[[], str], skipped_in_all: int, cause: str = "") -> None:
-        """Count `update`. where: says which batch it was; cause: where the nonfinite value first appeared, if known."""
+    def observe(
+        self,
+        update: Update,
+        where: Callable[[], str],
+        skipped_in_all: int,
+        cause: str = "",
+        is_fault: bool | None = None,
+    ) -> None:
+        """Count `update`.
+
+        where: says which batch it was; cause: where the nonfinite value first appeared, if known; is_fault: False for
+        back-off, None where no replay has told.
+        """
         if update.taken:
             self._in_a_row = 0
             return
-        if update.scale is not None and not all(map(math.isfinite, update.grad_norms.values())):
-            if update.scale > self._min_scale:
-                return
+        if is_fault is None:
+            is_fault = not self.takes_for_back_off(update)
+        if not is_fault:
+            return
+        if _overflows(update) and update.scale is not None and not self.may_back_off(update):
             self._alarm(where())
         self._in_a_row += 1
         if self._in_a_row >= self.limit:
-            self._verdict = self._message(update, where(), skipped_in_all, cause)
+            self._skip = update, where(), skipped_in_all
+            self._verdict = self._message(*self._skip, cause)
 
-    def backs_off(self, update: Update) -> bool:
-        """Whether a skipped update is ordinary fp16 back-off: the loss is finite, and the scale can still fall."""
-        return update.scale is not None and update.scale > self._min_scale and all(map(math.isfinite, update.losses))
+    def explain(self, cause: str) -> None:
+        """Give the error that `check` would raise the cause of the last skip, where it was found only now."""
+        if cause and self._verdict is not None:
+            self._verdict = self._message(*self._skip, cause)
+
+    def takes_for_back_off(self, update: Update) -> bool:
+        """Whether a skipped update counts as back-off until a replay tells."""
+        return _overflows(update) and self.may_back_off(update)
+
+    def may_back_off(self, update: Update) -> bool:
+        """Whether a lower loss scale could still make this skipped update finite."""
+        return update.scale is not None and update.scale > self._min_scale
 
     @property
     def in_a_row(self) -> int:
@@ -105,3 +129,7 @@ class Patience:
             + f", precision {self._precision}. The weights are those of the last good update. "
             + (cause or f"What to try: {'; '.join(advice)}.")
         )
+
+
+def _overflows(update: Update) -> bool:
+    return not all(map(math.isfinite, update.grad_norms.values()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from itertools import count
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -14,6 +16,7 @@ from torch import nn
 from amp_recipes.errors import ConfigError, PrecisionError
 from amp_recipes.modules.names import check_patterns, matches, no_match
 from amp_recipes.modules.torch_private import COMPILED_MODULE, assume_constant_result, children_of
+from amp_recipes.modules.unregistered import how_to_register, unregistered
 from amp_recipes.precision.autocast import call_without_autocast, has_default_precision
 
 
@@ -86,12 +89,22 @@ class Pins:
     names: their names, in the order of `named_modules`.
     """
 
-    def __init__(self, pinned: dict[str, _Pin]) -> None:
+    def __init__(self, pinned: dict[str, _Pin], trace_log: _TraceLog) -> None:
         self._pinned = pinned
+        self._trace_log = trace_log
 
     @property
     def names(self) -> list[str]:
         return list(self._pinned)
+
+    def add(self, name: str, module: nn.Module) -> None:
+        """Pin one more module, in the course of a run; torch.compile sees it, and compiles its callers again."""
+        self._pinned[name] = _pin(module, self._trace_log)
+
+    def remove(self, name: str) -> None:
+        """Take back a pin; what other code had set in its place comes back."""
+        pin = self._pinned.pop(name)
+        _put_forward(pin.module, pin.previous)
 
     def never_called(self) -> list[str]:
         """Names whose pinned forward has not run: their parent uses the weights without calling the module.
@@ -118,7 +131,8 @@ def pin_fp32(modules: nn.Module, patterns: Sequence[str]) -> Pins:
     targets = _targets(modules, patterns)
     trace_log = _TraceLog()
     # named_modules() gives a module that has several names only once, under the first.
-    return Pins({name: _pin(module, trace_log) for name, module in modules.named_modules() if module in targets})
+    pinned = {name: _pin(module, trace_log) for name, module in modules.named_modules() if module in targets}
+    return Pins(pinned, trace_log)
 
 
 def _targets(modules: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
@@ -132,12 +146,19 @@ def _targets(modules: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
         found = {target for name, module in matched for target in _with_forward(name, module)}
         targets |= found
         if not matched:
-            problems.append(no_match("fp32_modules", pattern, named_modules))
+            problems.append(no_match("fp32_modules", pattern, named_modules) + _if_unregistered(modules, pattern))
         elif not found:
             problems.append(_no_forward(pattern, matched))
     if problems:
         raise ConfigError("\n".join(problems))
     return targets
+
+
+def _if_unregistered(modules: nn.Module, pattern: str) -> str:
+    """Say what to do if a pattern names a layer in a Python list or dict, as if that were registered."""
+    found = unregistered(modules, {})
+    meant = [name for name in found if fnmatchcase(re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", name), pattern)]
+    return "".join(f". {advice}" for advice in how_to_register(meant))
 
 
 @contextmanager
@@ -155,7 +176,7 @@ def pinned_only(modules: nn.Module, names: Iterable[str]) -> Iterator[Pins]:
             pin = getattr(forward, "__self__", None)
             if isinstance(pin, _Pin):
                 _put_forward(module, pin.previous)
-        yield Pins({name: _pin(module, trace_log) for name, module in chosen.items()})
+        yield Pins({name: _pin(module, trace_log) for name, module in chosen.items()}, trace_log)
     finally:
         for module, forward in before:
             _put_forward(module, forward)

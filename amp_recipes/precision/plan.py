@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -52,10 +52,8 @@ class PrecisionPlan:
         self.pinned = self._pins.names
         if self.pinned:
             logger.info("pinned to fp32: %s", ", ".join(self.pinned))
-        # Also those that a class pins itself, by decorating its forward.
-        self.fp32_modules = [*dict.fromkeys([*self.pinned, *decorated_modules(modules)])]
-        self.float32_precision = _float32_precision(options.float32_precision, self.pinned, modules)
-        set_float32_precision(self.float32_precision)
+        self._asked_float32 = options.float32_precision
+        self._follow_pins(modules)
 
         self.scaler = LossScaler(
             device.type,
@@ -83,6 +81,23 @@ class PrecisionPlan:
         self.scaler.pause(on)
         self.training_ctx = self._fp32_ctx if on else self._low_ctx
 
+    def pin(self, name: str, modules: nn.Module) -> None:
+        """Pin one more module to fp32 from now on. name: as in `modules.named_modules()`."""
+        self._pins.add(name, modules.get_submodule(name))
+        self._follow_pins(modules)
+
+    def unpin(self, name: str, modules: nn.Module) -> None:
+        """Take back what `pin` did."""
+        self._pins.remove(name)
+        self._follow_pins(modules)
+
+    def _follow_pins(self, modules: nn.Module) -> None:
+        self.pinned[:] = self._pins.names  # the same list, which the summary of the run holds too
+        # Also those that a class pins itself, by decorating its forward.
+        self.fp32_modules = [*dict.fromkeys([*self.pinned, *decorated_modules(modules)])]
+        self.float32_precision = _float32_precision(self._asked_float32, self.pinned, modules)
+        set_float32_precision(self.float32_precision)
+
     def for_trial(self, updates: UpdateOwner, context: Any) -> PrecisionPlan:
         """A plan to try a step with: these updates, and this context around its forward."""
         plan = copy.copy(self)
@@ -107,9 +122,9 @@ class PrecisionPlan:
                 self.training.name,
             )
 
-    def report_dead_pins(self) -> None:
-        """Warn of pinned modules whose forward has not been called by now."""
-        dead = self._pins.never_called()
+    def report_dead_pins(self, new: Container[str] = ()) -> None:
+        """Warn of pinned modules whose forward has not been called by now; new: those that could not be."""
+        dead = [name for name in self._pins.never_called() if name not in new]
         if dead:
             logger.warning(
                 "fp32_modules: pins on these modules have no effect, because their forward was not called: %s. Their "

@@ -8,15 +8,19 @@ of a batch or of a weight, these are the cause. Otherwise it is the model.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from amp_recipes.data import SampleName
 from amp_recipes.numerics.nonfinite.batch_samples import Inseparable, is_list_of_samples, samples_in, take_samples
+from amp_recipes.numerics.nonfinite.history import NO_HISTORY, History
 from amp_recipes.numerics.nonfinite.report import NonfiniteReport
 from amp_recipes.numerics.nonfinite.samples import samples_by_parts, samples_in_rows
 from amp_recipes.numerics.nonfinite.trace import NonfiniteTrace
@@ -25,8 +29,11 @@ from amp_recipes.numerics.nonfinite.walk import Origin, find_origin
 from amp_recipes.numerics.nonfinite.words import message_of, norm_overflows, not_replayable
 from amp_recipes.numerics.trial import Outcome, Trial, Window, first_line
 from amp_recipes.numerics.watch.observe import dtype_name
+from amp_recipes.precision import pinned_modules
 from amp_recipes.state.randomness import GENERATORS
 
+SampleNames = Sequence[Sequence[SampleName] | None]
+_PINS = 6  # modules that are tried as a pin
 _PARTS = 16  # runs of parts of a batch that a search for samples may take
 
 
@@ -37,15 +44,19 @@ def locate(
     scale: float = 1.0,
     known_generators: Mapping[str, Any] | None = None,
     most_parts: int = _PARTS,
+    history: History = NO_HISTORY,
+    names: SampleNames = (),
 ) -> NonfiniteReport:
     """Find the value that makes the step on `window` nonfinite at `dtype` and `scale`, and its cause.
 
     known_generators: by name, those that the trial puts back to where they stood before the step, whenever it takes it.
     Of others that the step draws from (Python's and NumPy's global ones, attributes of modules) the report says that a
     replay drew otherwise. most_parts: runs of parts of the batch that may be taken to find the samples,
-    where the birth itself does not tell. Weights, buffers, gradients and generators are afterwards as they were.
+    where the birth itself does not tell. history: of the fit before the step.
+    names: of the samples of each batch, where they are known (`data.sample_names`).
+    Weights, buffers, gradients and generators are afterwards as they were.
     """
-    return _Search(trial, window, dtype, scale, known_generators or {}, most_parts).report()
+    return _Search(trial, window, dtype, scale, known_generators or {}, most_parts, history, names).report()
 
 
 class _Raised(Exception):
@@ -61,6 +72,8 @@ class _Search:
         scale: float,
         generators: Mapping[str, Any],
         most_parts: int,
+        history: History,
+        names: SampleNames,
     ) -> None:
         self._trial, self._window, self._dtype, self._scale = trial, list(window), dtype, scale
         known = set(map(id, generators.values()))
@@ -68,7 +81,7 @@ class _Search:
         others = {name: generator for name, generator in own.items() if id(generator) not in known}
         self._put_back = list(generators)
         self._generators = {**others, **generators}
-        self._most_parts = most_parts
+        self._most_parts, self._history, self._names = most_parts, history, names
         self._bad_at = scale  # the scale at which it is known to be bad
         self._drawn: list[str] = []
         self._drawn_again: list[str] = []  # from those that are put back
@@ -77,16 +90,23 @@ class _Search:
         self._seconds = 0.0
         self._times: dict[tuple[torch.dtype, bool], float] = {}
 
-    def _run(self, dtype: torch.dtype, scale: float, window: Window | None = None, watch: Sequence = ()) -> Outcome:
+    def _run(
+        self,
+        dtype: torch.dtype,
+        scale: float,
+        window: Window | None = None,
+        watch: Sequence = (),
+        pins: Sequence[str] | None = None,
+    ) -> Outcome:
         began = time.perf_counter()
         self._replays += 1
         try:
-            outcome = self._trial.run(self._window if window is None else window, dtype, scale, watch=watch)
+            outcome = self._trial.run(self._window if window is None else window, dtype, scale, pins, watch)
         except Exception as error:
             raise _Raised(f"{type(error).__name__}: {first_line(error)[:300]}") from error
         finally:
             self._seconds += time.perf_counter() - began
-        if window is None:
+        if window is None and pins is None:
             self._times.setdefault((dtype, bool(watch)), outcome.seconds)
         return outcome
 
@@ -130,8 +150,14 @@ class _Search:
                 f"The step draws from {' and '.join(self._drawn)}, which a replay cannot restore: it drew other "
                 "numbers."
             )
-        message = message_of(origin, cause, samples, all_samples, self._notes)
-        return self._report(cause, message, origin, samples)
+        names = self._names_of(origin, samples)
+        message = message_of(origin, cause, samples, names, all_samples, self._notes, self._history)
+        report = self._report(cause, message, origin, samples)
+        if any(name.index is not None for name in names):
+            report.dataset_indices = [name.index for name in names]
+        if any(name.file is not None for name in names):
+            report.sample_files = [name.file for name in names]
+        return report
 
     def _cause(self, origin: Origin) -> tuple[str, Origin]:
         """The cause, and the origin that goes with it."""
@@ -144,11 +170,30 @@ class _Search:
             self._bad_at = 1.0
         if self._dtype == torch.float32:
             return "model", origin
-        if self._run(torch.float32, 1.0).is_finite:
+        wide = self._run(torch.float32, 1.0)
+        if wide.is_finite:
+            self._history = self._history.with_loss(statistics.fmean(map(float, wide.losses)))
             if self._bad_at != self._scale:  # what overflows at the scale may hide what is wrong at any scale
                 origin = self._watched(self._dtype, 1.0)[1] or origin
-            return "precision", origin
+            return "precision", replace(origin, pin=self._pin_that_cures(origin))
         return self._in_any_precision(origin)
+
+    def _pin_that_cures(self, origin: Origin) -> str | None:
+        """The module that makes the step finite if it runs in float32: where it began, what made that, or around it.
+
+        Empty if none of the few that are tried does; None where there is no module to try.
+        """
+        own = origin.place.module
+        around = [own.rpartition(".")[0]] if "." in own else []
+        known = dict(self._trial.modules.named_modules())
+        candidates = [name for name in dict.fromkeys((own, *origin.makers, *around)) if name and name in known]
+        if own not in candidates:
+            return None
+        pinned = pinned_modules(self._trial.modules)
+        for name in candidates[:_PINS]:
+            if self._run(self._dtype, 1.0, pins=[*pinned, name]).is_finite:
+                return name
+        return ""
 
     def _in_any_precision(self, origin: Origin) -> tuple[str, Origin]:
         wide = self._watched(torch.float32, 1.0)[1]
@@ -170,7 +215,7 @@ class _Search:
         cause = "data" if origin.external.kind == "batch" else "model"
         with _repaired(origin.external):
             outcome = self._run(self._dtype, self._bad_at)
-            if outcome.is_finite:
+            if outcome.is_finite or (self._bad_at != 1.0 and self._run(self._dtype, 1.0).is_finite):
                 return cause, origin
             if not origin.is_gradient and outcome.loss_is_finite:
                 note = "With 0 in its place the loss is finite, but the gradients are not: there is a second problem."
@@ -183,7 +228,7 @@ class _Search:
         return self._cause(other)
 
     def _of_finite(self, outcome: Outcome) -> NonfiniteReport:
-        if not math.isfinite(_norm(outcome)):
+        if not math.isfinite(outcome.gradient_norm):
             return self._of_norm(outcome)
         others = len(self._trial.optimizers()) > 1
         return self._unplaced("not replayable", not_replayable(self._drawn, others, self._trial.device.type))
@@ -196,8 +241,8 @@ class _Search:
         cause = "model"
         if self._dtype != torch.float32:
             wide = self._run(torch.float32, 1.0)
-            cause = "precision" if wide.is_finite and math.isfinite(_norm(wide)) else "model"
-        report = self._unplaced(cause, norm_overflows(name, widest, cause, dtype_name(self._dtype)))
+            cause = "precision" if wide.is_finite and math.isfinite(wide.gradient_norm) else "model"
+        report = self._unplaced(cause, norm_overflows(name, widest, cause, dtype_name(self._dtype), self._history))
         report.module, report.op, report.phase = name.rpartition(".")[0], "gradient norm", "backward"
         report.dtype, report.range, report.target = widest.dtype, [widest], "gradient norm"
         return report
@@ -209,7 +254,7 @@ class _Search:
         batch = self._window[origin.batch]
         length = samples_in(batch)
         shapes = frozenset(tuple(parameter.shape) for parameter in self._parameters().values())
-        born = samples_in_rows(origin, length, is_list_of_samples(batch), shapes)
+        born = _told_samples(origin) or samples_in_rows(origin, length, is_list_of_samples(batch), shapes)
         found = born and self._that_matter(origin, batch, born, length)
         if found is None and cause in ("precision", "model") and origin.external is None:
 
@@ -223,6 +268,13 @@ class _Search:
         if len(self._window) > 1:
             named = [[origin.batch, sample] for sample in named]
         return named, len(named) == length > 1
+
+    def _names_of(self, origin: Origin, samples: list[Any]) -> list[SampleName]:
+        """The names of the samples, if the names of their batch are known."""
+        of_batch = self._names[origin.batch] if samples and origin.batch < len(self._names) else None
+        if of_batch is None:
+            return []
+        return [of_batch[sample[1] if isinstance(sample, list) else sample] for sample in samples]
 
     def _that_matter(self, origin: Origin, batch: Any, born: list[int], length: int) -> list[int]:
         """Those in which the value was not left out again, if with others in their place all is well indeed."""
@@ -268,6 +320,11 @@ class _Search:
         return report
 
 
+def _told_samples(origin: Origin) -> list[int] | None:
+    """The samples that the arguments of the op show."""
+    return None if origin.fault is None or origin.fault.samples is None else list(origin.fault.samples)
+
+
 @contextmanager
 def _repaired(external: External) -> Iterator[None]:
     """Inside this context, the nonfinite values of the tensor are 0."""
@@ -291,8 +348,3 @@ def _generators_in(modules: nn.Module) -> dict[str, Any]:
         for key, value in vars(module).items()
         if isinstance(value, GENERATORS)
     }
-
-
-def _norm(outcome: Outcome) -> float:
-    norms = list(map(torch.linalg.vector_norm, outcome.gradients.values()))
-    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0

@@ -51,7 +51,7 @@ class Written:
     """An op that wrote something. sources: all that it read; causes: of these, what was not finite.
 
     shape, dtype, kind: of the worst tensor that it wrote. rows: those of its output that are nonfinite, in the forward,
-    where the output has as many rows as a batch.
+    where the output has as many rows as a batch. padded: it read the row of padding of an embedding, which is 0.
     """
 
     op: Op
@@ -64,6 +64,7 @@ class Written:
     birth: Birth | None = None
     line: Line | None = None
     rows: list[int] | None = None
+    padded: bool = False
     batch: ClassVar[None] = None
 
     @property
@@ -128,7 +129,7 @@ class Facts:
         changed = [schema_of(op).arguments[position] for position, _ in self.mutated]
         self.overwrites = name in _OVERWRITING or all(argument.is_out for argument in changed)
         self.is_harmless, self.is_unwritten = name in _HARMLESS, name in _UNWRITTEN
-        self.is_cast = name in _CASTS
+        self.is_cast, self.is_embedding = name in _CASTS, name == "embedding"
 
 
 def _changed_by(name: str, arguments: Sequence[Any]) -> list[tuple[int, str]]:

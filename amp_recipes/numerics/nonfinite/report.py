@@ -64,12 +64,15 @@ class NonfiniteReport:
     precision, scale: of the step. module, op, phase, dtype: of the birth (or of the first to read `external`, a
     parameter, buffer or part of the batch that was nonfinite); None where it is not known. samples: indices into the
     batch that did it; pairs [batch, sample] if the window has several batches; empty where none are known to.
+    dataset_indices, sample_files: of these samples, where they are known.
     range: of the op's inputs; made: of its nonfinite outputs. function: the user's autograd.Function; node: autograd's.
     line: file and line of the user's code. target: what it made nonfinite; chain: modules on the way there.
     drawn: generators from which the step drew and that no replay can set back; put_back: those that were, but that the
     folder does not hold. Torch's global ones are in neither.
     replays, seconds: runs that were taken, and their time; ratio: of the watched one to one that was not, at the same
-    precision where there was one. step, where: set by the caller.
+    precision where there was one. Set by the caller: step, where; stage: "train", "valid" or "test"; rank: of the
+    process that it happened in, of several; files: the name of its files, if it is not after the step;
+    pinned: whether the run pinned the module to go on.
     """
 
     cause: Cause
@@ -81,6 +84,8 @@ class NonfiniteReport:
     phase: str | None = None
     dtype: str | None = None
     samples: list[Any] = field(default_factory=list)
+    dataset_indices: list[int | str | None] = field(default_factory=list)
+    sample_files: list[str | None] = field(default_factory=list)
     range: list[TensorRange] = field(default_factory=list)
     made: list[TensorRange] = field(default_factory=list)
     external: str | None = None
@@ -97,6 +102,10 @@ class NonfiniteReport:
     ratio: float | None = None
     step: int | None = None
     where: str | None = None
+    stage: str = "train"
+    rank: int | None = None
+    files: str | None = None
+    pinned: bool = False
 
     @property
     def message(self) -> str:
@@ -109,7 +118,7 @@ class NonfiniteReport:
     @property
     def name(self) -> str:
         """What its files are called: `nonfinite-17`."""
-        return "nonfinite" if self.step is None else f"nonfinite-{self.step}"
+        return self.files or ("nonfinite" if self.step is None else f"nonfinite-{self.step}")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report for strict JSON: names for dtypes, and "nan", "inf" and "-inf" for such numbers."""
@@ -257,13 +266,22 @@ class Replay:
             else:  # a cache that grows
                 buffer.data = self.buffers[name].to(buffer.device)
 
-    def compared_with(self, report: NonfiniteReport) -> str:
-        """Describe the new result, and compare it with the saved report."""
+    def compared_with(self, report: NonfiniteReport, words: Sequence[str] | None = None) -> str:
+        """Describe the new result, and compare it with the saved report.
+
+        words: of the command line of this replay; None: it was not started by one.
+        """
         then = self.report
         # Earlier doubts remain: the folder holds the data of the replays, not of the step itself.
         report = replace(report, caveats=list(dict.fromkeys([*report.caveats, *then.get("caveats", [])])))
         lines = [report.message, *_differences(report.as_dict(), then)]
+        if then.get("dataset_indices") and report.samples == then.get("samples"):
+            files = ", ".join(filter(None, then.get("sample_files") or []))
+            named = ", ".join(map(str, then["dataset_indices"]))
+            lines.append(f"In the dataset these samples have the index {named}{f' ({files})' if files else ''}.")
         lines += [f"{name} has changed since the run." for name in self.changed]
+        if words is not None and self.command is not None:
+            lines += _other_words(self.command.get("words", []), words)
         if then.get("put_back"):
             drawn = " and ".join(then["put_back"])
             lines.append(
@@ -276,6 +294,23 @@ class Replay:
             if self.versions.get(name) != version:
                 lines.append(f"{name} is {version} here; it was {self.versions.get(name)} in the run.")
         return "\n".join(lines)
+
+
+def _other_words(then: Sequence[str], now: Sequence[str]) -> list[str]:
+    """Say which words of the command line only the run had, or only this replay."""
+    now = _without_replay(now)
+    missing = [word for word in then if word not in now and commands.MASK not in word]
+    new = [word for word in now if word not in then]
+    if not missing and not new:
+        return []
+    told = [f"{' '.join(part)} {which}" for part, which in ((missing, "is missing here"), (new, "is new")) if part]
+    return [f"The command line is not that of the run ({'; '.join(told)}), so the step may be another one."]
+
+
+def _without_replay(words: Sequence[str]) -> list[str]:
+    """The words without `--replay FOLDER` or `--replay=FOLDER`."""
+    at = words.index("--replay") if "--replay" in words else len(words)
+    return [word for word in (*words[:at], *words[at + 2 :]) if not word.startswith("--replay=")]
 
 
 def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from amp_recipes.modules.torch_private import storage_id
 from amp_recipes.numerics.nonfinite.batch_samples import samples_in, tensors_by_path
+from amp_recipes.numerics.nonfinite.faults import Call, padded_rows
 from amp_recipes.numerics.nonfinite.memory import (
     Bad,
     Cause,
@@ -135,7 +136,7 @@ class NonfiniteTrace:
             self._write(written[0], self._reads[0].memory.last, self._reads[0].kind())
             self._reads, self._changed = [], []
         elif written:
-            self._remember(op, args, written)
+            self._remember(Call(op, args, kwargs), written)
         elif isinstance(output, float) and not math.isfinite(output):
             self._read_out[str(output)] = self._causes(NAN if math.isnan(output) else INFINITE)
 
@@ -147,32 +148,34 @@ class NonfiniteTrace:
         is_same = moved.dtype is tensor.dtype and moved.shape == tensor.shape and moved.device != tensor.device
         return is_same and isinstance(self.events[self._reads[0].memory.last], External)
 
-    def _remember(self, op: Op, args: tuple[Any, ...], written: list[Tensor]) -> None:
+    def _remember(self, call: Call, written: list[Tensor]) -> None:
         kinds = self._kinds(self._facts, written)
-        event = self._event(op, args, written, kinds)
+        event = self._event(call, written, kinds)
         number = len(self.events)
         self.events.append(event)
         for tensor, its_kind in zip(written, kinds, strict=True):
             self._write(tensor, number, its_kind)
         self._reads, self._changed = [], []  # they may be freed
 
-    def _event(self, op: Op, args: tuple[Any, ...], written: list[Tensor], kinds: list[int]) -> Written:
+    def _event(self, call: Call, written: list[Tensor], kinds: list[int]) -> Written:
         """Make the record of an op that wrote tensors of these kinds."""
         kind = max(kinds)
         made = written[kinds.index(kind)]
         sources = tuple({read.memory.last: None for read in self._reads})
-        event = Written(op, self.at.here, tuple(made.shape), made.dtype, sources, kind)
+        event = Written(call.op, self.at.here, tuple(made.shape), made.dtype, sources, kind)
         if kind != FINITE:
-            self._explain(event, op, args, [tensor for tensor, its in zip(written, kinds, strict=True) if its == kind])
+            self._explain(event, call, [tensor for tensor, its in zip(written, kinds, strict=True) if its == kind])
+        elif self._facts.is_embedding:
+            event.padded = padded_rows(call.arguments())
         return event
 
-    def _explain(self, event: Written, op: Op, args: tuple[Any, ...], bad: list[Tensor]) -> None:
+    def _explain(self, event: Written, call: Call, bad: list[Tensor]) -> None:
         """Note why what the op wrote is not finite. bad: the worst of it."""
         kind = event.kind
         event.causes = self._causes(kind)
         if kind not in [found for _, found in event.causes]:
             event.causes += self._unseen(kind)
-            event.birth = self._witness(op, args, bad, kind)
+            event.birth = self._witness(call, bad, kind)
         if event.birth is not None or self._come_from_outside(event.causes):
             event.line = self.at.line
         if bad[0].ndim and bad[0].shape[0] in self._lengths and graph_task() == -1:
@@ -240,11 +243,16 @@ class NonfiniteTrace:
         reads = [read for read in self._reads if not read.memory.bad and is_float(read.tensor)]
         return tuple((read.memory.last, min(found, kind)) for read in reads if (found := read.kind()) != FINITE)
 
-    def _witness(self, op: Op, args: tuple[Any, ...], bad: list[Tensor], kind: int) -> Birth:
+    def _witness(self, call: Call, bad: list[Tensor], kind: int) -> Birth:
         reads = [read for read in self._reads if not read.overwritten]
         ranges = [read.range or range_of(read.tensor) for read in reads if is_float(read.tensor)]
         whole = [read.tensor for read in reads if read.range is None]
-        birth = witness(op, args, ranges, whole, bad, kind, told_to=bool(self._nonfinite_arguments) or not reads)
+        birth = witness(call, ranges, whole, bad, kind, told_to=bool(self._nonfinite_arguments) or not reads)
+        if birth.fault is not None:
+            source = birth.fault.source
+            birth.fault = birth.fault.known_as(
+                next((read.memory.last for read in self._reads if read.tensor is source), None)
+            )
         if self.at.here.phase == "recompute":
             birth.node = None  # that of the checkpoint, whose forward runs again
         return birth

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import walk_stack
 from typing import Any, ClassVar, Literal
@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from amp_recipes.modules.torch_private import sparse_values
+from amp_recipes.numerics.nonfinite.faults import Call, Fault, fault_of
 from amp_recipes.numerics.watch.observe import dtype_name, op_name
-from amp_recipes.precision.torch_private import Op, graph_task, is_wrapper, running_node, users_function
+from amp_recipes.precision.torch_private import graph_task, is_wrapper, running_node, users_function
 
 # How bad a tensor is. What holds a NaN is NAN, whatever else it holds.
 FINITE, INFINITE, NAN = range(3)
@@ -64,6 +65,7 @@ class External:
     batch: int | None = None
     tensor: Tensor | None = None
     birth: ClassVar[None] = None
+    padded: ClassVar[bool] = False
     causes: ClassVar[tuple] = ()
     sources: ClassVar[tuple] = ()
 
@@ -82,7 +84,7 @@ class Birth:
 
     rows: of the outputs; told_to: a nonfinite number was among its arguments, or it made them of nothing; masked_rows:
     it took a softmax over rows of which all is -inf; node: autograd's node, in the backward; function: the user's
-    autograd.Function.
+    autograd.Function; fault: what its arguments show.
     """
 
     op: str
@@ -93,6 +95,7 @@ class Birth:
     masked_rows: bool
     node: str | None = None
     function: str | None = None
+    fault: Fault | None = None
 
 
 def is_float(tensor: Tensor) -> bool:
@@ -195,19 +198,14 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def witness(
-    op: Op,
-    args: tuple[Any, ...],
-    inputs: list[TensorRange],
-    read: Sequence[Tensor],
-    bad: list[Tensor],
-    kind: int,
-    told_to: bool,
+    call: Call, inputs: list[TensorRange], read: Sequence[Tensor], bad: list[Tensor], kind: int, told_to: bool
 ) -> Birth:
     """The record of a birth, made while the op's tensors are at hand.
 
     inputs: of what it read (`read`), as it was before; bad: its outputs of that kind; told_to: as in Birth.
     """
-    name = op_name(op)
+    name, arguments = op_name(call.op), call.arguments()
+    short = name.rpartition("::")[2]
     node = running_node() if graph_task() != -1 else None
     of_finite = all(given.kind == FINITE for given in inputs)
     return Birth(
@@ -217,23 +215,29 @@ def witness(
         # Infinities beside a NaN are as new as the NaN, unless they came in.
         [bad_rows(tensor, None if of_finite else kind) for tensor in bad],
         told_to=told_to,
-        masked_rows=kind == NAN and _has_masked_rows(name, args, read),
+        masked_rows=kind == NAN and _has_masked_rows(short, arguments, read),
         node=None if node is None else node.name(),
         function=_users_function(),
+        fault=fault_of(short, arguments, kind == NAN) if node is None else None,
     )
 
 
-def _has_masked_rows(name: str, args: tuple[Any, ...], read: Sequence[Tensor]) -> bool:
-    """Whether it is a softmax, or attention, over rows that are all -inf."""
-    short = name.rpartition("::")[2]
-    if short in _SOFTMAX and isinstance(args[1], int):
-        dimension = args[1]
-    elif "attention" in short:
+def _has_masked_rows(name: str, arguments: Mapping[str, Any], read: Sequence[Tensor]) -> bool:
+    """Whether it is a softmax, or attention, over rows that are all -inf, or that a mask of bools hides."""
+    if name in _SOFTMAX and isinstance(arguments["dim"], int):
+        dimension = arguments["dim"]
+    elif "attention" in name or "encoder_layer" in name:
         dimension = -1
     else:
         return False
-    filled = [tensor for tensor in read if tensor.is_floating_point() and tensor.ndim and tensor.numel()]
-    return any(bool((tensor.amax(dimension) == -math.inf).any()) for tensor in filled)
+    filled = [tensor for tensor in read if tensor.ndim and tensor.numel()]
+    return any(bool(_is_hidden(tensor, dimension).any()) for tensor in filled)
+
+
+def _is_hidden(tensor: Tensor, dimension: int) -> Tensor:
+    if tensor.dtype is torch.bool:
+        return tensor.all(dimension)
+    return tensor.amax(dimension) == -math.inf
 
 
 def _users_function() -> str | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 
 from amp_recipes.files.user_code import Line
+from amp_recipes.numerics.nonfinite.faults import Fault
 from amp_recipes.numerics.nonfinite.memory import Cause, Written
 from amp_recipes.numerics.nonfinite.trace import NonfiniteTrace
 from amp_recipes.numerics.nonfinite.values import INFINITE, NAN, Birth, External, kind_of
@@ -25,6 +26,12 @@ _SHUFFLING = names(
     scatter_add scatter_add_ sort stack take topk argsort
     """
 )
+
+# Ops that take some of the values, as they are.
+_MOVING = names("_to_copy alias clone expand gather index index_select permute select slice squeeze unsqueeze view")
+_PROBABILITIES = names("_safe_softmax _softmax sigmoid")
+_FACTORS, _SUMS = names("mul"), names("sum mean _to_copy add")
+_ROOTS, _SQUARES, _DIFFERENCES = names("sqrt"), names("pow mul"), names("sub")
 
 
 class Passage:
@@ -60,8 +67,9 @@ class Origin:
     first op that read the external tensor; dtype: of what the op made, or of that tensor; nan: whether it began as NaN;
     birth: what is known of it (None for an external tensor, and where memory was changed out of sight); chain: modules
     from there to the target; batch: index of the batch in the window that it was made from, None where it was made
-    from none; shapes: of what it was made from, nearest first; line: of the user's code; passage: what
-    became of its rows.
+    from none; shapes: of what it was made from, nearest first; line: of the user's code; passage: what became of its
+    rows; makers: the modules that made it, nearest first; fault: what is known to be wrong; pin: the module whose pin
+    cures it: empty if none was found, None if none was tried.
     """
 
     target: str
@@ -76,6 +84,9 @@ class Origin:
     shapes: list[tuple[int, ...]]
     line: Line | None
     passage: Passage
+    makers: tuple[str, ...] = ()
+    fault: Fault | None = None
+    pin: str | None = None
 
     @property
     def is_put_there(self) -> bool:
@@ -85,7 +96,7 @@ class Origin:
     @property
     def was_dropped(self) -> bool:
         """Whether the forward bore it, and yet the loss is finite: only its gradient is not."""
-        return self.is_gradient and self.external is None and self.place.phase != "backward"
+        return self.is_gradient and self.place.phase != "backward"
 
     @property
     def is_gradient(self) -> bool:
@@ -176,12 +187,14 @@ class _Walk:
         """Whether an infinity can be a mask, since no weight has a part in it."""
         return not any(self._events[source].kind == "parameter" for source in self._before(number))
 
-    def _before(self, number: int) -> Iterator[int]:
-        """The event and all that it was made from, nearest first."""
+    def _before(self, number: int, ends: Callable[[Written | External], bool] | None = None) -> Iterator[int]:
+        """The event and all that it was made from, nearest first; not what was before an event that `ends`."""
         seen, queue = {number}, deque([number])
         while queue:
             number = queue.popleft()
             yield number
+            if ends is not None and ends(self._events[number]):
+                continue
             new = [source for source in self._events[number].sources if source not in seen]
             seen.update(new)
             queue.extend(new)
@@ -214,7 +227,70 @@ class _Walk:
             shapes=[event.shape for event in made_from[:_MOST_ANCESTORS]],
             line=line,
             passage=Passage(self._events, root.number, root.path[-1][0]),
+            makers=tuple(dict.fromkeys(event.place.module for event in made_from if isinstance(event, Written))),
+            fault=self._fault(first),
         )
+
+    def _fault(self, first: Written | External) -> Fault | None:
+        """What is wrong, if the arguments of the op and what these were made from show it."""
+        birth = first.birth
+        if birth is None:
+            return None
+        if birth.masked_rows:
+            return Fault("masked row", batch=self._mask_in_batch(first))
+        if birth.node is not None and birth.node.startswith("SqrtBackward"):
+            return Fault("equal points") if self._is_of_difference(first) else None
+        fault = birth.fault
+        if fault is None or fault.kind not in ("zero divisor", "zero probability"):
+            return fault
+        if fault.source is None:
+            return None
+        if fault.kind == "zero probability":
+            return fault if self._reached([fault.source], _MOVING, _PROBABILITIES) else None
+        if self._is_padding(fault.source):
+            return Fault("padding")
+        batch = self._batch_alone(fault.source)
+        return replace(fault, batch=batch) if batch else None
+
+    def _mask_in_batch(self, first: Written) -> tuple[str, ...]:
+        """The parts of the batch that made the mask, if no weight has a part in it."""
+        roots = [root.number for root in self.roots(first.causes)]
+        sources = [*first.sources, *(source for number in roots for source in self._events[number].sources)]
+        masks = roots + [source for source in sources if self._events[source].dtype is torch.bool]
+        return tuple(dict.fromkeys(name for number in masks for name in self._batch_alone(number)))
+
+    def _is_of_difference(self, first: Written) -> bool:
+        """Whether it is the slope of a distance: the root of a sum of squares of differences."""
+        roots = self._reached(first.sources, _FACTORS, _ROOTS)
+        squares = self._reached(self._sources_of(roots), _SUMS, _SQUARES)
+        return bool(self._reached(self._sources_of(squares), _MOVING, _DIFFERENCES))
+
+    def _sources_of(self, numbers: Iterable[int]) -> list[int]:
+        return [source for number in numbers for source in self._events[number].sources]
+
+    def _reached(self, numbers: Iterable[int], through: frozenset[str], wanted: frozenset[str]) -> list[int]:
+        """Those of the wanted ops that made these values, with nothing but the ops `through` after them."""
+        found, queue = [], deque(numbers)
+        while queue:
+            event = self._events[number := queue.popleft()]
+            name = op_name(event.op).rpartition("::")[2].rstrip("_") if isinstance(event, Written) else ""
+            if name in wanted:
+                found.append(number)
+            elif name in through:
+                queue.extend(event.sources)
+        return found
+
+    def _is_padding(self, number: int) -> bool:
+        """Whether nothing but rows of an embedding was in it, among them the row of padding."""
+        before = [self._events[each] for each in self._before(number, lambda event: event.padded)]
+        return any(event.padded for event in before) and not any(event.kind == "parameter" for event in before)
+
+    def _batch_alone(self, number: int) -> tuple[str, ...]:
+        """The parts of the batch that it was made from; none if a weight or a buffer has a part in it."""
+        outside = [event for each in self._before(number) if isinstance(event := self._events[each], External)]
+        if any(event.kind in ("parameter", "buffer") for event in outside):
+            return ()
+        return tuple(dict.fromkeys(event.name for event in outside if event.kind == "batch"))
 
     def _made_from(self, root: _Root) -> list[Written | External]:
         """Return the values from which the root was made, nearest first; of an external tensor also those beside it."""

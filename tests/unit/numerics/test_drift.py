@@ -16,7 +16,7 @@ from torch_release import RELEASE
 
 from amp_recipes.data import to_device
 from amp_recipes.numerics.drift.drift import ModuleDrift, drift
-from amp_recipes.numerics.drift.own_ops import CallDtypes, OwnOps
+from amp_recipes.numerics.drift.own_ops import CallDtypes, OwnOps, hookable
 from amp_recipes.numerics.drift.watch import Inside, Measure
 from amp_recipes.numerics.trial import Trial, gradient_error, plain_trial
 from amp_recipes.numerics.watch.observe import OpWatch
@@ -335,12 +335,13 @@ class Everything(nn.Module):
 
 def measured(trial: Trial, window, dtype=BF16, names=None):
     """The reference run with the instruments on."""
-    dtypes = CallDtypes(trial.modules)
+    modules = hookable(trial.modules)
+    dtypes = CallDtypes(modules)
     trial.run(window, dtype, watch=[dtypes])
-    own_ops = OwnOps(trial.modules, dtypes, dtype, trial.device)
-    names = [name for name, _ in trial.modules.named_modules()] if names is None else names
+    own_ops = OwnOps(modules, dtypes, dtype, trial.device)
+    names = list(modules) if names is None else names
     inside = Inside(trial.modules)
-    measure = Measure(trial.modules, names, own_ops, set())
+    measure = Measure(modules, names, own_ops, set())
     return trial.run(window, watch=[OpWatch(inside.at, inside.saw), measure])
 
 

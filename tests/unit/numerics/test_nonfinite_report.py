@@ -275,6 +275,16 @@ def test_a_changed_script_is_told(tmp_path):
     assert f"torch is {torch.__version__} here; it was 1.0" in replay.compared_with(report)
 
 
+def test_another_command_line_is_told(tmp_path):
+    command = {"script": "train.py", "words": ["a.yaml", "--precision=fp16", "--api_key=x"], "cwd": str(tmp_path)}
+    replay = read_replay(write(tmp_path, [], command=command))
+    report = NonfiniteReport("not replayable", "finite", torch.float32, 1.0)
+    for same in (["a.yaml", "--precision=fp16", "--replay", "there"], ["a.yaml", "--precision=fp16", "--replay=there"]):
+        assert "command line" not in replay.compared_with(report, same)
+    told = replay.compared_with(report, ["a.yaml", "--width=3", "--replay", "there"])
+    assert "(--precision=fp16 is missing here; --width=3 is new)" in told and "api_key is" not in told
+
+
 def test_only_a_script_of_the_working_folder_is_vouched_for(tmp_path, monkeypatch, subtests):
     here, run = tmp_path / "here", tmp_path / "here" / "results" / "run"
     for file in ("here/train.py", "here/package/train.py", "here/results/run/train.py", "elsewhere/train.py"):

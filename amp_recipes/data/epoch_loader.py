@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from amp_recipes.data.buckets import EpochBatches
 from amp_recipes.data.engine import Engine, EnginePass, Engines, options_of_workers, poll_seconds
 from amp_recipes.data.loader_faults import Iteration, read_fault
-from amp_recipes.data.order import EpochOrder, Task
+from amp_recipes.data.order import EpochOrder, RecentIndices, Task
 from amp_recipes.data.reading import Failure, Reader, collate_as_it_is
 from amp_recipes.data.sample_draws import held_generators
 from amp_recipes.data.samplers import EpochShuffle, epoch_seed, samplers_of, shares_itself
@@ -49,6 +49,7 @@ class EpochLoader(DataLoader):
         self._position = _Position()
         self._resumed: _Position | None = None  # where the next iteration begins; None: at the epoch's first sample
         self._engines = Engines()
+        self._pass: _Pass | None = None
 
     # ------------------------------------------------------------------ the place
 
@@ -93,6 +94,20 @@ class EpochLoader(DataLoader):
         """The number of batches of this rank before the present position in the epoch."""
         return self._position.batches
 
+    def indices_of(self, batch: int) -> list[Any] | None:
+        """The indices in the dataset of a batch of this rank, by its number in the epoch; None if they are not known.
+
+        If the user's sampler makes the order, only the latest batches are known.
+        """
+        begun = self._pass
+        if begun is None or batch < begun.batches or not (self._own_batches or self.batch_size):
+            return None
+        if begun.recent is not None:
+            found = begun.recent.of(batch)
+        else:
+            found = begun.order.indices(begun.samples, batch - begun.batches)
+        return None if found is None else list(found)
+
     # ------------------------------------------------------------------ iterating
 
     def __len__(self) -> int:
@@ -116,10 +131,14 @@ class EpochLoader(DataLoader):
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         iteration = Iteration(self.name, self.dataset, engine.workers)
         done: dict[int, int] = {}
-        engine.loader.sampler.iterator = self._order().tasks(start.samples, iteration.in_flight, done)
+        order = self._order()
+        engine.loader.sampler.iterator = order.tasks(start.samples, iteration.in_flight, done)
+        listed_again = order.is_fixed and (self.in_order or not self.num_workers)
+        recent = None if listed_again else RecentIndices(start.batches)
+        self._pass = _Pass(order, start.samples, start.batches, recent)
         protect = not self.num_workers and engine.loader.dataset.draws
         batches = self._engines.begin(self, engine, iteration, protect)
-        return _EpochIterator(self, batches, self._position, iteration, done)
+        return _EpochIterator(self, batches, self._position, iteration, done, recent)
 
     def close(self) -> None:
         """End all workers now, and the passes that use them; the next iteration starts new ones."""
@@ -183,6 +202,15 @@ class _Position:
     generators: dict[str, Any] | None = None
 
 
+class _Pass(NamedTuple):
+    """The order of the latest pass, from the place on where it began: after so many samples and batches."""
+
+    order: EpochOrder
+    samples: int
+    batches: int
+    recent: RecentIndices | None
+
+
 class _Tasks:
     """The sampler of torch's loader: gives what `iterator` holds when an iteration begins."""
 
@@ -196,9 +224,15 @@ class _EpochIterator:
     """The batches of one pass, as `EpochLoader` hands them out."""
 
     def __init__(
-        self, loader: EpochLoader, batches: EnginePass, position: _Position, iteration: Iteration, done: dict
+        self,
+        loader: EpochLoader,
+        batches: EnginePass,
+        position: _Position,
+        iteration: Iteration,
+        done: dict,
+        recent: RecentIndices | None,
     ) -> None:
-        self._loader, self._batches = loader, batches
+        self._loader, self._batches, self._recent = loader, batches, recent
         self._position, self._iteration, self._done = position, iteration, done
         self._failed: int | None = None  # the number of a batch with a sample that could not be read
 
@@ -228,6 +262,8 @@ class _EpochIterator:
         return batch
 
     def _hand_out(self, number: int) -> None:
-        del self._iteration.in_flight[number]
+        task = self._iteration.in_flight.pop(number)
+        if self._recent is not None:
+            self._recent.add(task.indices)
         self._position.samples = self._done.pop(number)
         self._position.batches += 1

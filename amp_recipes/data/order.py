@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import SequentialSampler
@@ -13,6 +15,7 @@ from amp_recipes.data.buckets import EpochBatches
 from amp_recipes.data.sample_draws import DrawStream, SampleSeeds
 from amp_recipes.data.samplers import EpochShuffle, rank_batches, rank_groups
 
+_REMEMBERED = 64  # batches, more than a window has, whose result comes one window later
 _QUIET = (EpochShuffle, SequentialSampler, list, tuple, range)  # samplers that draw nothing from global generators
 
 
@@ -22,6 +25,27 @@ class Task(NamedTuple):
     number: int
     epoch: int
     indices: Any
+
+
+class RecentIndices:
+    """The indices of the latest batches that were read.
+
+    first: the number of the first batch in the epoch; ahead: how many are read before they are handed out.
+    """
+
+    def __init__(self, first: int, ahead: int = 0) -> None:
+        self._next = first
+        self._latest: deque[Any] = deque(maxlen=_REMEMBERED + ahead)
+
+    def add(self, indices: Any) -> None:
+        """Remember the indices of the next batch."""
+        self._latest.append(indices)
+        self._next += 1
+
+    def of(self, number: int) -> Any:
+        """Return the indices of a batch, by its number in the epoch; None if they are not remembered."""
+        place = number - (self._next - len(self._latest))
+        return self._latest[place] if 0 <= place < len(self._latest) else None
 
 
 @dataclass(frozen=True)
@@ -42,6 +66,16 @@ class EpochOrder:
     seed: int
     epoch: int
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it can be listed again at any time, without calling anything of the user's."""
+        return isinstance(self.source, EpochBatches) or type(self.source) in _QUIET
+
+    def indices(self, start: int, number: int) -> Any:
+        """The indices of batch `number` after the first `start` samples of all ranks; None if there are not so many."""
+        found = next(islice(self._batches(start), number, None), None)
+        return None if found is None else found[0]
+
     def tasks(self, start: int, in_flight: dict[int, Task], done: dict[int, int]) -> Iterator[Task]:
         """The batches after the first `start` samples of all ranks.
 
@@ -54,9 +88,8 @@ class EpochOrder:
             yield task
 
     def _batches(self, start: int) -> Iterator[tuple[Any, int]]:
-        quiet = isinstance(self.source, EpochBatches) or type(self.source) in _QUIET
         # The user's samplers draw from the global generators, which are the model's: here they get their own.
-        draws = nullcontext() if quiet else DrawStream(SampleSeeds(self.seed, self.epoch), "sampler")
+        draws = nullcontext() if self.is_fixed else DrawStream(SampleSeeds(self.seed, self.epoch), "sampler")
         scale = self.world_size if self.already_shared else 1
         batches = self._shared(start // scale)
         while True:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from amp_recipes.data.dynamic_items import forget_skipping, is_plain_loader
 from amp_recipes.data.sample_draws import draws_nothing, held_generators
+from amp_recipes.data.sample_names import forget_recorded, recorded
 from amp_recipes.data.samplers import samplers_of
 from amp_recipes.data.streams import StreamLoader
 from amp_recipes.state.preserved import has_state
@@ -135,6 +136,7 @@ def _stream_cannot_tell(loader: StreamLoader) -> str | None:
 
 def _from_dataloader(loader: DataLoader, step: int, state: Mapping[str, Any]) -> Iterator[Any]:
     forget_skipping(loader)
+    forget_recorded(loader)
     generators = held_generators(loader, *samplers_of(loader))
     _set_states(generators, state.get("generators", {}))
     if generators:
@@ -144,7 +146,14 @@ def _from_dataloader(loader: DataLoader, step: int, state: Mapping[str, Any]) ->
         return iter(loader)
     if step and _can_skip(loader):
         return _skipped(loader, step)
-    return _replayed(loader, step)
+    return _replayed(_skipped(loader, 0) if _can_be_recorded(loader) else loader, step)
+
+
+def _can_be_recorded(loader: DataLoader) -> bool:
+    """Whether an equal loader, whose sampler remembers what it gave, may take its place for an epoch."""
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        return False
+    return not loader.persistent_workers
 
 
 def _replayed(loader: Iterable[Any], step: int) -> Iterator[Any]:
@@ -157,7 +166,7 @@ def _replayed(loader: Iterable[Any], step: int) -> Iterator[Any]:
 def _skipped(loader: DataLoader, step: int) -> Iterator[Any]:
     """Return `iter(loader)` with its sampler advanced by `step` batches."""
     source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    skipping = _Skipping(source, step)
+    skipping = _Skipping(loader, source, step)
     order = {"sampler": skipping, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": skipping}
     names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator", "prefetch_factor")
     same = {name: getattr(loader, name) for name in (*names, "multiprocessing_context", "in_order")}
@@ -169,8 +178,8 @@ def _skipped(loader: DataLoader, step: int) -> Iterator[Any]:
 class _Skipping:
     """A sampler that has given its first `step` items before; iterated once."""
 
-    def __init__(self, source: Iterable[Any], step: int) -> None:
-        self._source, self._step = source, step
+    def __init__(self, loader: DataLoader, source: Iterable[Any], step: int) -> None:
+        self._loader, self._source, self._step = loader, source, step
         self._items: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -183,9 +192,10 @@ class _Skipping:
     def skip(self) -> None:
         """Take the first items now, unless they are taken."""
         if self._items is None:
-            self._items = iter(self._source)
-            for _ in islice(self._items, self._step):
+            items = iter(self._source)
+            for _ in islice(items, self._step):
                 pass
+            self._items = recorded(self._loader, items, self._step)
 
 
 def _can_skip(loader: DataLoader) -> bool:

@@ -15,7 +15,8 @@ from amp_recipes.data.order import Task
 from amp_recipes.data.sample_draws import SampleSeeds, draws_nothing
 from amp_recipes.data.workers import Workers
 
-_LISTS = ("samples", "files", "paths", "imgs", "items")  # names that torchvision, torchaudio and many recipes use
+# Names that torchvision, torchaudio and many recipes use.
+_LISTS = ("samples", "files", "paths", "imgs", "items", "filenames", "file_paths", "image_paths", "audio_paths")
 
 
 @dataclass(frozen=True)
@@ -136,11 +137,17 @@ def describe_sample(dataset: Any, index: Any) -> str:
     """`sample 17 (data/a.wav)`: the index, and its file if the dataset names it."""
     if isinstance(index, list):
         return samples_of(index)
+    file = file_of(dataset, index)
+    return f"sample {index}" + (f" ({file})" if file is not None else "")
+
+
+def file_of(dataset: Any, index: Any) -> str | None:
+    """The file of a sample, if the dataset names it."""
     try:
         file = _file_of(dataset, index)
     except Exception:  # this only adds to a message
-        file = None
-    return f"sample {index}" + (f" ({file})" if file is not None else "")
+        return None
+    return None if file is None else str(file)
 
 
 def samples_of(indices: Any) -> str:
@@ -169,6 +176,10 @@ def _file_of(dataset: Any, index: Any) -> Any:
         part = bisect_right(dataset.cumulative_sizes, index)
         before = dataset.cumulative_sizes[part - 1] if part else 0
         return _file_of(dataset.datasets[part], index - before)
+    if isinstance(dataset, list | tuple):
+        return _first_path(dataset[index])
+    if isinstance(getattr(dataset, "data", None), dict) and hasattr(dataset, "data_ids"):  # SpeechBrain's
+        return _first_path(dataset.data[dataset.data_ids[index]])
     for name in _LISTS:
         entries = getattr(dataset, name, None)
         if isinstance(entries, Sequence) and not isinstance(entries, str) and len(entries) == len(dataset):

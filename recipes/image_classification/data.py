@@ -56,7 +56,7 @@ def check_classes(file: Path, classes: Sequence[str]) -> None:
     trained = json.loads(file.read_text())
     if trained != list(classes):
         found = f"the images have the classes {list(classes)}, but the run was trained on {trained} ({file})"
-        raise DataError(f"{found}. Restore the folders of the training's images, or train again.")
+        raise DataError(f"{found}. Restore the folders of the training's images, or train in another --output_folder.")
 
 
 class ImageTensors(Dataset):

@@ -8,7 +8,7 @@ import json
 
 import torch
 import torch.nn.functional as F
-from data import CLASSES_FILE
+from data import CLASSES_FILE, check_classes
 
 from amp_recipes import Brain, Stage, create_experiment_directory, load_hparams, parse_arguments
 
@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> None:
     images = hparams["images"]
     brain = ImageClassifier(hparams["modules"], hparams["opt_class"], hparams, run_opts)
     if classes_file := brain.output_path(CLASSES_FILE):
+        if run_opts.resume != "never":
+            check_classes(classes_file, images.classes)
         classes_file.write_text(json.dumps(images.classes))
     loader_kwargs = hparams["loader_kwargs"]
     brain.fit(

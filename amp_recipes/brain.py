@@ -6,6 +6,7 @@ loader, a `Window` for each update.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -33,8 +34,10 @@ from amp_recipes.config.experiment import (
     LOG_FILE,
     ORIGINAL_FILE,
     OVERRIDES_FILE,
+    PINS_FILE,
     RESOLVED_FILE,
     going_on_in,
+    write_pins,
 )
 from amp_recipes.data import batch_length
 from amp_recipes.errors import RecipeError
@@ -65,7 +68,7 @@ else:
 logger = logging.getLogger(__name__)
 
 _FILES_OF_THE_RUN = {
-    *(ORIGINAL_FILE, RESOLVED_FILE, OVERRIDES_FILE, ENVIRONMENT_FILE, LOG_FILE),
+    *(ORIGINAL_FILE, RESOLVED_FILE, OVERRIDES_FILE, PINS_FILE, ENVIRONMENT_FILE, LOG_FILE),
     *("metrics.jsonl", "metrics.taken_again.jsonl", "summary.json", "save"),
 }
 
@@ -133,7 +136,11 @@ class Brain(OptionFields):
         for name, value in without(hidden, run.plan.resolved_options()).items():
             setattr(self, name, value)
         settings.note_effect()
-        run.open_folder(checkpointer, lambda: ensure_experiment_directory(settings.output_folder, loaded, options))
+        run.open_folder(
+            checkpointer,
+            lambda: ensure_experiment_directory(settings.output_folder, loaded, options),
+            functools.partial(write_pins, settings.output_folder),
+        )
         self.checkpointer = run.checkpoints.checkpointer if checkpointer is None else checkpointer
         run.remember_recipe(set(vars(self)) - of_the_subclass)
 
@@ -356,7 +363,7 @@ class Brain(OptionFields):
         train_loader_kwargs: Mapping[str, Any] = {},
         precisions: str | Sequence[str] = (),
         tolerance: float | None = None,
-        steps: int = 200,
+        steps: int = 100,
         minutes: float = 5.0,
         windows: int = 8,
     ) -> Diagnosis:
@@ -365,9 +372,11 @@ class Brain(OptionFields):
         train_set, train_loader_kwargs: as for `fit`. precisions: names of the precisions to test; by default the run's
         own, and bf16 besides fp16 (both if the run is fp32). tolerance: bound on the relative error of the gradient
         (default: a fifth of the difference between batches, and at least ten times the precision's eps). steps: maximum
-        number of training steps to prove a set of pins. minutes: approximate time limit. windows: number of windows.
+        number of training steps to prove a set of pins. minutes: approximate time limit.
+        windows: number of windows.
         Uses the weights of the newest checkpoint of `output_folder`, or of `init_from`, if there is one.
-        With `output_folder`, `diagnosis.json` and `diagnosis.png` are written there. The verdict is `str(result)`.
+        With `output_folder`, `diagnosis.json` and `diagnosis.png` are written there. The verdict is `str(result)`;
+        `result.status` is 0 (safe as the run is set), 1 (not safe) or 2 (not decided).
         Raises DataError if there are not three windows, RecipeError inside `fit`.
         """
         run = self.__run
@@ -377,7 +386,7 @@ class Brain(OptionFields):
 
     @property
     def step(self) -> int:
-        """Number of finished batches of the running stage; a recipe may set it."""
+        """Number of batches of the running stage so far; the loop counts them, whatever a recipe assigns."""
         return self.__run.current.step
 
     @step.setter

@@ -33,13 +33,14 @@ class StepRecord:
     memory_bytes: int | None  # peak allocated on the device so far; None if the device does not report it
     wall_time: float  # seconds since 1970 (UTC)
     recovery: str | None = None  # during the recovery from a spike: the value of `on_spike`
+    underflow: float | None = None  # share of the gradients that only fp16 makes zero, where it was measured
+    # If the run pinned a module after it: its "module", the "step" of its report, "op" and "line".
+    pinned: dict[str, str | int | None] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record as one flat object of `metrics.jsonl`; has `recovery` only during a recovery."""
+        """Return the record as one object of `metrics.jsonl`; has the last three only where there are any."""
         record = {"kind": "step", **{name: getattr(self, name) for name in self.__slots__}}
-        if self.recovery is None:
-            del record["recovery"]
-        return record
+        return _without_absent(record, ("recovery", "underflow", "pinned"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,13 @@ class StageRecord:
         return {"kind": "stage", **asdict(self)}
 
 
-_TOTALS = ("seconds", "training_seconds", "epochs", "samples", "samples_per_second", "last", "best")
+def _without_absent(record: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The record without those of the named fields that are None."""
+    return {name: value for name, value in record.items() if value is not None or name not in names}
+
+
+_COUNTS = ("backed_off_steps", "pinned", "spikes", "went_back", "underflow")  # of what not every run can have
+_TOTALS = ("seconds", "training_seconds", "epochs", "samples", "samples_per_second", "last", "best", "underflow")
 
 
 @dataclass(slots=True)
@@ -85,16 +92,21 @@ class RunSummary:
     peak_memory_of: str = "process"  # what the peak counts: the device's allocator, or the process
     last: dict[str, dict[str, float]] = field(default_factory=dict)  # stage -> loss and metrics
     best: dict[str, float | int] | None = None  # {"metric": value, "epoch": n} if a metric is watched
+    # Of the skipped steps, those that only the loss scale was too high for. None where no replay tells them apart.
+    backed_off_steps: int | None = None
+    # With `on_nonfinite: pin`, the pins that the run took: module, step, op, line of each. None without it.
+    pinned: list[dict[str, str | int | None]] | None = None
     # With the option `on_spike`; None without it.
     spikes: int | None = None  # number of spikes: a loss or gradient norm left its band, or nonfinite_patience ran out
     went_back: int | None = None  # number of times that the run went back to a checkpoint
+    # In fp16, where most gradients became zero that are not in fp32; None if it was not measured: share of all their
+    # elements, optimizer_step, scale, parameter that lost the largest share, parameter_share.
+    underflow: dict[str, float | str] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the summary as one JSON object, with the schema version; spikes only if they are counted."""
+        """Return the summary as one JSON object, with the schema version; a count only if it is made."""
         summary = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        if self.spikes is None:
-            del summary["spikes"], summary["went_back"]
-        return summary
+        return _without_absent(summary, _COUNTS)
 
     def totals(self) -> dict[str, Any]:
         """Return the totals that a resumed run continues to count."""

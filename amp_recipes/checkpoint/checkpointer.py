@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +30,6 @@ from amp_recipes.checkpoint.folder import (
     read_contents,
     remove_leftovers,
     verify_all,
-    warn_of_damage,
 )
 from amp_recipes.checkpoint.group import ALONE, CheckpointGroup, checkpoint_group
 from amp_recipes.checkpoint.loading import (
@@ -108,6 +106,7 @@ class Checkpointer:
         self._alone, self._rest_of = alone, rest_of
         self.recoverables: dict[str, Any] = {}
         self._last_number = 0
+        self._warned: set[str] = set()
         self._attach()
         for name, obj in (recoverables or {}).items():
             self.add_recoverable(name, obj)
@@ -321,7 +320,7 @@ class Checkpointer:
         if newest < 1:
             raise ConfigError(f"newest is {newest}; expected 1 or more.")
         checkpoints = self.list_checkpoints()
-        keep = numbers_to_keep(checkpoints, saved, min_keys, max_keys, num_to_keep, newest, verify_all)
+        keep = numbers_to_keep(checkpoints, saved, min_keys, max_keys, num_to_keep, newest, self._is_intact)
         for checkpoint in checkpoints:
             if checkpoint.number not in keep:
                 self.delete_checkpoint(checkpoint)
@@ -334,7 +333,24 @@ class Checkpointer:
         try:
             delete_folder(checkpoint.path)
         except OSError as error:
-            warnings.warn(f"Could not delete the old checkpoint {checkpoint.path}: {error}", stacklevel=3)
+            self._warn(f"Could not delete the old checkpoint {checkpoint.path}: {error}")
+
+    def _is_intact(self, path: Path) -> bool:
+        try:
+            verify_all(path)
+        except Damaged as error:
+            self._warn(f"Checkpoint {path} is damaged, so the next best is kept too: {error}.")
+            return False
+        return True
+
+    def _warn_of_damage(self, path: Path, what: str) -> None:
+        self._warn(f"Checkpoint {path} is damaged, so it is skipped: {what.rstrip('.')}.")
+
+    def _warn(self, text: str) -> None:
+        """Log a warning; the same one only once, though the folder is looked at for each save."""
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
 
     # ------------------------------------------------------------------ finding
 
@@ -346,7 +362,7 @@ class Checkpointer:
         self.wait()
         found, damaged = self._scan()
         for path, what in damaged.items():
-            warn_of_damage(path, what)
+            self._warn_of_damage(path, what)
         return found
 
     def find_checkpoint(self, min_key: str | None = None, max_key: str | None = None) -> Checkpoint | None:
@@ -396,7 +412,7 @@ class Checkpointer:
 
         found, candidates, damaged = group.on_main(look)
         for path, what in damaged.items():
-            warn_of_damage(path, what)
+            self._warn_of_damage(path, what)
         for chosen in candidates:
             # Each process knows the folder under its own path.
             chosen = Checkpoint(self.checkpoints_dir / chosen.path.name, chosen.number, chosen.meta)
@@ -404,7 +420,7 @@ class Checkpointer:
                 states = self._read_fitting(chosen, group)
             except Damaged as error:
                 damaged[chosen.path] = str(error)
-                warn_of_damage(chosen.path, str(error))
+                self._warn_of_damage(chosen.path, str(error))
                 continue
             self._load(chosen, states, group)
             return chosen

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,11 +208,6 @@ def _text_of(file: Path) -> str:
     if len(text) > _TEXT_CHARACTERS:
         raise ValueError(f"it has more than {_TEXT_CHARACTERS:,} characters")
     return text
-
-
-def warn_of_damage(path: Path, what: str) -> None:
-    """Say that a checkpoint is passed over."""
-    warnings.warn(f"Checkpoint {path} is damaged, so it is skipped: {what}.", stacklevel=3)
 
 
 def read_manifest(path: Path) -> dict[str, str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from amp_recipes.checkpoint.folder import Checkpoint, Damaged
+from amp_recipes.checkpoint.folder import Checkpoint
 from amp_recipes.errors import ConfigError
 
 
@@ -31,7 +30,7 @@ def numbers_to_keep(
     max_keys: Iterable[str] | None,
     num_to_keep: int,
     newest: int,
-    verify_all: Callable[[Path], object],
+    is_intact: Callable[[Path], bool],
 ) -> set[int]:
     """The numbers of the checkpoints that stay; see `Checkpointer.prune`. Raises ConfigError."""
     signs = [(key, -1) for key in _as_list(min_keys)] + [(key, +1) for key in _as_list(max_keys)]
@@ -41,7 +40,7 @@ def numbers_to_keep(
     if not signs:
         keep.update(checkpoint.number for checkpoint in checkpoints[:num_to_keep])
     for ranking in [_best_first(checkpoints, key, sign) for key, sign in signs]:
-        keep.update(_best_and_spare(ranking, num_to_keep, keep, saved.number, verify_all))
+        keep.update(_best_and_spare(ranking, num_to_keep, keep, saved.number, is_intact))
     return keep
 
 
@@ -72,7 +71,7 @@ def _best_first(checkpoints: list[Checkpoint], key: str, sign: int) -> list[Chec
 
 
 def _best_and_spare(
-    ranking: list[Checkpoint], count: int, kept: set[int], saved: int, verify_all: Callable[[Path], object]
+    ranking: list[Checkpoint], count: int, kept: set[int], saved: int, is_intact: Callable[[Path], bool]
 ) -> list[int]:
     """The numbers of the `count` best that are as they were written, and of damaged ones among them.
 
@@ -86,14 +85,7 @@ def _best_and_spare(
         if intact == count:
             break
         chosen.append(checkpoint.number)
-        try:
-            if checkpoint.number != saved:
-                verify_all(checkpoint.path)
-            intact += 1
-        except Damaged as error:
-            warnings.warn(
-                f"Checkpoint {checkpoint.path} is damaged, so the next best is kept too: {error}.", stacklevel=5
-            )
+        intact += checkpoint.number == saved or is_intact(checkpoint.path)
     return chosen
 
 

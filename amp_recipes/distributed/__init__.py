@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from amp_recipes.distributed.ddp import averaging, differing, evaluating, start_alike
     from amp_recipes.distributed.failures import collective, show_ranks_in_errors, timeout_text
     from amp_recipes.distributed.processes import (
+        alone,
+        at_own_pace,
         data_rank,
         data_world_size,
         host_group,
@@ -32,10 +34,13 @@ if TYPE_CHECKING:
     )
     from amp_recipes.distributed.rendezvous import launched
     from amp_recipes.distributed.sharing import is_sharded, keeping_gathered, leaves, no_sync, total, wrap
+    from amp_recipes.distributed.whole_model import whole, why_not_whole
 
 __all__ = [
     "AsyncGather",
     "agree",
+    "alone",
+    "at_own_pace",
     "averaging",
     "check",
     "collective",
@@ -65,6 +70,8 @@ __all__ = [
     "timeout_text",
     "total",
     "wait_for_all",
+    "whole",
+    "why_not_whole",
     "world_size",
     "wrap",
 ]

@@ -324,6 +324,25 @@ def evaluating(modules: nn.Module) -> Iterator[None]:
             replica.paused = paused
 
 
+@contextmanager
+def paused(modules: nn.Module) -> Iterator[None]:
+    """Inside this context, forwards and backwards of this process exchange nothing with the others."""
+    replicas, wrappers = _replicas(modules), [*_reducers(modules), *_of_the_recipe(modules)]
+    before = [(replica, "paused", replica.paused) for replica in replicas]
+    for wrapper in wrappers:
+        if isinstance(wrapper, _Reducer):
+            wrapper.expect_none()  # a forward may have come before, whose backward has not
+        names = ("require_backward_grad_sync", "require_forward_param_sync")
+        before += [(wrapper, name, getattr(wrapper, name)) for name in names]
+    for holder, name, _ in before:
+        setattr(holder, name, isinstance(holder, _Replica))
+    try:
+        yield
+    finally:
+        for holder, name, value in before:
+            setattr(holder, name, value)
+
+
 # ---------------------------------------------------------------------- what is wrapped
 
 

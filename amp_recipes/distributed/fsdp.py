@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from amp_recipes.distributed import torch_private
 from amp_recipes.distributed.gathered_dtype import GatheredDtype
@@ -27,7 +28,7 @@ from amp_recipes.distributed.tensor_parallel import divide, styles_of
 from amp_recipes.errors import ConfigError
 from amp_recipes.modules.blocks import chosen_blocks, has_parameters, repeated_blocks, with_forward
 from amp_recipes.modules.sharded import is_sharded as is_sharded_tensor
-from amp_recipes.modules.torch_private import parameters_of
+from amp_recipes.modules.torch_private import forward_hooks, forward_pre_hooks, parameters_of
 
 # torch.distributed.fsdp is imported where it is used: that takes 0.6 s, which only those who shard should pay.
 logger = logging.getLogger(__name__)
@@ -155,6 +156,50 @@ def keeping_gathered(modules: nn.Module) -> Iterator[None]:
     finally:
         for root in roots:
             root.set_reshard_after_backward(True)
+
+
+@contextmanager
+def gathered(modules: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Inside this context, modules and optimizers hold whole parameters, and calls of modules gather nothing.
+
+    All processes enter it together. What is written to the whole parameters is lost.
+    """
+    units = [module for module in modules.modules() if _gathers(module)]
+    for unit in units:
+        unit.reshard()
+    device = {id(each): torch_private.device_of_unit(unit) for unit in units for each in unit.parameters()}
+    with torch.no_grad():
+        whole = {
+            parameter: nn.Parameter(parameter.full_tensor().to(device[id(parameter)]), parameter.requires_grad)
+            for parameter in modules.parameters()
+            if is_sharded_tensor(parameter)
+        }
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    holders = [parameters_of(module) for module in modules.modules()] if whole else []
+    hooks = [hooks(unit) for unit in units for hooks in (forward_pre_hooks, forward_hooks)]
+    before = [(holder, dict(holder)) for holder in (*holders, *hooks)]
+    lists = [(group, list(group)) for group in groups]
+    for holder in holders:
+        holder.update({name: whole[each] for name, each in holder.items() if each in whole})
+    for register in hooks:
+        for key in [key for key, hook in register.items() if _is_fsdps(hook)]:
+            del register[key]
+    for group in groups:
+        group[:] = [whole.get(parameter, parameter) for parameter in group]
+    try:
+        yield
+    finally:
+        for holder, content in before:
+            holder.clear()
+            holder.update(content)
+        for group, content in lists:
+            group[:] = content
+
+
+def _is_fsdps(hook: Any) -> bool:
+    """Whether a hook on a unit's forward gathers, frees or casts what it gathers."""
+    owner = getattr(hook, "__self__", None)
+    return hook is _free_where_no_backward_follows or isinstance(owner, (GatheredDtype, torch_private.state_class()))
 
 
 def leaves(modules: nn.Module, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:

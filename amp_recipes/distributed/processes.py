@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from amp_recipes.distributed import failures
 from amp_recipes.distributed.rendezvous import SignOfLife, check_environment, launched, meet, minutes_text
-from amp_recipes.distributed.torch_private import default_store
+from amp_recipes.distributed.torch_private import default_group, default_store
 from amp_recipes.errors import ConfigError, ProcessError
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,10 @@ _timeout_minutes = DEFAULT_TIMEOUT_MINUTES
 _tensor_parallel = 1
 _store: dist.Store | None = None  # of this start of the run
 _host_groups: dict[dist.ProcessGroup, dist.ProcessGroup | None] = {}  # by the default group that it belongs to
+_groups_of_one: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # likewise
 _smallest_group = 2  # that counts as several processes
-_turns = 0  # of main_process_first
+_turns = 0  # of main_process_first and at_own_pace
+_own_rank: int | None = None  # while this process is alone
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -102,6 +104,8 @@ def treat_one_as_many() -> None:
 
 def rank() -> int:
     """This process's number among all; 0 where there is one process."""
+    if _own_rank is not None:
+        return _own_rank
     return dist.get_rank() if initialized() else int(os.environ.get("RANK", "0"))
 
 
@@ -226,6 +230,7 @@ def _end(pid: int) -> None:
     watch = failures.current_watch()
     watch.say_done()
     _host_groups.clear()
+    _groups_of_one.clear()
     gc.collect()
     # gloo's threads release the last tensors now, while the interpreter runs: they need it for that.
     time.sleep(0.02)
@@ -290,14 +295,73 @@ def _any_store() -> dist.Store:
 
 def _wait_for_first(store: dist.Store) -> str:
     """Wait until the first process is through; what went wrong, if anything did."""
-    seen, since, pause = -1, time.monotonic(), 0.02
     with failures.collective("waiting in main_process_first"):
-        while not store.check(["over"]):
-            count = store.add("alive", 0)
-            if count != seen:
-                seen, since = count, time.monotonic()
-            elif time.monotonic() - since > _timeout_minutes * 60:
-                return f"the first process gave no sign of life for {minutes_text(_timeout_minutes)}"
-            time.sleep(pause)
-            pause = min(1.0, pause * 1.5)
+        if not _wait(store, lambda: store.check(["over"])):
+            return f"the first process gave no sign of life for {minutes_text(_timeout_minutes)}"
         return store.get("over").decode()
+
+
+def _wait(store: dist.Store, is_over: Callable[[], bool]) -> bool:
+    """Wait until `is_over`; False if there is no sign of life for as long as a wait may take."""
+    seen, since, pause = -1, time.monotonic(), 0.02
+    while not is_over():
+        count = store.add("alive", 0)
+        if count != seen:
+            seen, since = count, time.monotonic()
+        elif time.monotonic() - since > _timeout_minutes * 60:
+            return False
+        time.sleep(pause)
+        pause = min(1.0, pause * 1.5)
+    return True
+
+
+@contextmanager
+def at_own_pace() -> Iterator[None]:
+    """Let each process run the block for as long as it takes, and wait at its end for the others.
+
+    As in `main_process_first`, only a process without a sign of life is given up. Raises ProcessError in the others if
+    one leaves by an exception.
+    """
+    global _turns
+    if not initialized():
+        yield
+        return
+    _turns += 1
+    store = dist.PrefixStore(f"pace/{_turns}", _any_store())
+    with SignOfLife(store, "alive"):
+        try:
+            yield
+        except BaseException as error:
+            store.set("failed", f"rank {rank()} failed there: {type(error).__name__}: {error}")
+            raise
+    count = store.add("ended", 1)
+    with failures.collective("waiting for work that each process does alone"):
+        if count < world_size() and not _wait(store, lambda: _all_have_ended(store)):
+            problem = f"another process gave no sign of life for {minutes_text(_timeout_minutes)}"
+            raise ProcessError(f"rank {rank()} waited for the others, but {problem}")
+    if store.check(["failed"]):
+        raise ProcessError(f"rank {rank()} waited for the others, but {store.get('failed').decode()}")
+
+
+def _all_have_ended(store: dist.Store) -> bool:
+    return store.add("ended", 0) == world_size() or store.check(["failed"])
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside this context, this process is the only one, for this package and for code that asks torch.distributed.
+
+    Collectives of the default group do what they do in one process.
+    """
+    global _own_rank
+    if not initialized():
+        yield
+        return
+    world, _own_rank = dist.group.WORLD, rank()
+    if world not in _groups_of_one:
+        _groups_of_one[world] = dist.new_group([_own_rank], use_local_synchronization=True)
+    try:
+        with default_group(_groups_of_one[world]):
+            yield
+    finally:
+        _own_rank = None

@@ -133,6 +133,18 @@ def device_of(mesh: dist.DeviceMesh) -> torch.device:
     return _fsdp_init._get_device_from_mesh(mesh)
 
 
+def device_of_unit(unit: nn.Module) -> torch.device:
+    """The device on which a module that is FSDP's computes."""
+    return unit._get_fsdp_state()._device
+
+
+def state_class() -> type:
+    """The class of which FSDP's hooks on a module are methods."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    return FSDPState
+
+
 def groups_of(unit: nn.Module) -> list[Any]:
     """The parameter groups of a module that is FSDP's."""
     return getattr(unit._get_fsdp_state(), _GROUPS)
@@ -200,6 +212,17 @@ def dtensor_like(value: Any, local: torch.Tensor) -> Any:
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of the group's collectives."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+@contextmanager
+def default_group(group: dist.ProcessGroup) -> Iterator[None]:
+    """Inside this context, `group` is the default one of torch.distributed."""
+    world = dist.group.WORLD
+    dist.group.WORLD = group
+    try:
+        yield
+    finally:
+        dist.group.WORLD = world
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

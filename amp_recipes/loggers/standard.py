@@ -15,11 +15,11 @@ def make_loggers(
 ) -> list[Logger]:
     """The framework's own loggers: records into `folder` where there is one, progress or else a line per epoch.
 
-    table: whether the summary is printed where progress is shown; else it is all that tells of a test, and always is.
+    table: whether the summary is printed.
     """
     loggers: list[Logger] = [ProgressLogger(interval_steps) if show_progress else EpochLogger()]
     if folder is not None:
         loggers.append(JsonlLogger(folder))
     if show_progress or folder is not None:
-        loggers.append(SummaryLogger(folder, table=table or not show_progress))
+        loggers.append(SummaryLogger(folder, table=table))
     return loggers

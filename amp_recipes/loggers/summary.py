@@ -49,10 +49,12 @@ def format_summary(summary: RunSummary) -> str:
     rows = {
         "precision": _precision(summary),
         "fp32 modules": _pins(summary.fp32_modules),
+        "pinned in the run": ", ".join(f"{pin['module']} (step {pin['step']})" for pin in summary.pinned or []),
         "device": summary.device,
         "time": _time(summary),
         "updates": _updates(summary),
         "spikes": _spikes(summary),
+        "underflow": _underflow(summary),
         "throughput": _throughput(summary),
         "peak memory": _memory(summary),
         **{stage: format_values(values) for stage, values in summary.last.items()},
@@ -91,6 +93,9 @@ def _updates(summary: RunSummary) -> str:
     skips = "none skipped"
     if summary.skipped_steps:
         skips = f"{summary.skipped_steps:,} skipped ({summary.skipped_steps / tried:.2%})"
+    if summary.skipped_steps and summary.backed_off_steps is not None:
+        faults = summary.skipped_steps - summary.backed_off_steps
+        skips += f": {summary.backed_off_steps:,} by the loss scale, {faults:,} not finite"
     return f"{summary.optimizer_steps:,}, {skips}"
 
 
@@ -98,6 +103,16 @@ def _spikes(summary: RunSummary) -> str:
     if not summary.spikes:
         return ""
     return f"{summary.spikes:,}, went back {'once' if summary.went_back == 1 else f'{summary.went_back:,} times'}"
+
+
+def _underflow(summary: RunSummary) -> str:
+    found = summary.underflow
+    if not found or not found["share"]:
+        return ""
+    return (
+        f"at most {found['share']:.2%} of the gradients (update {found['optimizer_step']:,}, loss scale "
+        f"{found['scale']:g}); {found['parameter_share']:.2%} of {found['parameter']}"
+    )
 
 
 def _throughput(summary: RunSummary) -> str:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from amp_recipes import distributed
 from amp_recipes.data import LoadingStopped, batch_length, loader_faults
+from amp_recipes.data.sample_names import forget_recorded
 from amp_recipes.errors import CheckpointError, DataError
 from amp_recipes.loop.loader_pass import Pass
+from amp_recipes.loop.rehearsal import BeforeStep
+from amp_recipes.loop.replays import NonfiniteBatches
 from amp_recipes.loop.window import Window
 from amp_recipes.precision.host_copy import HostFuture
 from amp_recipes.stage import Stage
@@ -27,24 +31,28 @@ def evaluate(run: Any, loader: Iterable[Any], stage: Stage, epoch: int | None) -
     if stage is Stage.VALID:
         position.validation_begins()
     run.start_pass(current, loader)
+    forget_recorded(loader)
     sharing = distributed.evaluating(run.modules)
-    posted: deque[tuple[HostFuture, float]] = deque()
+    posted: deque[_Evaluated] = deque()
+    nonfinite = NonfiniteBatches(run, current)
     with torch.no_grad(), run.ema.applied(), sharing, loader_faults(loader), suppress(LoadingStopped):
         for batch, counts in run.processes.to_evaluate(run.log.timed(run.feed.limited(loader)), current):
             if not counts:
                 with current.not_counting():
                     run.recipe.evaluate_batch(run.feed.to_device(batch), stage)
                 continue
-            posted.append(_evaluated(run, current, batch))
+            posted.append(_evaluated(run, nonfinite, batch, loader))
             if len(posted) > 2:  # two behind, so that the host reads what has long arrived
-                _add_loss(run, current, *posted.popleft())
+                _add_loss(run, nonfinite, posted.popleft())
             run.log.advance(1, batch_length(batch))
+        for evaluated in posted:
+            _add_loss(run, nonfinite, evaluated)
+        if not run.processes.is_to_end():
+            nonfinite.explain()
     if run.processes.is_to_end():
         _leave(run, current)
     if stage is Stage.VALID:
         position.validation_ends()
-    for future, weight in posted:
-        _add_loss(run, current, future, weight)
     if not any(distributed.gather(current.step)):
         raise DataError(f"the {stage.name.lower()} set has no batches")
     # Its hook sees the weights that were tested; that of a validation may save, and saves those that train.
@@ -54,19 +62,32 @@ def evaluate(run: Any, loader: Iterable[Any], stage: Stage, epoch: int | None) -
     return loss
 
 
-def _evaluated(run: Any, current: Pass, batch: Any) -> tuple[HostFuture, float]:
-    """The batch's loss, on its way to the host, and what it counts for."""
-    current.step += 1
+class _Evaluated(NamedTuple):
+    """A batch whose loss is on its way to the host, and what it counts for; before: what it takes to repeat it."""
+
+    loss: HostFuture
+    weight: float
+    before: BeforeStep | None
+
+
+def _evaluated(run: Any, nonfinite: NonfiniteBatches, batch: Any, loader: Iterable[Any]) -> _Evaluated:
+    current = nonfinite.current
+    current.step = done = current.step + 1
     weight = float(run.recipe.batch_weight(batch))
-    with run.fit.replays.blaming_precision([batch]):
+    before = nonfinite.before(batch, loader)
+    with run.fit.runnable.blaming_precision([batch]):
         loss = run.returned_loss(run.recipe.evaluate_batch(run.feed.to_device(batch), current.stage), "evaluate_batch")
+    current.step = done  # the recipe may count its steps, too
     current.sums.send(run.host)
     current.sums.take_in(but_newest=2)
-    return run.host.post(loss), weight
+    return _Evaluated(run.host.post(loss), weight, before)
 
 
-def _add_loss(run: Any, current: Pass, future: HostFuture, weight: float) -> None:
-    current.average.add(future.read()[0], weight, run.recipe.update_average)
+def _add_loss(run: Any, nonfinite: NonfiniteBatches, evaluated: _Evaluated) -> None:
+    loss = evaluated.loss.read()[0]
+    nonfinite.current.average.add(loss, evaluated.weight, run.recipe.update_average)
+    if not math.isfinite(loss):
+        nonfinite.note(evaluated.before)
 
 
 def _leave(run: Any, current: Pass) -> None:

@@ -16,6 +16,7 @@ from amp_recipes.interrupts import RunInterrupted
 from amp_recipes.loop.evaluation import evaluate
 from amp_recipes.loop.recovery.recovery import GoingBack
 from amp_recipes.loop.replays import Replays
+from amp_recipes.loop.runnable import Runnable
 from amp_recipes.loop.window import Shares, Window
 from amp_recipes.stage import Stage
 from amp_recipes.state.position import Position, Snapshot
@@ -39,7 +40,8 @@ class Fit:
     """One call of `fit`, from its first epoch or from where a checkpoint left it.
 
     loaders: by name, `train` and `valid` (None without a validation set); empty before and after the fit.
-    position: the place in it; replays: of its steps that went nonfinite.
+    position: the place in it; replays: of its steps that went nonfinite; runnable: tells
+    what the device cannot run.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Fit:
         self._stage_so_far: Mapping[str, float] = {}
         self._logs_at_save: Mapping[str, Any] = {}
         self.replays = Replays(run)
+        self.runnable = Runnable(run)
 
     @classmethod
     def of(cls, run: Any, call: FitCall) -> Fit:
@@ -188,6 +191,7 @@ class Fit:
         if not any(distributed.gather(current.step)):
             raise DataError(f"epoch {epoch}: the training set has no batches (is it an iterator that is used up?)")
         run.pending.settle()
+        self.replays.explain_skips()
         run.recovery.after_window()
         run.log.count_training()
         run.end_pass(current)
@@ -207,13 +211,15 @@ class Fit:
         window = Window(run, run.current, shares, len(batches), self.replays.before_step(batches))
         run.pending.open(window)
         run.task.watch.before_window(run, batches)
-        with self.replays.blaming_precision(batches, window.before):
+        with self.runnable.blaming_precision(batches, window.before):
             losses = window.take(batches)
         window.samples = shares.samples
         run.plan.updates.update_scale()
         run.plan.updates.drop_losses()
         run.log.advance(len(losses), window.samples)
         run.pending.end(losses, run.current.step, run.plain_losses)
+        self.replays.explain_skips(window)
+        run.pinning.after_window()
         if run.checks:
             run.check_first_windows()
         run.task.watch.after_window(run, losses)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from amp_recipes.errors import listed
+from amp_recipes.modules.unregistered import unregistered
 from amp_recipes.precision.optimizers import parameters_of_optimizer
 
 logger = logging.getLogger(__name__)
@@ -91,22 +91,9 @@ def _listed(parameters: Sequence[torch.Tensor], holder: object, modules: nn.Modu
 
 def _unregistered(holder: object, modules: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters that hang on the recipe itself, or in a list or dict that a module has: torch does not see them."""
-    places = [("self", holder), ("self.hparams", getattr(holder, "hparams", None)), *modules.named_modules()]
-    for where, owner in places:
-        for attribute, value in getattr(owner, "__dict__", {}).items():
-            if attribute.startswith("_") and isinstance(owner, nn.Module):  # a module's own registers
-                continue
-            yield from _below(f"{where}.{attribute}", value, depth=2)
-
-
-def _below(name: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Parameter]]:
-    if isinstance(value, nn.Parameter):
-        yield name, value
-    elif isinstance(value, nn.Module):
-        yield from ((f"{name}.{below}", parameter) for below, parameter in value.named_parameters())
-    elif depth and isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _below(f"{name}[{index}]", item, depth - 1)
-    elif depth and isinstance(value, dict):
-        for key, item in value.items():
-            yield from _below(f"{name}[{key!r}]", item, depth - 1)
+    holders = {"self": holder, "self.hparams": getattr(holder, "hparams", None)}
+    for name, found in unregistered(modules, holders).items():
+        if isinstance(found, nn.Parameter):
+            yield name, found
+        else:
+            yield from ((f"{name}.{below}", each) for below, each in found.named_parameters(recurse=False))

@@ -13,17 +13,19 @@ from amp_recipes.precision import Update
 class Totals:
     """Counts of the whole run.
 
-    optimizer_step: updates taken; skipped_steps: updates skipped; fits: calls of `fit` that began and did not fail;
-    trained: whether this process has trained.
+    optimizer_step: updates taken; skipped_steps: updates skipped; backed_off_steps: those of them that only the fp16
+    loss scale was too high for, as a replay has shown; fits: calls of `fit` that began and did not fail; trained:
+    whether this process has trained.
     """
 
     def __init__(self) -> None:
-        self.optimizer_step = self.skipped_steps = self.fits = 0
+        self.optimizer_step = self.skipped_steps = self.backed_off_steps = self.fits = 0
         self.trained = False
 
     def load(self, state: Mapping[str, int]) -> None:
         """Continue counting from the totals in a checkpoint."""
         self.optimizer_step, self.skipped_steps = state["optimizer_step"], state["skipped_steps"]
+        self.backed_off_steps = state.get("backed_off_steps", 0)  # absent in checkpoints of before there were any
 
     @contextmanager
     def fit(self) -> Iterator[None]:
@@ -108,6 +110,8 @@ class StepLog:
             optimizer_step=run.totals.optimizer_step,
             skipped_steps=run.totals.skipped_steps,
             samples=window.samples,
+            underflow=run.underflow.share,
+            pinned=window.pinned,
         )
 
 
@@ -120,10 +124,26 @@ class Skips:
     def on_update(self, update: Update, window: Window) -> None:
         """Count it; a skipped one may be replayed, to name its cause."""
         run = self._run
-        cause = "" if update.taken else run.fit.replays.cause_of_skip(update, window)
-        where = window.in_pass or run.current
-        run.plan.patience.observe(update, lambda: where.where(window.step), run.totals.skipped_steps, cause)
+        patience, place = run.plan.patience, window.in_pass or run.current
+        where = lambda: place.where(window.step)  # noqa: E731
+        if update.taken:
+            run.fit.replays.note_taken(update)
+            patience.observe(update, where, run.totals.skipped_steps)
+            return
+        skip = run.fit.replays.judge(update, window)
+        run.totals.backed_off_steps += skip.is_fault is False
+        if skip.is_fault and patience.may_back_off(update):
+            run.plan.scaler.put_back(update.scale)
+        if skip.pin is None:
+            patience.observe(update, where, run.totals.skipped_steps, skip.cause, skip.is_fault)
+        else:  # its cause is gone
+            window.pinned = skip.pin
+            run.pinning.take(skip.pin, where())
 
     def on_window(self, window: Window) -> None:
-        """Raise NonfiniteError if patience is exhausted: only now, so that the window is in the log."""
-        self._run.plan.patience.check()
+        """Raise NonfiniteError if patience is exhausted: only now, so that the window is in the log.
+
+        Several processes raise it together, in `explain_skips`.
+        """
+        if not self._run.processes.many:
+            self._run.plan.patience.check()

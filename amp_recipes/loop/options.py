@@ -26,17 +26,25 @@ class OptimizationOptions:
     grad_accumulation_factor: int = option(1, "Batches per update (gradient accumulation).", AT_LEAST_ONE)
     nonfinite_patience: int = option(
         3,
-        "End the run after this many nonfinite updates in a row. In fp16, only those at the floor of the loss scale "
-        "count.",
+        "End the run after this many nonfinite updates in a row. In fp16, those that only the loss scale was too high "
+        "for do not count.",
         AT_LEAST_ONE,
         rare=True,
     )
     locate_nonfinite: bool = option(
         True,
-        "Repeat a nonfinite step to find where the first NaN or Inf appeared, and save it for `amp-recipes replay`. "
-        "`false`: record nothing.",
-        changes_training=False,
+        "Repeat a nonfinite step, or batch of an evaluation, to find where the first NaN or Inf appeared, and save it "
+        "for `amp-recipes replay`. `false`: record nothing, and in fp16 take every overflow for a loss scale that is "
+        "too high.",
         rare=True,
+    )
+    on_nonfinite: Literal["off", "pin"] = option(
+        "off",
+        "What to do about a nonfinite step that is finite in fp32: with `pin`, the module in which it began is pinned "
+        "to fp32 from then on, if a repeated step proves that this helps. Needs one process and `locate_nonfinite`.",
+    )
+    pin_limit: int = option(
+        5, "Maximum number of modules that `on_nonfinite: pin` pins in a run.", AT_LEAST_ONE, rare=True
     )
     optimizer_step_limit: int | None = option(
         None, "Stop training after this many updates, over all epochs.", AT_LEAST_ONE

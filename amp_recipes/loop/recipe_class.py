@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from inspect import isroutine
-from types import SimpleNamespace
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import isroutine, unwrap
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -14,9 +15,43 @@ from amp_recipes.errors import RecipeError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
+# What the loop calls, and a recipe may define.
+HOOKS = (
+    *("compute_forward", "compute_objectives", "fit_batch", "evaluate_batch", "batch_weight", "update_average"),
+    *("init_optimizers", "freeze_optimizers", "on_fit_start", "on_evaluate_start", "on_stage_start", "on_stage_end"),
+    *("on_fit_batch_start", "on_fit_batch_end"),
+)
+# Hooks of other frameworks, which the loop does not call, and what does their work here.
+_STEP = "compute_forward and compute_objectives"
+_FOREIGN = {
+    **dict.fromkeys(("training_step", "validation_step", "test_step"), _STEP),
+    "configure_optimizers": "opt_class, or init_optimizers",
+    **dict.fromkeys(("on_train_start", "on_train_begin"), "on_fit_start"),
+    **dict.fromkeys(
+        (
+            "on_epoch_start",
+            "on_epoch_begin",
+            "on_train_epoch_start",
+            "on_validation_start",
+            "on_validation_epoch_start",
+        ),
+        "on_stage_start",
+    ),
+    **dict.fromkeys(("on_test_start", "on_test_epoch_start"), "on_stage_start"),
+    **dict.fromkeys(
+        ("on_epoch_end", "on_train_epoch_end", "on_validation_end", "on_validation_epoch_end", "on_test_epoch_end"),
+        "on_stage_end",
+    ),
+    **dict.fromkeys(("training_epoch_end", "validation_epoch_end", "test_epoch_end", "on_test_end"), "on_stage_end"),
+    **dict.fromkeys(("on_train_batch_start", "on_batch_begin"), "on_fit_batch_start"),
+    **dict.fromkeys(("on_train_batch_end", "on_batch_end"), "on_fit_batch_end"),
+}
+_NEAR = 0.88  # `fit_bacth` is this near to `fit_batch`; `compute_forward_pass` is a name of its own
+
 
 def check_class(recipe_class: type, base: type) -> None:
-    """Raise RecipeError if the recipe's class gives a public name of `base` (Brain) another meaning."""
+    """Raise RecipeError if the recipe's class misspells a hook, or gives a public name of `base` another meaning."""
+    _check_hooks([kind for kind in recipe_class.__mro__ if kind not in base.__mro__])
     for name, meant in vars(base).items():
         own = getattr(recipe_class, name)
         if not name.startswith("_") and own is not meant:
@@ -27,6 +62,41 @@ def check_class(recipe_class: type, base: type) -> None:
             raise _other_meaning(recipe_class, name, "a method", "an attribute")
         if isinstance(own, property) and own.fset is None:
             raise _other_meaning(recipe_class, name, "a property without a setter", "an attribute")
+
+
+def _check_hooks(recipe_classes: Sequence[type]) -> None:
+    """Raise RecipeError for a method that nothing calls and that has nearly the name of a hook.
+
+    Warn of one that has the name of another framework's hook. A helper of the recipe is mentioned somewhere in its
+    class.
+    """
+    methods = {name: own for kind in reversed(recipe_classes) for name, own in vars(kind).items() if isroutine(own)}
+    missing = [name for name in HOOKS if name not in methods]
+    foreign = sorted(methods.keys() & _FOREIGN.keys())
+    for name in foreign:
+        if name not in _mentioned(methods.values()):
+            kind = recipe_classes[0].__name__
+            logger.warning("%s.%s is not called: here, use %s instead.", kind, name, _FOREIGN[name])
+    for name in sorted(methods.keys() - set(HOOKS) - set(foreign)):
+        near = [] if name.startswith("_") else get_close_matches(name, missing, 1, _NEAR)
+        if near and name not in _mentioned(methods.values()):
+            kind = recipe_classes[0].__name__
+            raise RecipeError(
+                f"{kind}.{name} is not called by the loop, nor by {kind}. Did you mean {near[0]}? If it is a helper "
+                "for other code, give it a name that is less like a hook's."
+            )
+
+
+def _mentioned(methods: Iterable[Any]) -> set[str]:
+    """All names and strings in the code of these methods."""
+    found: set[str] = set()
+    codes = [getattr(unwrap(getattr(method, "__func__", method)), "__code__", None) for method in methods]
+    while codes:
+        code = codes.pop()
+        if code is not None:
+            found.update(code.co_names, (value for value in code.co_consts if isinstance(value, str)))
+            codes += [value for value in code.co_consts if isinstance(value, CodeType)]
+    return found
 
 
 def _check_meaning(recipe_class: type, name: str, own: Any, meant: Any) -> None:

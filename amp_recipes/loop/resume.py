@@ -87,14 +87,18 @@ class LoopState:
             "stage_so_far": run.log.so_far if in_training else {},
             "optimizer_step": run.totals.optimizer_step,
             "skipped_steps": run.totals.skipped_steps,
+            "backed_off_steps": run.totals.backed_off_steps,
             "average": run.train_pass.average.state_dict(),
             "metrics": run.train_pass.sums.state_dict(),
             "summary": run.summary.totals(),
             "total_updates": run.schedulers.total_updates,
             "watch": run.best.state_dict(),
             "patience": run.plan.patience.state_dict(),
+            "replays": run.fit.replays.state_dict(),
             "logs": run.log.state_dict(),
+            **run.underflow.state_dict(),
             **run.recovery.numbers(),
+            **run.pinning.numbers(),
             **run.task.watch.state_dict(),
         }
 
@@ -115,7 +119,10 @@ class LoopState:
             )
         run.best.load_state_dict(state["watch"])
         run.plan.patience.load_state_dict(state["patience"])
+        run.fit.replays.load_state_dict(state.get("replays", {"count": 0}))  # absent in older checkpoints
+        run.underflow.take_numbers(state)
         run.recovery.take_numbers(state)
+        run.pinning.take_numbers(state)
         run.task.watch.load_state_dict(state)
 
     def _own_part(self, states: list[dict[str, Any]]) -> dict[str, Any]:

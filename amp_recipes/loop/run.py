@@ -38,12 +38,14 @@ from amp_recipes.loop.gradient_reach import GradientReach
 from amp_recipes.loop.listeners import Averages, Rates, Skips, StepLog, StepsByHand, Totals
 from amp_recipes.loop.loader_pass import Pass
 from amp_recipes.loop.processes import ManyProcesses, OneProcess
+from amp_recipes.loop.recovery.pinning import Pinning
 from amp_recipes.loop.recovery.recovery import recovery_of
 from amp_recipes.loop.resume import Resume
 from amp_recipes.loop.saving import Saving
 from amp_recipes.loop.schedulers import Schedulers
 from amp_recipes.loop.settings import Settings
 from amp_recipes.loop.stopping import MetricWatch
+from amp_recipes.loop.underflow import UnderflowWatch
 from amp_recipes.loop.window import PendingWindows, Window
 from amp_recipes.modules.devices import queues_work
 from amp_recipes.precision import PrecisionPlan, as_scalar, check_optimizers
@@ -110,13 +112,19 @@ class Run:
         self.summary = self._new_summary()
         self.log = self.idle_log = RunLog([], self.summary, self.device, settings.log_interval_steps)
         self.recovery = recovery_of(self)
+        self.pinning = Pinning(self)
         # In the order in which they are called after an update.
         by_hand = [StepsByHand(self)] if self.own_fit_batch else []
-        listeners = (self.totals, *by_hand, Rates(self), Averages(self), StepLog(self), Skips(self), self.recovery)
-        self.pending = PendingWindows(self.device, listeners)
+        self.underflow = UnderflowWatch(self)
+        follow = (Rates(self), Averages(self), self.underflow, StepLog(self), Skips(self), self.recovery)
+        self.pending = PendingWindows(self.device, (self.totals, *by_hand, *follow))
 
     def _new_summary(self) -> RunSummary:
         counts = {} if self.settings.on_spike == "off" else {"spikes": 0, "went_back": 0}
+        if self.plan.scaler.is_enabled() and self.settings.locate_nonfinite:
+            counts["backed_off_steps"] = 0
+        if self.settings.on_nonfinite == "pin":
+            counts["pinned"] = []
         return RunSummary(
             precision=self.plan.training.name,
             eval_precision=self.plan.evaluation.name,
@@ -128,9 +136,19 @@ class Run:
 
     # ------------------------------------------------------------------ what stays on the disk
 
-    def open_folder(self, checkpointer: Checkpointer | None, write_settings: Callable[[], None]) -> None:
-        """Make the output folder this run's, and set up what goes into its checkpoints."""
+    def open_folder(
+        self,
+        checkpointer: Checkpointer | None,
+        write_settings: Callable[[], None],
+        write_pins: Callable[[list[str], list[dict[str, Any]]], None],
+    ) -> None:
+        """Make the output folder this run's, and set up what goes into its checkpoints.
+
+        write_pins: writes the new value of `fp32_modules` into the settings, and the pins that the run took itself.
+        """
         self._lock_folder(write_settings)
+        is_real = self.settings.output_folder is not None and not self.settings.debug
+        self.write_pins = write_pins if is_real else lambda modules, pins: None
         self.checkpoints = self._checkpoint_policy(checkpointer)
         if self.checkpoints.owned:
             # As they are before a wrapper for several processes adds its prefix to every name.
@@ -168,6 +186,9 @@ class Run:
                 "save inside an epoch only with one process. To use them, leave `checkpointer` out and give an "
                 "output_folder."
             )
+        elif by_interval and checkpointer is None and folder is None and self.task.trains and not settings.debug:
+            name = "ckpt_interval_steps" if settings.ckpt_interval_steps > 0 else "ckpt_interval_minutes"
+            logger.warning("%s has no effect without output_folder: nothing is saved. Set output_folder, too.", name)
         return policy
 
     def _checkpoint_folder(self) -> Path | None:
@@ -352,7 +373,7 @@ class Run:
         return True
 
     def _check_pins(self) -> bool:
-        self.plan.report_dead_pins()
+        self.plan.report_dead_pins(new=[pin["module"] for pin in self.pinning.pins])
         return True
 
     def _check_context(self) -> bool:
@@ -434,6 +455,8 @@ class Run:
         finally:
             self.summary.optimizer_steps = self.totals.optimizer_step
             self.summary.skipped_steps = self.totals.skipped_steps
+            if self.summary.backed_off_steps is not None:
+                self.summary.backed_off_steps = self.totals.backed_off_steps
             if not self.in_fit or outer is self.idle_log:
                 self.log.log_summary()
             self.log.close()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from amp_recipes import distributed
 from amp_recipes.errors import CheckpointError, ConfigError, DataError
+from amp_recipes.loggers import show_notices
 from amp_recipes.loop.evaluation import evaluate_set
 from amp_recipes.loop.examination import replay
 from amp_recipes.loop.fit import Fit, FitCall
@@ -70,33 +72,41 @@ class Train:
 class Examine:
     """Examines the run at its first `fit`; the others, and evaluations, do nothing.
 
-    say: examines the run, which the arguments of `fit` belong to, and returns what to print.
+    say: examines the run, which the arguments of `fit` belong to, and returns what to print, and the exit status with
+    which the script is to end there. None: it goes on.
     """
 
     trains, watch = False, Unwatched()
 
-    def __init__(self, say: Callable[[Any, FitCall], str]) -> None:
+    def __init__(self, say: Callable[[Any, FitCall], tuple[str, int | None]]) -> None:
         self._say = say
         self._done = False
 
     def fit(self, run: Any, call: FitCall) -> None:
-        """Examine the run, once."""
+        """Examine the run, once. Raises SystemExit where the task has an exit status; 0 in several processes."""
         if self._done:
             return
         self._done = True
         try:
-            print(self._say(run, call))
+            said, status = self._say(run, call)
         except (CheckpointError, DataError) as error:  # of what the command line asks for: no fault of the script's
             raise ConfigError(str(error)) from None
+        if distributed.is_main_process():
+            print(said, flush=True)
+        if status is not None:
+            # torchrun takes any other status for a failure, and ends with 1.
+            raise SystemExit(0 if run.processes.many else status)
 
     def evaluate(self, run: Any, *asked: Any) -> float:
         """Nothing was trained that could be tested."""
         return math.nan
 
 
-def _diagnosis(run: Any, call: FitCall) -> str:
-    print("running a diagnosis instead of training; it takes up to about five minutes", file=sys.stderr, flush=True)
-    return str(run.recipe.diagnose(call.train_set, call.train_loader_kwargs))
+def _diagnosis(settings: Mapping[str, float], run: Any, call: FitCall) -> tuple[str, int]:
+    show_notices()  # which part runs, also without a progress bar
+    logger.info("running a diagnosis instead of training; --diagnose-minutes is %g", settings.get("minutes", 5))
+    found = run.recipe.diagnose(call.train_set, call.train_loader_kwargs, **settings)
+    return str(found), found.status
 
 
 def task_for(purpose: Any) -> Any:
@@ -104,9 +114,9 @@ def task_for(purpose: Any) -> Any:
     if _given:
         return _given[-1]
     if purpose.action == "diagnose":
-        return Examine(_diagnosis)
+        return Examine(partial(_diagnosis, purpose.settings))
     if purpose.action == "replay":
-        return Examine(lambda run, call: replay(run, Path(str(purpose.folder))))
+        return Examine(lambda run, call: (replay(run, Path(str(purpose.folder))), None))
     return Train()
 
 

@@ -42,7 +42,8 @@ class Window:
     the last update or the end; by_hand: the recipe stepped an optimizer itself, and not within `optimizers_step`, which
     is `updating`; taken: any update was; last: the last update; rates: learning rate of each optimizer in it;
     differentiated: how many losses each update was made from;
-    stepped_names: of the optimizers that `optimizers_step` has stepped in it.
+    stepped_names: of the optimizers that `optimizers_step` has stepped in it; pinned: the pin that the run took because
+    of it.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Window:
         self.differentiated: list[int] = []
         self.stepped_names: set[str] = set()
         self.rates: Mapping[str, Any] = {}
+        self.pinned: dict[str, Any] | None = None
         self.pending: deque[tuple[PendingUpdate, Mapping[str, Any]]] = deque()
         self.posted: HostFuture | None = None
 
@@ -73,8 +75,9 @@ class Window:
         try:
             for self.index, batch in enumerate(batches):
                 self.counts, self.should_step = self.index < len(self.weights), self.index == self.size - 1
-                self.in_pass.step += self.counts
+                self.in_pass.step = done = self.in_pass.step + self.counts
                 loss = run.recipe.fit_batch(run.feed.to_device(batch))
+                self.in_pass.step = done  # a recipe that counts its steps, too, must not count them twice
                 if self.counts:
                     losses.append(run.returned_loss(loss, "fit_batch") if run.own_fit_batch else loss)
         except NonfiniteError:  # of an update before this one, since whose verdict this forward has moved buffers
@@ -110,6 +113,7 @@ class Window:
             chosen = {name: available[name] for name in run.chosen_optimizers(names) if name in available}
         if not self.stepped_names.isdisjoint(chosen):
             run.pending.settle()  # it has stepped in this very window
+        run.fit.replays.explain_skips(self)
         run.plan.patience.check()
         self.stepped_names.update(chosen)
         if self.sums is not None:

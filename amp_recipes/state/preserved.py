@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -49,8 +50,9 @@ def preserved(
     Kept: of modules their buffers, attributes, hooks, submodules, modes and which parameters train; gradients; random
     generators, the global ones and those met. holders: of what else is kept, at any depth: tensors, arrays, numbers,
     containers, generators, modules, objects whose class is the user's own, and others that have a `state_dict`; data
-    sets and loaders are not. untouched: objects that are left as they are. weights: also parameters, optimizers' state
-    and what is larger than 64 MiB, copied to host memory: their size is needed there.
+    sets and loaders are not. A lazy module that is initialized inside stays so. untouched: objects that are left as
+    they are. weights: also parameters, optimizers' state and what is larger than 64 MiB, copied to host memory: their
+    size is needed there.
     What a step writes to files, or does through objects of other libraries, is not undone.
     """
     optimizers = list(optimizers)
@@ -175,6 +177,9 @@ class _Memory:
             for part in (*module.parameters(), *module.buffers()):
                 self.keep(part)
             return
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            self._undo.callback(_put_initialized, module, module.training)
+            return
         self.keep_attributes(vars(module))  # with hooks, buffers, parameters and submodules, which are dicts there
 
     def _keep_optimizer(self, optimizer: Optimizer) -> None:
@@ -204,6 +209,13 @@ def _put_attributes(attributes: dict[str, Any], values: dict[str, Any], left_out
     for name in attributes.keys() - values.keys() - set(left_out):
         del attributes[name]
     attributes.update(values)
+
+
+def _put_initialized(module: nn.Module, training: bool) -> None:
+    """Leave a lazy module initialized: by then it is of another class, which its former attributes do not fit."""
+    module.training = training
+    if hasattr(module, "reset_running_stats") and not is_lazy(module.running_mean):
+        module.reset_running_stats()
 
 
 def _put_parameter(parameter: nn.Parameter, gradient: torch.Tensor | None, requires_grad: bool) -> None:

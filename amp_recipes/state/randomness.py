@@ -88,10 +88,52 @@ def torch_random_state(device: torch.device) -> list[torch.Tensor]:
     Python's and NumPy's take twenty times as long.
     """
     states = [torch.default_generator.get_state()]
+    if device.type == "cpu":
+        return states
     backend = _backend(device.type)
     if backend is not None:
         states.append(backend.get_rng_state(device))
     return states
+
+
+class SharedRandomState:
+    """The state of torch's generators before each batch of an evaluation: one copy for several of them.
+
+    A copy is taken before each batch while the batches draw, and before every eighth once they do not.
+    """
+
+    _MOST = 8
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states: list[torch.Tensor] = []
+        self._interval, self._left, self._most = 1, 0, self._MOST
+
+    def take(self) -> list[torch.Tensor] | None:
+        """Return an earlier copy for one more batch; None if it is time for a new one."""
+        if not self._left:
+            return None
+        self._left -= 1
+        return self._states
+
+    def copy(self, is_for_many: bool) -> list[torch.Tensor]:
+        """Return a copy for the next batch; is_for_many: those after it may get it, too."""
+        states, before = torch_random_state(self._device), self._states
+        is_quiet = is_for_many and _are_equal(states, before)
+        self._interval = min(2 * self._interval, self._most) if is_quiet else 1
+        self._states, self._left = states, self._interval - 1
+        return states
+
+    def holds(self, states: list[torch.Tensor]) -> bool:
+        """Whether the generators are still there; if not, each batch from now on gets a copy of its own."""
+        if _are_equal(torch_random_state(self._device), states):
+            return True
+        self._most, self._left = 1, 0
+        return False
+
+
+def _are_equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(states) == len(others) and all(map(torch.equal, states, others))
 
 
 def set_torch_random_state(states: list[torch.Tensor], device: torch.device) -> None:

@@ -288,6 +288,47 @@ def test_noprogressbar_leaves_a_line_per_epoch_and_asks_for_no_records_of_update
     assert all("; valid loss " in line for line in said[:2])
 
 
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_table_of_the_summary_is_printed_once(quiet, tmp_path, capsys):
+    brain = make(noprogressbar=quiet, output_folder=str(tmp_path))
+    brain.fit(range(1, 3), batches(), batches())
+    brain.evaluate(batches())
+    said = capsys.readouterr().err
+    assert said.count("Summary\n") == 1 and said.count("test loss ") + said.count("test: loss ") == 1
+    assert "test" in json.loads((tmp_path / "summary.json").read_text())["last"]
+
+
+def test_save_intervals_without_a_folder_are_told(caplog, tmp_path):
+    for interval in ({"ckpt_interval_steps": 2}, {"ckpt_interval_minutes": 0.5}):
+        make(**interval)
+        assert f"{next(iter(interval))} has no effect without output_folder" in caplog.text
+        caplog.clear()
+        make(**interval, output_folder=str(tmp_path))
+        make(**interval, debug=True)
+        make()
+        assert "has no effect" not in caplog.text
+
+
+def test_a_recipe_that_counts_its_steps_too_does_not_count_twice():
+    class Counts(Regression):
+        def fit_batch(self, batch):
+            self.steps = [*getattr(self, "steps", []), self.step]
+            loss = super().fit_batch(batch)
+            self.step += 1
+            return loss
+
+        def evaluate_batch(self, batch, stage):
+            self.step += 1
+            return super().evaluate_batch(batch, stage)
+
+        def on_stage_end(self, stage, loss, epoch=None):
+            self.steps.append((stage.name, self.step))
+
+    brain = make(Counts)
+    brain.fit(range(1), batches(3), batches(2))
+    assert brain.steps == [1, 2, 3, ("TRAIN", 3), ("VALID", 2)]
+
+
 class Losing(Regression):
     def compute_objectives(self, predictions, batch, stage):
         return self.loss_of(super().compute_objectives(predictions, batch, stage))

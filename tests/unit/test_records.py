@@ -55,17 +55,19 @@ def test_the_layout_changes_with_the_schema_version_only():
     assert (SCHEMA_VERSION, {name: " ".join(record) for name, record in found.items()}) == (1, LAYOUT_1)
 
 
-SPIKY_STEP = replace(STEP, recovery="lower_lr")
-SPIKY_SUMMARY = replace(SUMMARY, spikes=2, went_back=1)
+PIN = {"module": "model.pool", "step": 7, "op": "aten::mm", "line": None}
+SPIKY_STEP = replace(STEP, recovery="lower_lr", pinned=PIN, underflow=0.25)
+SPIKY_SUMMARY = replace(SUMMARY, spikes=2, went_back=1, backed_off_steps=0, pinned=[PIN], underflow={"share": 0.25})
 
 
 def test_a_record_is_its_fields_and_its_kind_and_survives_json():
-    """Fields of the spike recovery are in it only where there is one."""
+    """Fields that not every run has are in it only where there is one."""
     step, stage, summary = {"kind": "step"}, {"kind": "stage"}, {"schema_version": 1}
     for record, head in [
         *((STEP, step), (SPIKY_STEP, step), (STAGE, stage), (SUMMARY, summary), (SPIKY_SUMMARY, summary))
     ]:
-        absent = {"recovery", "spikes", "went_back"} if record in (STEP, SUMMARY) else set()
+        sometimes = {"recovery", "backed_off_steps", "pinned", "spikes", "went_back", "underflow"}
+        absent = sometimes if record in (STEP, SUMMARY) else set()
         fields = {name: value for name, value in asdict(record).items() if name not in absent}
         assert record.as_dict() == {**head, **fields}
         assert json.loads(json.dumps(record.as_dict(), allow_nan=False)) == record.as_dict()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from logged import logged
 from safetensors.torch import load_file, save_file
 
 from amp_recipes import Brain, load_trained
@@ -87,7 +88,7 @@ def test_only_a_run_without_a_checkpoint_is_told_to_train_first(run):
     assert str(newest) in said and "Train first" not in said
     for folder in (run / "save").iterdir():
         (folder / "meta.json").write_text("{")
-    with pytest.warns(UserWarning, match="is damaged"):
+    with logged("is damaged"):
         said = refusal(run)
     assert said.startswith(f"Every checkpoint in '{run}' is damaged:") and "Train first" not in said
     (run / "save").rename(run / "elsewhere")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from device import DEVICE
+from logged import logged
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -297,13 +298,10 @@ def test_a_damaged_meta_file_is_left_out_with_a_warning_but_never_a_silent_fresh
     checkpointer.save_checkpoint()
     newest = checkpointer.save_checkpoint().path
     (newest / "meta.json").write_text('{"format_ver')
-    with pytest.warns(UserWarning, match=r"CKPT.000002 is damaged, so it is skipped: meta\.json cannot be read"):
+    with logged(r"CKPT.000002 is damaged, so it is skipped: meta\.json cannot be read"):
         assert checkpointer.recover_if_possible().number == 1
     (tmp_path / "CKPT+000001" / "meta.json").write_text("[]")
-    with (
-        pytest.warns(UserWarning),
-        pytest.raises(CheckpointError, match=r"No usable checkpoint(.|\n)*CKPT\+000001: meta\.json"),
-    ):
+    with logged(), pytest.raises(CheckpointError, match=r"No usable checkpoint(.|\n)*CKPT\+000001: meta\.json"):
         checkpointer.recover_if_possible()
 
 
@@ -335,7 +333,7 @@ def test_a_version_that_is_only_a_flipped_bit_is_damage(tmp_path):
     checkpointer.save_checkpoint()
     meta = checkpointer.save_checkpoint().path / "meta.json"
     meta.write_text(meta.read_text().replace('"format_version": 2', '"format_version": 6'))
-    with pytest.warns(UserWarning, match="CKPT.000002 is damaged"):
+    with logged("CKPT.000002 is damaged"):
         assert checkpointer.recover_if_possible().number == 1
 
 
@@ -435,10 +433,10 @@ def test_a_good_one_is_not_deleted_for_a_better_one_that_is_damaged(tmp_path):
     path = tmp_path / "CKPT+000003" / "b.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-1])
-    with pytest.warns(UserWarning, match=r"CKPT\+000003 is damaged, so the next best is kept too: b\.safetensors"):
+    with logged(r"CKPT\+000003 is damaged, so the next best is kept too: b\.safetensors"):
         saved_with(checkpointer, "loss", 9.0, min_keys=["loss"])
     assert numbers(checkpointer) == [4, 3, 2]
-    with pytest.warns(UserWarning, match="damaged, so it is skipped"):
+    with logged("damaged, so it is skipped"):
         assert checkpointer.recover_if_possible(min_key="loss").number == 2
     path.write_bytes(content)  # it was only the reading that failed
     saved_with(checkpointer, "loss", 9.0, min_keys=["loss"])
@@ -556,6 +554,16 @@ def test_read_gives_the_states_to_nothing(tmp_path):
         checkpointer.read(saved)
 
 
+def test_damage_is_told_once_however_often_the_folder_is_looked_at(tmp_path, caplog):
+    checkpointer = Checkpointer(tmp_path, {"a": Holder(1)})
+    folder = checkpointer.save_checkpoint()
+    (folder.path / "meta.json").write_text("{")
+    for _ in range(3):
+        assert checkpointer.list_checkpoints() == []
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "is damaged, so it is skipped" in record.getMessage()
+
+
 def test_a_forged_file_in_a_checkpoint_is_not_run(tmp_path):
     class Payload:
         def __reduce__(self):
@@ -569,8 +577,8 @@ def test_a_forged_file_in_a_checkpoint_is_not_run(tmp_path):
         manifest = folder / "MANIFEST.sha256"  # whoever forges a file forges its sum
         lines = [line for line in manifest.read_text().splitlines() if path.name not in line]
         manifest.write_text("\n".join([f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}", *lines, ""]))
-        with pytest.warns(UserWarning, match="damaged"), pytest.raises(CheckpointError, match="cannot be read"):
-            checkpointer.recover_if_possible()
+        with logged("damaged"), pytest.raises(CheckpointError, match="cannot be read"):
+            Checkpointer(tmp_path, {"a": Holder(1)}).recover_if_possible()
     assert not (tmp_path / "executed").exists()
 
 
@@ -658,12 +666,12 @@ def test_a_checkpoint_that_has_diverged_is_left_for_the_one_before(tmp_path, mon
     monkeypatch.setattr(checkpointer_module, "refuse_nonfinite", lambda bad: list(bad))  # as another program would
     checkpointer.save_checkpoint()
     named = "model.weight" if where == "weights" else "optimizer: exp_avg of parameter 0"
-    with pytest.warns(UserWarning, match=f"CKPT\\+000002 is damaged, so it is skipped: not finite: {named}"):
+    with logged(f"CKPT\\+000002 is damaged, so it is skipped: not finite: {named}"):
         assert checkpointer.recover_if_possible() == good
     assert all(torch.equal(it, weights[name]) for name, it in model.state_dict().items())
     assert optimizer.state[model.weight]["exp_avg"].isfinite().all()
     shutil.rmtree(good.path)
-    with pytest.raises(CheckpointError, match="not finite"), pytest.warns(UserWarning):
+    with pytest.raises(CheckpointError, match="not finite"), logged():
         checkpointer.recover_if_possible()
 
 

@@ -1,13 +1,13 @@
 """Several processes save and load one checkpoint together, also where each holds all of the model (ddp)."""
 
 import os
-import warnings
 from datetime import timedelta
 from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
+from logged import logged
 from processes import in_processes
 from torch import nn
 
@@ -207,10 +207,9 @@ def damaged_for_one(rank, folder, where):
             path = newest.path / "more.safetensors"
             path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     dist.barrier()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with logged("damaged") as texts:
         found = checkpointer.recover_if_possible()
-    return found.number, net.weight[0, 0].item(), [str(it.message) for it in caught if "damaged" in str(it.message)]
+    return found.number, net.weight[0, 0].item(), [text for text in texts if "damaged" in text]
 
 
 @pytest.mark.parametrize("where", ["damaged", "unseen"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from logged import logged
 from processes import in_processes
 from safetensors.torch import load_file
 from torch import nn
@@ -280,7 +281,7 @@ def load_older(rank, folder, other):
         content = path.read_bytes()
         path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
     dist.barrier()
-    with pytest.warns(UserWarning, match=path.name):
+    with logged(path.name):
         found = checkpointer.recover_if_possible()
     return found.number == old.number and same(states(*parts), expected)
 

@@ -114,7 +114,8 @@ def test_a_recipe_that_recovers_by_itself_is_diagnosed(tmp_path, undrawn, capsys
     options = {"device": DEVICE, "noprogressbar": True, "precision": "bf16", **folder}
     asked = RunOptions.from_mapping(options, purpose=Purpose("diagnose"))
     brain = Recovers({"model": network()}, OPT, run_opts=asked)
-    brain.fit(range(1), data())
+    with pytest.raises(SystemExit):
+        brain.fit(range(1), data())
     assert "bf16" in capsys.readouterr().out
 
 
@@ -176,16 +177,20 @@ def test_the_overflowing_module_is_named_and_its_pin_is_proven(tmp_path, undrawn
     assert again.optimizer_step > 0 and math.isfinite(again.avg_train_loss)
 
 
-def test_with_diagnose_fit_returns_untrained_and_evaluate_at_once(tmp_path, capsys):
+def test_with_diagnose_fit_ends_the_script_untrained_with_the_status_of_the_verdict(tmp_path, capsys, caplog):
+    caplog.set_level("INFO")
     options = RunOptions.from_mapping(
         {"device": DEVICE, "precision": "bf16", "output_folder": str(tmp_path / "run"), "noprogressbar": True},
-        purpose=Purpose("diagnose"),
+        purpose=Purpose("diagnose", settings={"minutes": math.inf, "tolerance": 0.5}),
     )
     brain = Quick({"model": network()}, OPT, run_opts=options)
     before, _ = state_of(brain)
-    brain.fit(range(1, 3), data())
-    brain.fit(range(1, 3), data())
-    assert capsys.readouterr().out.count("bf16: ") == 1
+    with pytest.raises(SystemExit) as ended:
+        brain.fit(range(1, 3), data())
+    found = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
+    assert ended.value.code == found["status"] and found["pins"]["tolerance"] == 0.5
+    brain.fit(range(1, 3), data())  # of a script that goes on all the same
+    assert capsys.readouterr().out.count("The weights tested") == 1 and "part 1 of 9: reference" in caplog.text
     assert math.isnan(brain.evaluate(iter(())))
     assert all(torch.equal(before[name], value) for name, value in brain.modules.state_dict().items())
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {"diagnosis.json", "diagnosis.png"}
@@ -213,13 +218,11 @@ def test_the_diagnosis_of_a_run_looks_at_its_newest_checkpoint_and_leaves_the_fo
     folder = tmp_path / "run"
     brain_of(network(), precision="bf16", output_folder=str(folder)).fit(range(1, 3), data())
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "log.txt"}
-    options = RunOptions.from_mapping(
-        {"device": DEVICE, "precision": "bf16", "output_folder": str(folder), "noprogressbar": True},
-        purpose=Purpose("diagnose"),
-    )
-    brain = Classifier({"model": network()}, OPT, run_opts=options)
-    found = brain.diagnose(data(), steps=2)
-    assert "checkpoint CKPT+" in found.weights
+    settings = {"device": DEVICE, "precision": "bf16", "output_folder": str(folder), "noprogressbar": True}
+    for resume, weights in (("auto", "from the checkpoint CKPT+000002"), ("never", "as initialised")):
+        options = RunOptions.from_mapping({**settings, "resume": resume}, purpose=Purpose("diagnose"))
+        brain = Classifier({"model": network()}, OPT, run_opts=options)
+        assert brain.diagnose(data(), steps=2).weights == weights
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
@@ -237,6 +240,15 @@ def test_the_error_names_the_module_and_the_cause(tmp_path):
     assert report["cause"] == "precision" and report["module"].startswith("model.3") and report["phase"] == "forward"
 
 
+def test_a_fault_of_every_sample_is_reported_once_whatever_the_dataset_calls_them(tmp_path):
+    brain = brain_of(network(1e6), precision="fp16", output_folder=str(tmp_path / "run"))
+    samples = [(x, y) for batch, labels in data() for x, y in zip(batch, labels, strict=True)]
+    with pytest.raises(NonfiniteError, match=r"model\.3"):
+        brain.fit(range(1, 50), samples, train_loader_kwargs={"batch_size": 16, "shuffle": True})
+    (report,) = (tmp_path / "run").glob("nonfinite-*.json")
+    assert len(json.loads(report.read_text())["dataset_indices"]) == 16
+
+
 def test_the_samples_that_brought_a_nan_are_named(tmp_path):
     batches = data()
     batches[2][0][5, 3] = math.nan
@@ -245,6 +257,63 @@ def test_the_samples_that_brought_a_nan_are_named(tmp_path):
     (path,) = (tmp_path / "run").glob("nonfinite-*.json")
     report = json.loads(path.read_text())
     assert report["cause"] == "data" and report["samples"] == [5]
+
+
+def test_a_bad_weight_is_told_apart_by_when_it_came():
+    model = network()
+    model[0].weight.data[1, 2] = math.nan
+    brain = brain_of(model)
+    said = r"1 of its 128 values are not finite.*before the first update of this fit"
+    with pytest.raises(NonfiniteError, match=said):
+        brain.fit(range(1), data())
+
+    class Adds(Classifier):
+        def compute_forward(self, batch, stage):  # without an eps, Adam's first update of a zero gradient is 0 / 0
+            return super().compute_forward(batch, stage) + 0 * self.modules.unused(batch[0])
+
+    without_eps = lambda parameters: torch.optim.Adam(parameters, eps=0.0)  # noqa: E731
+    modules = {"model": network(), "unused": nn.Linear(8, 4)}
+    brain = Adds(modules, without_eps, run_opts={"device": DEVICE, "noprogressbar": True})
+    with pytest.raises(NonfiniteError, match=r"parameter .* contains NaN .*The 1 update\(s\) before in this fit"):
+        brain.fit(range(1), data())
+
+
+def test_a_bad_weight_after_a_resume_was_not_there_before_the_first_update(tmp_path):
+    class Writes(Classifier):
+        """Dies at its third batch; a second process writes a NaN before it."""
+
+        has_written = False
+
+        def on_fit_batch_start(self, batch, should_step):
+            if self.optimizer_step == 2 and not self.has_written:  # once: not in a replay
+                if not writes:
+                    raise KeyboardInterrupt
+                self.has_written = True
+                with torch.no_grad():
+                    next(self.modules.parameters())[0, 0] = math.nan
+
+    def run():
+        brain = brain_of(network(), Writes, output_folder=str(tmp_path), ckpt_interval_steps=1, nonfinite_patience=1)
+        brain.fit(range(1, 3), data())
+
+    writes = False
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    writes = True
+    with pytest.raises(NonfiniteError, match=r"The 2 update\(s\) before in this fit were finite"):
+        run()
+
+
+def test_a_learning_rate_that_is_too_high_is_told_by_the_loss_before():
+    class Fourth(Classifier):
+        def compute_objectives(self, predictions, batch, stage):
+            return predictions.float().pow(4).mean()
+
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731
+    torch.manual_seed(0)
+    brain = brain_of(nn.Linear(8, 4), Fourth, sgd, max_grad_norm=0.0)
+    with pytest.raises(NonfiniteError, match=r"The loss grew from .*: training diverges\. Lower the learning"):
+        brain.fit(range(1), [(3 * batch[0], batch[1]) for batch in data(16)])
 
 
 def test_a_located_step_changes_nothing_about_the_run():
@@ -287,7 +356,7 @@ def test_no_more_than_three_steps_and_the_last_are_taken_again(tmp_path):
 
 
 def test_a_replay_that_fails_does_not_hide_the_nonfinite_step(monkeypatch, caplog):
-    def broken(*_):
+    def broken(*_, **options):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(numerics, "locate", broken)
@@ -360,8 +429,8 @@ from torch import nn
 from amp_recipes import Brain, EpochCounter, load_hparams, parse_arguments
 
 class Tiny(Brain):
-    def diagnose(self, *args):
-        return super().diagnose(*args, steps=2, windows=4)
+    def diagnose(self, *args, **settings):
+        return super().diagnose(*args, **{"steps": 2, "windows": 4, **settings})
     def compute_forward(self, batch, stage):
         return self.modules.model(batch[0])
     def compute_objectives(self, predictions, batch, stage):
@@ -372,6 +441,7 @@ hparams = load_hparams(hparams_file, overrides)
 generator = torch.Generator().manual_seed(0)
 x, y = torch.randn(96, 8, generator=generator), torch.randint(0, 4, (96,), generator=generator)
 if hparams["spoil"]:
+    hparams["spoil"] + 1
     x[40, 2] = math.nan
 data = torch.utils.data.TensorDataset(x, y)
 brain = Tiny({"model": hparams["model"]}, hparams["opt_class"], hparams, run_opts)
@@ -413,19 +483,31 @@ def run(folder, *words):
 @pytest.mark.extended
 def test_diagnose_on_the_command_line(recipe):
     done = run(recipe, "train.py", "tiny.yaml", "--diagnose", "--noprogressbar")
-    assert done.returncode == 0, done.stderr
-    assert "bf16: " in done.stdout and "loss nan" in done.stdout
+    found = json.loads((recipe / "run" / "diagnosis.json").read_text())
+    assert done.returncode == found["status"], done.stderr
+    assert done.stdout.startswith(found["headlines"][0]) and "loss nan" not in done.stdout
     assert {path.name for path in (recipe / "run").iterdir()} >= {"diagnosis.json"}
     assert not (recipe / "run" / "hyperparams.yaml").exists()
-    command = run(recipe, "-m", "amp_recipes.commands.cli", "diagnose", "train.py", "tiny.yaml", "--noprogressbar")
-    assert command.returncode == 0 and "bf16: " in command.stdout, command.stderr
+    words = ["diagnose", "train.py", "tiny.yaml", "--tolerance", "1e-9", "--minutes=inf", "--noprogressbar"]
+    command = run(recipe, "-m", "amp_recipes.commands.cli", *words)
+    assert command.returncode == 1 and "NOT SAFE in bf16" in command.stdout, command.stderr
+    assert "diagnosis, part 1 of 9: reference" in command.stderr
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("words", [["--lr=x", "--modell=3"], ["--spoil=oops"], ["--diagnose-windows=2"]], ids=str)
+def test_a_diagnosis_that_ends_with_an_error_is_not_decided(recipe, words):
+    done = run(recipe, "train.py", "tiny.yaml", "--diagnose", "--noprogressbar", *words)
+    assert done.returncode == 2 and done.stderr and not done.stdout, done.stdout
 
 
 @pytest.mark.extended
 def test_a_nonfinite_step_is_shown_again_from_its_folder(recipe):
     done = run(recipe, "train.py", "tiny.yaml", "--spoil=True", "--noprogressbar")
     assert done.returncode == 0, done.stderr
-    (folder,) = [path for path in (recipe / "run").glob("nonfinite-*") if path.is_dir()]
+    folder, of_test = sorted(path for path in (recipe / "run").glob("nonfinite-*") if path.is_dir())
+    shown = run(recipe, "-m", "amp_recipes.commands.cli", "replay", str(of_test))
+    assert of_test.name == "nonfinite-6-test-1" and "The same as in step 6" in shown.stdout, shown.stderr
     told = json.loads((recipe / "run" / f"{folder.name}.json").read_text())
     assert told["samples"] == [8] and told["cause"] == "data"
     shown = run(recipe, "-m", "amp_recipes.commands.cli", "replay", str(folder))

@@ -133,7 +133,7 @@ def accepted_changes(folder: Path, resolved_file: Path, new_text: str, accept: b
     listed = "\n  ".join(changes)
     raise ConfigError(
         f"The settings differ from those of the run in {folder} (saved -> now):\n  {listed}\n"
-        "To resume with the new settings: --allow-config-change. To keep that run and start another one: another "
+        "To resume with the new settings: --accept_changes. To keep that run and start another one: another "
         "--output_folder. To start again in this folder and move the old checkpoints aside: --resume never."
     )
 

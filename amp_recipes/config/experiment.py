@@ -10,15 +10,23 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from amp_recipes.config.changes import accepted_changes, environment_changes, holds_run
-from amp_recipes.config.hparams import Hparams, Loaded, find_loaded, overrides_text, resolved_text, settings_again
+from amp_recipes.config.hparams import (
+    Hparams,
+    Loaded,
+    find_loaded,
+    overrides_text,
+    resolved_text,
+    settings_again,
+    with_option,
+)
 from amp_recipes.config.options.arguments import AnyOverrides, Overrides, explicit_options
 from amp_recipes.config.options.run_options import OPTION_NAMES, RunOptions
 from amp_recipes.config.trust.checking import as_mapping
@@ -26,7 +34,8 @@ from amp_recipes.config.yaml.nodes import Mistakes
 from amp_recipes.errors import CheckpointError, ConfigError
 from amp_recipes.files.file_system import reason
 from amp_recipes.files.folder_lock import lock_folder
-from amp_recipes.files.run_files import regular_only, write_atomically
+from amp_recipes.files.run_files import read_json, regular_only, write_atomically
+from amp_recipes.files.strict_json import encode_findings
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +44,7 @@ RESOLVED_FILE = "hyperparams.yaml"
 OVERRIDES_FILE = "overrides.yaml"
 ENVIRONMENT_FILE = "environment.json"
 LOG_FILE = "log.txt"
+PINS_FILE = "pins.json"
 
 # The packages whose version can change what a run computes or writes.
 _PACKAGES = (
@@ -105,8 +115,11 @@ def _prepare(folder: Path, yaml: str | os.PathLike[str] | None, overrides: AnyOv
     warnings: list[str] = []
     resolved_file = folder / RESOLVED_FILE
     tries_out = options.debug or options.test_only
+    resumes = holds_run(folder, resolved_file) and options.resume != "never"
+    if not tries_out:
+        _follow_pins(folder, files, options.fp32_modules, resumes)
     if holds_run(folder, resolved_file):
-        if not tries_out and options.resume != "never":
+        if resumes and not tries_out:
             warnings = _changes(folder, files.get(RESOLVED_FILE), options.accept_changes, environment)
         if tries_out:
             files.clear()
@@ -130,6 +143,51 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
         raise ConfigError(
             f"output folder {folder} is not writable: {reason(error, folder)} ({error.filename})."
         ) from error
+
+
+def _follow_pins(folder: Path, files: dict[str, bytes], given: Sequence[str], resumes: bool) -> None:
+    """Add to the new settings what the run in `folder` pinned by itself; forget it if another run begins there.
+
+    given: the value of `fp32_modules` at this start.
+    """
+    if not resumes:
+        with suppress(OSError):  # a folder that cannot be written says so when it is written to
+            (folder / PINS_FILE).unlink(missing_ok=True)
+    elif RESOLVED_FILE in files and os.path.lexists(folder / PINS_FILE):
+        modules = [*dict.fromkeys([*given, *_own_pins(folder / PINS_FILE)])]
+        files[RESOLVED_FILE] = with_option(files[RESOLVED_FILE].decode(), "fp32_modules", modules).encode()
+
+
+def _own_pins(file: Path) -> list[str]:
+    """The modules in a file that `write_pins` wrote. Raises ConfigError."""
+    pins = read_json(file)
+    try:
+        modules = [pin["module"] for pin in pins]
+    except (KeyError, TypeError):
+        modules = [None]
+    if not all(isinstance(module, str) for module in modules):
+        raise ConfigError(
+            f"{file} is not a list of pins as this version writes it. To resume, delete it, and add its modules to "
+            "fp32_modules."
+        )
+    return modules
+
+
+def write_pins(folder: str | os.PathLike[str], modules: Sequence[str], pins: Sequence[Mapping[str, Any]]) -> None:
+    """Write into the settings of the run in `folder` what it has pinned by itself; do nothing if there are none.
+
+    modules: the new value of `fp32_modules`; pins: those that the run took, each with its `module`.
+    """
+    folder = Path(folder)
+    resolved = folder / RESOLVED_FILE
+    try:
+        if not resolved.is_file():
+            return
+        write_atomically(folder / PINS_FILE, encode_findings(pins))  # first: from then on a start expects the others
+        text = with_option(resolved.read_text(encoding="utf-8"), "fp32_modules", list(modules))
+        write_atomically(resolved, text.encode())
+    except (OSError, ConfigError) as error:  # checkpoints keep them too
+        logger.warning("could not write the pins of the run into %s: %s", resolved, error)
 
 
 def _run_options(yaml: str | os.PathLike[str] | None, overrides: AnyOverrides, loaded: Loaded | None) -> RunOptions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import logging
 import os
 import random
@@ -22,12 +23,13 @@ from amp_recipes.config.options.run_options import OPTION_NAMES
 from amp_recipes.config.trust.checking import Call, Settings, as_mapping, check_settings, read_settings, resolve_all
 from amp_recipes.config.trust.instantiate import build
 from amp_recipes.config.trust.module_files import comes_along
-from amp_recipes.config.trust.trust import Trust, checked_entries
-from amp_recipes.config.yaml.limits import FILE_BYTES
+from amp_recipes.config.trust.trust import Trust, check_installed, checked_entries
+from amp_recipes.config.yaml.limits import FILE_BYTES, Budget
 from amp_recipes.config.yaml.mistakes import did_you_mean
 from amp_recipes.config.yaml.nodes import COMMAND_LINE, Mistakes, Source
 from amp_recipes.config.yaml.nodes import Mapping as MappingNode
 from amp_recipes.config.yaml.overriding import to_nodes
+from amp_recipes.config.yaml.reading import read_text
 from amp_recipes.config.yaml.writing import to_yaml
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.lazy_names import from_commands
@@ -136,12 +138,13 @@ def load_called_from(
 ) -> Hparams:
     """`load_hparams` as if the file `caller` had called it: that file's folder is the recipe's."""
     names = _names_to_trust(trust, overrides)
+    check_installed(_granted(overrides))
     trusted = Trust(names, recipe_folders(caller))
     if isinstance(overrides, Overrides) and overrides.request.action != "run":
         raise SystemExit(_run_request(path, overrides, trusted, _code_folder(caller)))
     original = _bytes_of(path)
     with loading():  # what the YAML names is imported
-        settings = check_settings(path, overrides, trusted)
+        settings = check_settings(path, overrides, trusted, _code_folder(caller), for_run=True)
     _warn_of_resolved(path, original, overrides)
     loaded = Loaded(original, settings.tree, names)
     _seed_if_set(settings.options)
@@ -268,6 +271,17 @@ def resolved_text(path: str | os.PathLike[str], overrides: AnyOverrides, loaded:
     return to_yaml(root, [RESOLVED_HEADER, *([f"Loads with --trust {','.join(names)}"] if names else [])])
 
 
+def with_option(text: str, name: str, value: Any) -> str:
+    """The text of resolved settings with another value of a run option."""
+    mistakes = Mistakes()
+    root = read_text(text, RESOLVED_HEADER, mistakes, Budget())
+    mistakes.raise_if_any(RESOLVED_HEADER)
+    assert isinstance(root, MappingNode)
+    root.items[name] = to_nodes(value, Source(COMMAND_LINE), mistakes, name)
+    header = itertools.takewhile(lambda line: line.startswith("# "), text.splitlines())
+    return to_yaml(root, [line.removeprefix("# ") for line in header])
+
+
 def overrides_text(overrides: AnyOverrides) -> str:
     """Overrides and the run options that were set, as YAML text that `load_hparams` takes as overrides."""
     if isinstance(overrides, str):
@@ -347,5 +361,9 @@ def _seed_if_set(options: Mapping[str, Any]) -> None:
 
 
 def _names_to_trust(trust: Iterable[str], overrides: AnyOverrides) -> tuple[str, ...]:
-    of_command_line = overrides.request.trust if isinstance(overrides, Overrides) else ()
-    return (*checked_entries(trust), *of_command_line)
+    return (*checked_entries(trust), *_granted(overrides))
+
+
+def _granted(overrides: AnyOverrides) -> tuple[str, ...]:
+    """The names that the command line trusts."""
+    return overrides.request.trust if isinstance(overrides, Overrides) else ()

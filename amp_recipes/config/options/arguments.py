@@ -12,12 +12,16 @@ from typing import Any, TypeAlias
 
 from amp_recipes.config.options.help import print_help
 from amp_recipes.config.options.other_names import instead_of
-from amp_recipes.config.options.plain_errors import show_mistakes_plainly
-from amp_recipes.config.options.requests import FLAGS, Request, RequestWords
+from amp_recipes.config.options.plain_errors import end_errors_with, show_mistakes_plainly
+from amp_recipes.config.options.requests import FLAGS, VALUED, Request, RequestWords
 from amp_recipes.config.options.run_options import OPTION_NAMES, OPTION_TYPES, RunOptions, near_misses, validate_options
 from amp_recipes.config.options.typed_values import option_value, parse_value
+from amp_recipes.config.yaml.including import expand_includes
+from amp_recipes.config.yaml.limits import Budget
 from amp_recipes.config.yaml.mistakes import did_you_mean, join_mistakes, reader_may_leave
-from amp_recipes.config.yaml.nodes import COMMAND_LINE
+from amp_recipes.config.yaml.nodes import COMMAND_LINE, Mistakes
+from amp_recipes.config.yaml.overriding import apply_overrides
+from amp_recipes.config.yaml.reading import read_file
 from amp_recipes.distributed import show_ranks_in_errors
 from amp_recipes.errors import ConfigError
 from amp_recipes.files.granted_trust import trust_in
@@ -91,12 +95,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[str, RunOptions,
         show_mistakes_plainly()
         show_ranks_in_errors()
     line = _CommandLine(sys.argv[1:] if argv is None else argv)
+    if argv is None and line.requests.purpose().action == "diagnose":
+        end_errors_with(2)  # no verdict; 1 says that a precision is not safe
     if line.help_topic is not None:
         with reader_may_leave():
             print_help(line.files[0] if line.files else None, with_rare=line.help_topic == "all")
         raise SystemExit(0)
     if mistakes := [f"{COMMAND_LINE}: {text}" for text in line.all_mistakes()]:
-        raise ConfigError(join_mistakes(mistakes, "the command line"))
+        raise ConfigError(join_mistakes([*mistakes, *line.mistakes_in_keys()], "the command line"))
     line.overrides.run_options = RunOptions.from_mapping(line.options, COMMAND_LINE, line.requests.purpose())
     line.overrides.request = line.requests.request(line.words)
     return line.files[0], line.overrides.run_options, line.overrides
@@ -134,6 +140,21 @@ class _CommandLine:
             yield f"{extra!r} is neither an option nor a value; an option starts with --.{hint}"
         yield from self.requests.all_mistakes()
         yield from validate_options(self.options)[1].values()
+
+    def mistakes_in_keys(self) -> list[str]:
+        """The mistakes in the new values for keys of the YAML; empty if that cannot be read as it is.
+
+        When the YAML is loaded, they are found in any case; this is for a command line that has others.
+        """
+        of_file, found, budget = Mistakes(), Mistakes(), Budget()
+        try:
+            root = read_file(self.files[0], of_file, budget) if self.files else None
+            if root is not None:
+                expand_includes(root, (), of_file, budget)
+                apply_overrides(root, self.overrides, found, COMMAND_LINE, "--")
+        except ConfigError:  # beyond a limit
+            return []
+        return [] if of_file else list(found)
 
     def _take(self, name: str, text: str | None) -> None:
         """Keep a run option or a new value for a key of the YAML."""
@@ -207,8 +228,9 @@ def _without_value(name: str) -> str:
     """Return the mistake in an option without a value: it needs one, or its name is misspelt."""
     if advice := instead_of(name):
         return f"there is no run option {name!r}.{advice}"
-    hint = did_you_mean(name, FLAGS, prefix="--")
-    if not hint and not near_misses([name]):
+    is_known = name in OPTION_NAMES or name.replace("_", "-") in VALUED
+    hint = "" if is_known else did_you_mean(name, (*FLAGS, *VALUED), prefix="--")
+    if is_known or not (hint or near_misses([name])):
         return f"--{name} needs a value: --{name}=..."
     hint = hint or did_you_mean(name, OPTION_NAMES, prefix="--")
     return f"there is no run option {name!r}.{hint} A key of the YAML needs a value: --{name}=..."

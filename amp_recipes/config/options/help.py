@@ -38,6 +38,13 @@ _REQUESTS = {
         "metavar": "N",
         "help": "let Optuna choose N combinations; keys may then have ranges: 'lr=1e-5..1e-2:log', 'hidden=32..256'",
     },
+    "diagnose-minutes": {"metavar": "X", "help": "approximate time limit of a diagnosis (default: 5)"},
+    "diagnose-windows": {"metavar": "N", "help": "windows of batches that a diagnosis looks at (default: 8)"},
+    "diagnose-tolerance": {
+        "metavar": "X",
+        "help": "largest relative error of the gradient that a diagnosis accepts (default: a fifth of the difference "
+        "between batches, and at least ten times the precision's eps)",
+    },
     "replay": {
         "metavar": "FOLDER",
         "help": "repeat the step that became nonfinite, from its folder nonfinite-N, and exit",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from amp_recipes.config.options.run_options import Purpose
 from amp_recipes.files.granted_trust import granted_trust, names_in
@@ -13,8 +14,18 @@ from amp_recipes.files.granted_trust import granted_trust, names_in
 FLAGS = {
     "check": "Check the YAML and the command line, build nothing, and exit.",
     "show-config": "Print the resolved YAML with the source of each value, and exit.",
-    "diagnose": "Report what the precision does to the model instead of training it, and exit.",
+    "diagnose": "Report what the precision does to the model instead of training it, and exit. Exit status: 0 safe, 1 "
+    "not safe as it is, 2 not decided (also where the script ends with an error).",
 }
+# Numbers of a diagnosis: the type, what it accepts, and that in words.
+DIAGNOSIS_SETTINGS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "minutes": (float, lambda x: x > 0, "a number greater than 0"),
+    "windows": (int, lambda x: x >= 3, "a whole number, 3 or more"),
+    "tolerance": (float, lambda x: 0 < x < math.inf, "a number greater than 0"),
+}
+_OF_DIAGNOSIS = "diagnose-"
+# Words that need a value.
+VALUED = ("trust", "sweep", "sweep-trials", "replay", *(f"{_OF_DIAGNOSIS}{name}" for name in DIAGNOSIS_SETTINGS))
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,7 @@ class RequestWords:
 
     def __init__(self) -> None:
         self._flags: list[str] = []
-        self._values: dict[str, list[str]] = {"trust": [], "sweep": [], "sweep-trials": [], "replay": []}
+        self._values: dict[str, list[str]] = {name: [] for name in VALUED}
         self._mistakes: list[str] = []
 
     def takes(self, name: str, text: str | None) -> bool:
@@ -65,6 +76,7 @@ class RequestWords:
                 "in the script."
             )
         yield from self._wrong_trials()
+        yield from self._wrong_settings()
         actions = [*dict.fromkeys(self._flags), *(name for name in ("sweep", "replay") if self._values[name])]
         if len(actions) > 1:
             yield f"{' and '.join(f'--{action}' for action in actions)} cannot be combined; give one of them."
@@ -75,6 +87,14 @@ class RequestWords:
                 yield f"--sweep-trials is {trials!r}, but must be a whole number, 1 or more."
             if not self._values["sweep"]:
                 yield "--sweep-trials needs --sweep with the keys to try: --sweep 'lr=1e-5..1e-2:log'."
+
+    def _wrong_settings(self) -> Iterator[str]:
+        for name, (kind, accepts, expected) in DIAGNOSIS_SETTINGS.items():
+            for text in self._values[f"{_OF_DIAGNOSIS}{name}"][-1:]:
+                if not _is_number(text, kind, accepts):
+                    yield f"--{_OF_DIAGNOSIS}{name} is {text!r}, but must be {expected}."
+                if "diagnose" not in self._flags:
+                    yield f"--{_OF_DIAGNOSIS}{name} needs --diagnose."
 
     def request(self, words: list[str]) -> Request:
         """Return the request. words: the other words of the command line."""
@@ -90,8 +110,22 @@ class RequestWords:
         """Return the purpose of the run."""
         if self._values["replay"]:
             return Purpose("replay", self._values["replay"][-1])
-        return Purpose("diagnose") if "diagnose" in self._flags else Purpose()
+        if "diagnose" not in self._flags:
+            return Purpose()
+        settings = {}
+        for name, (kind, accepts, _) in DIAGNOSIS_SETTINGS.items():
+            for text in self._values[f"{_OF_DIAGNOSIS}{name}"][-1:]:
+                if _is_number(text, kind, accepts):  # what is not one is among the mistakes
+                    settings[name] = kind(text)
+        return Purpose("diagnose", settings=settings)
 
     @property
     def _trust(self) -> list[str]:
         return [name for text in self._values["trust"] for name in names_in(text)]
+
+
+def _is_number(text: str, kind: type, accepts: Callable[[Any], bool]) -> bool:
+    try:
+        return accepts(kind(text))
+    except ValueError:
+        return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from amp_recipes.checkpoint.options import CheckpointOptions
@@ -42,11 +42,12 @@ else:
 class Purpose:
     """The purpose of a start: to train, to diagnose, or to replay a step that became nonfinite.
 
-    folder: what `--replay` was given.
+    folder: what `--replay` was given; settings: of a diagnosis, those that were given: minutes, windows, tolerance.
     """
 
     action: Literal["train", "diagnose", "replay"] = "train"
     folder: str | None = None
+    settings: Mapping[str, float] = field(default_factory=dict)
 
 
 @composed_of(

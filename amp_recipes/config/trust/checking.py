@@ -13,7 +13,7 @@ from amp_recipes.config.options.arguments import AnyOverrides, Overrides, explic
 from amp_recipes.config.options.run_options import OPTION_NAMES, validate_options
 from amp_recipes.config.trust.targets import check_targets
 from amp_recipes.config.trust.trust import Trust
-from amp_recipes.config.trust.usage import find_unread_keys
+from amp_recipes.config.trust.usage import find_misspelt_options, find_unread_keys
 from amp_recipes.config.yaml.including import expand_includes
 from amp_recipes.config.yaml.limits import Budget
 from amp_recipes.config.yaml.nodes import (
@@ -95,21 +95,29 @@ def read_settings(
 
 
 def check_settings(
-    path: str | os.PathLike[str], overrides: AnyOverrides, trust: Trust, recipe_folder: str | None = None
+    path: str | os.PathLike[str],
+    overrides: AnyOverrides,
+    trust: Trust,
+    recipe_folder: str | None = None,
+    for_run: bool = False,
 ) -> Settings:
     """Read the settings, look up the objects that the YAML names, and compare their arguments with the signatures.
 
-    recipe_folder: with the recipe's Python files, which are read to find keys of the YAML that nothing reads (a check
-    asks for it, a run does not: that is most of a check's time); None: they are not read. Raises ConfigError that
-    names every mistake in the YAML, in what it includes, in the overrides and in the arguments of objects; builds
-    nothing.
+    recipe_folder: with the recipe's Python files, which are read to find keys of the YAML that nothing reads; None:
+    they are not read. for_run: read them only for a key that may be a slip of a run option, to lose no time. Raises
+    ConfigError that names every mistake in the YAML, in what it includes, in the overrides and in the arguments of
+    objects; builds nothing.
     """
     mistakes, budget = Mistakes(), Budget()
     root = _tree(path, trust.folders, mistakes, budget)
     tree = copy.deepcopy(root)
     settings = _settings(root, path, overrides, mistakes, budget)
     objects = check_targets(settings.resolved, trust, mistakes)
-    unread = () if recipe_folder is None else find_unread_keys(settings.root, recipe_folder, mistakes)
+    unread: tuple[str, ...] = ()
+    if recipe_folder is not None and for_run:
+        find_misspelt_options(settings.root, recipe_folder, mistakes)
+    elif recipe_folder is not None:
+        unread = find_unread_keys(settings.root, recipe_folder, mistakes)
     mistakes.raise_if_any(settings.file)
     return dataclasses.replace(settings, tree=tree, objects=objects, unread=unread)
 

@@ -15,7 +15,7 @@ import pathlib
 import reprlib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -60,10 +60,13 @@ class Callee:
         self.parameters = None if signature is None else signature.parameters
         self.hints = {} if signature is None else _hints_of(target)
 
-    def check(self, node: Node, partial: bool) -> Iterator[tuple[Source, str]]:
+    def check(
+        self, node: Node, partial: bool, origin: Callable[[Node], str] = lambda item: ""
+    ) -> Iterator[tuple[Source, str]]:
         """Yield the mistakes in the arguments at `node`: the source of each, and its text.
 
-        partial: for `!name:`, whose caller gives the arguments that are missing.
+        partial: for `!name:`, whose caller gives the arguments that are missing; origin: says of a value where it came
+        from, as a sentence after a space.
         """
         if self.parameters is None:
             return
@@ -79,7 +82,7 @@ class Callee:
         if missing:
             them = "it" if len(missing) == 1 else "them"
             yield node.source, f"{self.name} needs {', '.join(missing)}: give {them} below."
-        yield from self._wrong_types(given)
+        yield from self._wrong_types(given, origin)
 
     def _too_many(self, by_position: list[str], node: Sequence) -> Iterator[tuple[Source, str]]:
         """Yield the mistake of too many positional arguments, at the first one that is too many."""
@@ -89,7 +92,7 @@ class Callee:
             first = node.items[len(by_position)]
             yield first.source, f"{self.name} takes {count}{names}, but got {len(node.items)}."
 
-    def _wrong_types(self, given: dict[str, Node]) -> Iterator[tuple[Source, str]]:
+    def _wrong_types(self, given: dict[str, Node], origin: Callable[[Node], str]) -> Iterator[tuple[Source, str]]:
         for argument, item in given.items():
             parameter = (self.parameters or {}).get(argument)
             if parameter is None or parameter.kind not in (*_POSITIONAL, *_NAMED) or argument not in self.hints:
@@ -98,7 +101,7 @@ class Callee:
             if _fits(item, hint) or (parameter.default is None and _is_null(item)):
                 continue
             must = f"must be {_words(hint)}.{_hint(item, hint)}"
-            yield item.source, f"{argument} of {self.name} is {_shown(item)}, but {must}"
+            yield item.source, f"{argument} of {self.name} is {_shown(item)}, but {must}{origin(item)}"
 
 
 def _wrong_names(name: str, parameters: Any, node: Mapping) -> Iterator[tuple[Source, str]]:

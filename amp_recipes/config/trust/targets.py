@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +13,19 @@ from typing import Any
 from amp_recipes.config.trust.signatures import Callee
 from amp_recipes.config.trust.trust import Trust
 from amp_recipes.config.yaml.mistakes import did_you_mean
-from amp_recipes.config.yaml.nodes import Mapping, Mistakes, Node, Scalar, Sequence, Unknown, attribute_name, walk
+from amp_recipes.config.yaml.nodes import (
+    COMMAND_LINE,
+    KeyPath,
+    Mapping,
+    Mistakes,
+    Node,
+    Scalar,
+    Sequence,
+    Unknown,
+    attribute_name,
+    dotted,
+    walk,
+)
 from amp_recipes.config.yaml.tags import ATTRIBUTE
 from amp_recipes.errors import ConfigError
 
@@ -34,7 +47,7 @@ def check_targets(root: Mapping, trust: Trust, mistakes: Mistakes) -> int:
     mistakes.
     """
     count = 0
-    checking = _Checking(trust, mistakes)
+    checking = _Checking(root, trust, mistakes)
     for _, node in walk(root):
         if len(mistakes) > _ENOUGH_MISTAKES:
             break
@@ -53,7 +66,8 @@ def check_targets(root: Mapping, trust: Trust, mistakes: Mistakes) -> int:
 class _Checking:
     """One check of one YAML: what its names lead to, each looked up and read once."""
 
-    def __init__(self, trust: Trust, mistakes: Mistakes) -> None:
+    def __init__(self, root: Mapping, trust: Trust, mistakes: Mistakes) -> None:
+        self._root = root
         self._trust = trust
         self._mistakes = mistakes
         self._targets: dict[str, Any] = {}
@@ -110,10 +124,23 @@ class _Checking:
             text = f"only a class or function takes arguments, but {name} is {_what(target)}."
             self._mistakes.add(node.source, text)
             return
-        for source, text in self._callee(name).check(node, partial):
+        for source, text in self._callee(name).check(node, partial, functools.partial(self._origin, node)):
             self._mistakes.add(source, text)
             if len(self._mistakes) > _ENOUGH_MISTAKES:
                 return
+
+    @functools.cached_property
+    def _paths(self) -> dict[Node, KeyPath]:
+        return {node: path for path, node in walk(self._root)}
+
+    def _origin(self, call: Node, value: Node) -> str:
+        """Say which option, or which key, gave an argument of `call` its value; empty for the argument itself."""
+        path = self._paths.get(value)
+        if path is None:
+            return ""
+        if value.source.file == COMMAND_LINE:
+            return f" It was given as --{dotted(path)}."
+        return "" if path[:-1] == self._paths.get(call) else f" It is the value of the key {dotted(path)}."
 
     def _target(self, name: str) -> Any:
         """The object that a name leads to. Raises ConfigError, the same one each time."""

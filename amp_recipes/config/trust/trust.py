@@ -10,6 +10,7 @@ import builtins
 import copy
 import difflib
 import importlib
+import importlib.metadata
 import inspect
 import os
 import re
@@ -46,7 +47,8 @@ from amp_recipes.config.trust.trusted_names import (
     walkable_modules,
 )
 from amp_recipes.config.trust.values import description_of, held_by, home_of, is_container, is_harmless, subject_of
-from amp_recipes.config.yaml.mistakes import did_you_mean
+from amp_recipes.config.yaml.mistakes import did_you_mean, join_mistakes
+from amp_recipes.config.yaml.nodes import COMMAND_LINE
 from amp_recipes.errors import ConfigError
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -83,7 +85,7 @@ class Trust:
     def __init__(self, packages: Iterable[str] = (), recipe_folders: Iterable[str | Path] = ()) -> None:
         names, folders = [], []
         for entry in checked_entries(packages):
-            if "/" in entry or entry.startswith("."):
+            if is_folder(entry):
                 folders.append(_existing_folder(entry))
             else:
                 _parts_of(entry)
@@ -439,6 +441,23 @@ def checked_entries(entries: Iterable[str]) -> tuple[str, ...]:
         if not isinstance(entry, str) or not entry:
             raise ConfigError(f"trust must hold names of packages, modules or folders, but has {entry!r}.")
     return checked
+
+
+def check_installed(entries: Iterable[str]) -> None:
+    """Raise ConfigError for names of packages and modules to trust that Python does not find."""
+    mistakes = []
+    for entry in entries:
+        top = entry.partition(".")[0]
+        if not (is_folder(entry) or module_exists(top) or hasattr(builtins, top)):
+            hint = did_you_mean(top, importlib.metadata.packages_distributions())
+            mistakes.append(f"{COMMAND_LINE}: --trust {entry}: no package or module of that name is installed.{hint}")
+    if mistakes:
+        raise ConfigError(join_mistakes(mistakes, "the command line"))
+
+
+def is_folder(entry: str) -> bool:
+    """Whether an entry of a `trust` is a folder for `!include:`, rather than a name."""
+    return "/" in entry or entry.startswith(".")
 
 
 def _existing_folder(entry: str) -> str:

@@ -68,6 +68,18 @@ def find_unread_keys(root: Mapping, folder: str, mistakes: Mistakes) -> tuple[st
     return tuple(key for key in root.items if _is_public(key) and key not in read)
 
 
+def find_misspelt_options(root: Mapping, folder: str, mistakes: Mistakes) -> None:
+    """Note the top-level keys that are slips of run options, and that nothing reads.
+
+    This is the part of `find_unread_keys` that each run can pay for: it reads the code only if there is such a key.
+    """
+    referred, near = _referred(root), Mistakes()
+    _compare(root, "", FRAMEWORK_KEYS, referred, near)
+    names = names_in(folder) if near else None
+    if names is not None and names.mentioned:
+        _compare(root, "", FRAMEWORK_KEYS, names.mentioned | referred, mistakes)
+
+
 def _referred(root: Mapping) -> set[str]:
     """The keys that the YAML itself refers to."""
     nodes = [node for _, node in walk(root) if isinstance(node, Scalar) and node.tag in REFERENCES]

@@ -378,7 +378,7 @@ def test_changes_are_refused_all_together_and_nothing_is_written(start):
         "precision: fp32 -> bf16",
     ]
     assert str(start.folder) in lines[0]
-    assert all(advice in lines[-1] for advice in ("--allow-config-change", "--output_folder", "--resume never"))
+    assert all(advice in lines[-1] for advice in ("--accept_changes", "--output_folder", "--resume never"))
     assert contents(start.folder) == before
 
 

@@ -49,6 +49,43 @@ def write(tmp_path):
     return write_file
 
 
+def test_a_package_to_trust_that_is_not_installed_is_refused(write, tmp_path, subtests, monkeypatch):
+    file = write("lr: 1\n")
+    for name, wrong in [
+        ("nosuchpkg", "--trust nosuchpkg: no package or module of that name is installed."),
+        ("nunpy.linalg", "--trust nunpy.linalg: no package or module of that name is installed. Did you mean numpy?"),
+        ("numpy", None),
+        ("eval", None),
+        (str(tmp_path), None),
+    ]:
+        with subtests.test(name):
+            monkeypatch.setattr("sys.orig_argv", ["python", "train.py", file, "--trust", name])
+            path, _, overrides = parse_arguments([file, "--trust", name])
+            if wrong is None:
+                assert load_hparams(path, overrides) == {"lr": 1}
+            else:
+                with pytest.raises(ConfigError) as refused:
+                    load_hparams(path, overrides)
+                assert str(refused.value) == f"command line: {wrong}"
+
+
+def test_a_wrong_argument_names_the_key_or_the_option_that_its_value_came_from(write, subtests):
+    text = "number_of_epochs: 3\nlr: 0.1\nopt_class: !name:torch.optim.AdamW {lr: !ref <lr>}\n"
+    file = write(text + "counter: !new:amp_recipes.EpochCounter {limit: !ref <number_of_epochs>}\n")
+    wrong = write(text.replace("0.1", "abc"), "wrong.yaml")
+    direct = write("opt_class: !name:torch.optim.AdamW {lr: abc}\n", "direct.yaml")
+    for words, end in [
+        ([file, "--number_of_epochs=two"], "must be a whole number. It was given as --number_of_epochs."),
+        ([file, "--opt_class.lr=abc"], "must be a number or a tensor. It was given as --opt_class.lr."),
+        ([wrong], "must be a number or a tensor. It is the value of the key lr."),
+        ([direct], "direct.yaml:1:41: lr of AdamW is 'abc', but must be a number or a tensor."),
+    ]:
+        with subtests.test(words=words), pytest.raises(ConfigError) as caught:
+            path, _, overrides = parse_arguments(words)
+            load_hparams(path, overrides)
+        assert str(caught.value).endswith(end), str(caught.value)
+
+
 def hparams_of(file: str, *options: str) -> dict:
     return load_hparams(file, parse_arguments([file, *options])[2])
 

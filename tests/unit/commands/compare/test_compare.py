@@ -832,8 +832,8 @@ def test_a_whole_recipe_of_which_fp16_overflows(compare, recipe, tmp_path, capsy
     assert status == 1, output
     fp32, fp16 = found["precisions"]
     assert fp16["verdict"] == "worse", output
-    assert fp16["reason"].startswith("2 of 2 runs did not finish (NonfiniteError: train epoch 1, batch 5: 3 updates")
-    assert fp16["runs"][0]["skipped"] == fp16["runs"][0]["updates"] == 5
+    assert fp16["reason"].startswith("2 of 2 runs did not finish (exit status 1: train.py: train epoch 1, batch 3: 3")
+    assert fp16["runs"][0]["skipped"] == fp16["runs"][0]["updates"] == 3
     assert fp32["step_seconds"] > 0 and fp32["memory_of"] == "process" and fp32["memory_bytes"] > 1 << 20
     assert fp32["runs"][0]["value"] != fp32["runs"][1]["value"]
     assert [len(runs) for runs in found["curves"]["loss"]["by_precision"].values()] == [2, 2]

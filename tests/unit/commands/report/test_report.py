@@ -7,6 +7,7 @@ import re
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 from repository import REPOSITORY
 
@@ -32,7 +33,9 @@ def diagnosis(modules=60):
     return {
         "precision": "fp16",
         "versions": {"torch": "2.13.0"},
-        "verdict": "fp16: 1 of 60 modules overflows.\nAdd to your YAML: fp32_modules: [head]",
+        "headlines": ["NOT SAFE in fp16. Safe with head in fp32."],
+        "settings": {"fp16": ["fp32_modules: [head]", "init_scale: 4096"]},
+        "verdict": "NOT SAFE in fp16. Safe with head in fp32.\n   as it is  then  bound",
         "census": [{"module": "head", "phase": "forward", "op": "mm", "inputs": [], "outputs": [], "calls": 1}],
         "drift": [
             {
@@ -175,6 +178,30 @@ def test_a_diagnosis_is_drawn_beside_its_file(tmp_path):
     assert dict(matplotlib.rcParams) == settings  # nobody else's pictures change
 
 
+def test_every_axis_of_the_diagnosis_has_a_label(page_of_60):
+    def is_labelled(axes, kind):
+        twins = getattr(axes, f"get_shared_{kind}_axes")().get_siblings(axes)
+        return any(getattr(twin, f"get_{kind}label")() for twin in twins)
+
+    assert len(page_of_60.axes) == 9
+    for axes in page_of_60.axes[1:]:  # the first one is the head
+        assert is_labelled(axes, "x") and is_labelled(axes, "y"), axes.get_title()
+
+
+def test_curves_that_lie_on_each_other_are_both_seen(drawn):
+    """Pixels of either colour, where fp32 and the low precision lose the same."""
+    losses = [[1 / update for update in range(1, 60)]]
+    figure = drawn({"precision": "bf16", "pins": {"curves": {"reference": losses, "pinned": losses}}})
+    axes = figure.axes[1]
+    wide, thin = axes.lines
+    assert wide.get_ydata().tolist() == thin.get_ydata().tolist() and wide.get_linewidth() > 3 * thin.get_linewidth()
+    box = axes.get_window_extent()
+    pixels = np.asarray(figure.canvas.buffer_rgba())[::-1][int(box.y0) : int(box.y1), int(box.x0) : int(box.x1), :3]
+    for line in (wide, thin):
+        colour = np.array(matplotlib.colors.to_rgb(line.get_color())) * 255
+        assert (abs(pixels - colour).max(axis=-1) < 40).sum() > 100
+
+
 def test_a_folder_without_a_report_has_no_page(tmp_path):
     assert draw_diagnosis(tmp_path) is None and draw_comparison(tmp_path) is None
     (tmp_path / "diagnosis.json").write_text('{"verdict": "bf16: safe.", "drift": [], "casts": [], "pins": {}}')
@@ -200,19 +227,19 @@ def test_the_page_says_what_the_report_says(page_of_60):
     shown = texts(page_of_60)
     everything = "\n".join(shown)
     for text in (
-        "fp16: 1 of 60 modules overflows.",
-        "Add to your YAML: fp32_modules: [head]",
+        "NOT SAFE in fp16. Safe with head in fp32.",
+        "For fp16, add to your YAML: fp32_modules: [head]; init_scale: 4096",
         "Hazards in the code: mask (2).",
         "Diagnosis of fp16, torch 2.13.0",
         "Sensitivity, the first 20 of 60 modules",
         "25 %",
         "50 %",
         "window: 18.9 octaves",
-        "init_scale\n2^16",
+        "advised\n2^16",
         "flushed to 0",
-        "subnormal",
+        "kept with\nfewer digits",
         "overflow",
-        "Bytes cast in a step, 10 of 60",
+        "Casts in a step, 10 of 60",
         "autocast",
         "others",
         "tolerance 1 %",
@@ -404,3 +431,8 @@ def test_words_of_a_file_are_no_formulas():
 def test_no_page_touches_the_state_of_pyplot():
     for file in (REPOSITORY / "amp_recipes" / "report").glob("*.py"):
         assert "pyplot" not in file.read_text(), file
+
+
+def test_the_loss_scale_of_the_run_is_marked_beside_the_advised_one(drawn):
+    shown = texts(drawn({**diagnosis(), "loss_scale": {"init": 256.0}}))
+    assert "of this run\n(256)" in shown and "advised\n2^16" in shown and "your code" in shown

@@ -160,6 +160,20 @@ def test_all_mistakes_are_reported_together():
     assert len(str(caught.value).splitlines()) == 1 + 5
 
 
+def test_mistakes_in_keys_of_the_yaml_are_reported_with_those_in_run_options(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("number_of_epochs: 3\nmodel: {hidden: 4}\n")
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments([str(file), "--precision=fp17", "--number_of_epoch=3", "--model.hiden=8", "--model.hidden=8"])
+    first, *mistakes = str(caught.value).splitlines()
+    assert first == "3 mistakes in the command line:" and len(mistakes) == 3
+    assert "fp17" in mistakes[0]
+    assert "Did you mean --number_of_epochs?" in mistakes[1] and "Did you mean --model.hidden?" in mistakes[2]
+    file.write_text("number_of_epochs: 3\nnumber_of_epochs: 4\n")  # its own mistakes are told when it is loaded
+    with pytest.raises(ConfigError, match=r"^command line: precision is 'fp17'"):
+        parse_arguments([str(file), "--precision=fp17", "--number_of_epoch=3"])
+
+
 def test_a_prefix_is_not_an_option():
     _, options, overrides = parse_arguments(["p.yaml", "--prec", "fp16"])
     assert options == RunOptions()
@@ -235,11 +249,24 @@ def test_requests_that_cannot_be_met_are_refused(subtests):
         (["--check=yes"], "--check takes no value"),
         (["--sweep-trials", "3"], "--sweep-trials needs --sweep"),
         (["--sweep", "lr=1,2", "--sweep-trials=many"], "--sweep-trials is 'many'"),
+        (["--diagnose-minutes=3"], "--diagnose-minutes needs --diagnose"),
+        (["--replay"], "--replay needs a value"),
+        (["--diagnose", "--diagnose_minutes=0"], "--diagnose-minutes is '0', but must be a number greater than 0"),
+        (["--diagnose", "--diagnose-windows=2"], "--diagnose-windows is '2', but must be a whole number, 3 or more"),
+        (["--diagnose", "--diagnose-tolerance=nan"], "--diagnose-tolerance is 'nan', but must be a number"),
+        (["--diagnose", "--diagnose-minutes"], "--diagnose-minutes needs a value"),
         (["--sweep"], "--sweep needs a value"),
         (["--trust"], "--trust needs a value"),
     ]:
         with subtests.test(words=words), pytest.raises(ConfigError, match=re.escape(message)):
             parse_arguments(["f.yaml", *words])
+
+
+def test_the_settings_of_a_diagnosis_are_no_run_options():
+    words = ["--diagnose", "--diagnose-minutes", "inf", "--diagnose_windows=4", "--diagnose-tolerance=1e-3"]
+    options = parse_arguments(["f.yaml", *words])[1]
+    assert options.purpose.settings == {"minutes": float("inf"), "windows": 4, "tolerance": 0.001}
+    assert options.explicit == frozenset() and parse_arguments(["f.yaml"])[1].purpose.settings == {}
 
 
 def test_allow_config_change_is_accept_changes():

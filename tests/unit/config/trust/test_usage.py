@@ -110,3 +110,30 @@ def test_a_run_does_not_read_the_recipes_code(recipe, tmp_path, monkeypatch):
     script = {"__file__": str(tmp_path / "train.py"), "load": load_hparams, "file": tmp_path / "x.yaml"}
     exec("hparams = load(file)", script)
     assert script["hparams"] == {"label_smoothin": 1} and opened == []
+
+
+def test_a_run_refuses_a_misspelt_run_option_before_anything_is_built(tmp_path, subtests):
+    """The check of the whole YAML takes too long for each run; this one reads the code only if a key is so near."""
+    script = tmp_path / "train.py"
+    for key, text, meant in [
+        ("precison", "lr: 1\nprecison: fp16\n", "precision"),
+        ("max_grad_nrom", "max_grad_nrom: 1.0\n", "max_grad_norm"),
+        ("a key that the code mentions", "precison: fp16\n", ""),
+        ("a key that the YAML refers to", "precison: fp16\nname: !ref run-<precison>\n", ""),
+        ("another slip", "moduels: 1\n", ""),
+    ]:
+        with subtests.test(key):
+            (tmp_path / "x.yaml").write_text(text)
+            reads = 'print(hparams.get("precison"))' if "code" in key else ""
+            script.write_text(
+                f'from amp_recipes import load_hparams\nhparams = load_hparams("{tmp_path}/x.yaml")\n{reads}\n'
+            )
+            error = ""
+            try:
+                exec(compile(script.read_text(), str(script), "exec"), {"__file__": str(script)})
+            except ConfigError as refused:
+                error = str(refused)
+            assert bool(error) is bool(meant), error
+            if meant:
+                assert "x.yaml:" in error and f"{key} is not used" in error
+                assert error.endswith(f"Did you mean {meant}?")

@@ -17,6 +17,9 @@ from _pytest.runner import runtestprotocol
 from programs import finished_processor_seconds
 
 LIMIT_SECONDS = 2.0
+# A test that takes the limit on one machine took up to 1.4 times as much on another that `_calibrate` called equally
+# fast: caches, memory and torch's kernels differ too. So a test is over the limit from twice the limit on.
+MACHINES_DIFFER = 2.0
 # What `_calibrate` takes on a core of 2.1 GHz (Intel Xeon with AVX-512, 2023). A slower core gets more time.
 REFERENCE_SECONDS = 0.015
 _in_shared_fixtures = [0.0]
@@ -37,7 +40,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     seconds, reports = _measured(item, nextitem)
-    allowed = LIMIT_SECONDS
+    allowed = LIMIT_SECONDS * MACHINES_DIFFER
     if seconds > allowed and all(report.passed for report in reports):
         allowed *= _slowness()
         item._initrequest()  # as pytest-rerunfailures does: fixtures are made anew
@@ -46,8 +49,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if seconds > allowed:
         _fail(
             reports,
-            f"{item.nodeid} takes {seconds:.1f} s of processor time; a test of `make test` may take "
-            f"{allowed:.1f} s on this machine. Make it smaller, or mark it `extended`.",
+            f"{item.nodeid} takes {seconds:.1f} s of processor time; a test of `make test` should take "
+            f"{LIMIT_SECONDS:.0f} s, and fails from {allowed:.1f} s on with this machine. Make it smaller, or mark it "
+            "`extended`.",
         )
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)

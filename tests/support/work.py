@@ -14,7 +14,7 @@ def at_most(calls: int) -> Iterator[None]:
     """Fail the test as soon as the block has made more than `calls` calls of Python and C functions.
 
     It counts this thread alone. What takes long inside one call (a regular expression, a product of long numbers) is
-    not seen, but for the two seconds that a default test may take.
+    not seen, but for the seconds that a default test may take.
     """
     left = calls
 

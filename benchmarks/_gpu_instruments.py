@@ -17,6 +17,7 @@ from amp_recipes.numerics import Diagnosis
 from amp_recipes.numerics.census.census import take_census
 from amp_recipes.numerics.drift.drift import drift
 from amp_recipes.numerics.trial import plain_trial
+from amp_recipes.numerics.verdict import headline_of
 
 SCALE = 1024.0  # of the loss at fp16
 FIRST_SENTENCES = 280
@@ -90,9 +91,8 @@ def diagnosis_of(network: Network, device: torch.device, small: bool) -> Diagnos
         found = brain.diagnose(network.batches(6, device), precisions=("bf16", "fp16"), steps=steps, minutes=minutes)
     result(f"diagnosis, {network.name}", f"{seconds[0]:.1f} s")
     for answer in found.answers:
-        result(
-            f"diagnosis, {network.name}, {answer.name}", answer.pins.decision, None, answer.verdict[:FIRST_SENTENCES]
-        )
+        said = headline_of(answer)[:FIRST_SENTENCES]
+        result(f"diagnosis, {network.name}, {answer.name}", answer.decision, None, said)
     for note in found.notes:
         result(f"diagnosis, {network.name}, note", note[:FIRST_SENTENCES])
     return found

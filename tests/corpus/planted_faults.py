@@ -41,7 +41,8 @@ class Planted:
     "scale" (all is well at scale 1), "model" or "data"; nonfinite: whether something gets nonfinite, or is just wrong;
     phase, ops: where and in which op it is born; also_cured_by: other modules whose pin helps; samples: those that do
     it, where only some do; dtype, scale: where the fault shows; window: batches of one update; learning_rate: at which
-    it trains in fp32; make_trial: its step, where that is not one forward and one backward.
+    it trains in fp32; make_trial: its step, where that is not one forward and one backward; cured_by: the module whose
+    pin cures it, where that is not the culprit.
     """
 
     name: str
@@ -61,6 +62,12 @@ class Planted:
     window: int = 1
     learning_rate: float = 1e-3
     make_trial: Callable[[Planted], Trial] | None = None
+    cured_by: str | None = None
+
+    @property
+    def cure(self) -> str:
+        """The module whose pin cures it: the culprit, unless it only suffers from what another one rounded away."""
+        return self.cured_by or self.culprit
 
     @property
     def tolerance(self) -> float:
@@ -97,9 +104,12 @@ ONE_PER_KIND = frozenset(
 
 
 def plant(
-    culprit: str, objective: Callable[[nn.Module, Any], torch.Tensor] | None = None, **what: Any
+    culprit: str,
+    objective: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    into: dict[str, Planted] = ZOO,
+    **what: Any,
 ) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
-    """Decorates the function that builds a network: puts it into ZOO under the function's name.
+    """Decorates the function that builds a network: puts it into a zoo under the function's name.
 
     objective: default: `classified`; what: the other fields of `Planted`.
     """
@@ -113,16 +123,16 @@ def plant(
 
         assert build.__doc__ is not None
         planted = Planted(build.__name__, make, objective or classified, culprit=culprit, why=build.__doc__, **what)
-        assert planted.name not in ZOO
-        ZOO[planted.name] = planted
+        assert planted.name not in into
+        into[planted.name] = planted
         return make
 
     return register
 
 
-def zoo(**wanted: Any) -> list[Planted]:
+def zoo(networks: dict[str, Planted] = ZOO, /, **wanted: Any) -> list[Planted]:
     """The planted networks whose fields have these values."""
-    return [it for it in ZOO.values() if all(getattr(it, key) == value for key, value in wanted.items())]
+    return [it for it in networks.values() if all(getattr(it, key) == value for key, value in wanted.items())]
 
 
 def cases(networks: list[Planted], in_default_tier: frozenset[str] = ONE_PER_KIND) -> list[Any]:

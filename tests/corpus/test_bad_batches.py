@@ -538,16 +538,17 @@ def test_ordinary_back_off_of_the_scale_does_not_use_up_patience():
 
 def test_ordinary_back_off_equals_the_run_without_the_skipped_batches():
     """The batches that were spent on finding the scale leave no trace either."""
-    skips: list[int] = []
 
     class Watched(Recipe):
+        skips: tuple[int, ...] = ()
+
         def on_fit_batch_start(self, batch, should_step):
-            skips.append(self.skipped_steps)
+            self.skips = *self.skips, self.skipped_steps  # the recipe's own, so that a replay leaves it as it was
 
     batches = make_batches() * 5
     ours = train(batches, "fp16", "fused_momentum", recipe=Watched, init_scale=2.0**34)
-    after = [*skips[1:], ours.skipped_steps]
-    kept = [batch for batch, a, b in zip(batches, skips, after, strict=True) if a == b]
+    after = [*ours.skips[1:], ours.skipped_steps]
+    kept = [batch for batch, a, b in zip(batches, ours.skips, after, strict=True) if a == b]
     assert 0 < len(kept) < 20
     theirs = train(kept, "fp16", "fused_momentum", init_scale=ours.scaler.get_scale())
     assert theirs.skipped_steps == 0
@@ -556,16 +557,28 @@ def test_ordinary_back_off_equals_the_run_without_the_skipped_batches():
 
 def test_nonfinite_data_with_the_scale_at_its_floor_ends_the_run():
     batches = [*make_batches()[:2], *[bad_batch()] * 12]
+    options = {"init_scale": 2.0**6, "min_scale": 2.0**3, "nonfinite_patience": 3}
     with pytest.raises(NonfiniteError):
-        train(batches, "fp16", recipe=Kept, init_scale=2.0**6, min_scale=2.0**3, nonfinite_patience=3)
+        train(batches, "fp16", recipe=Kept, locate_nonfinite=False, **options)
     assert Kept.last.scaler.get_scale() == 2.0**3
     # 2**6 -> 2**3 takes three skips; those at the floor are the ones that count.
     assert 5 <= Kept.last.skipped_steps <= 7
+    with pytest.raises(NonfiniteError):
+        train(batches, "fp16", recipe=Kept, **options)
+    assert Kept.last.skipped_steps <= 4 and Kept.last.scaler.get_scale() > 2.0**3  # a replay tells that each counts
 
 
 def test_scale_never_falls_below_its_floor():
     good = make_batches()
     batches = [*[bad_batch()] * 4, *good]
-    ours = train(batches, "fp16", init_scale=2.0**9, min_scale=2.0**8, nonfinite_patience=10)
+    options = {"init_scale": 2.0**9, "min_scale": 2.0**8, "nonfinite_patience": 10}
+    ours = train(batches, "fp16", locate_nonfinite=False, **options)
     assert ours.scaler.get_scale() == 2.0**8
     assert_same(ours, train(good, "fp16", init_scale=2.0**8))
+
+
+def test_faults_leave_no_trace_in_the_scale():
+    good = make_batches()
+    ours = train([*[bad_batch()] * 4, *good], "fp16", init_scale=2.0**9, nonfinite_patience=10)
+    assert ours.skipped_steps == 4 and ours.scaler.get_scale() == 2.0**9
+    assert_same(ours, train(good, "fp16", init_scale=2.0**9))

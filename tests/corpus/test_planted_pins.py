@@ -32,7 +32,7 @@ def error_with(planted: Planted, trial: Trial, windows: int = 2) -> Callable[...
 
 def healthy_modules(planted: Planted, trial: Trial) -> list[str]:
     """Modules that can be pinned, but those whose pin covers the culprit, or what feeds it."""
-    cures = (planted.culprit, *planted.also_cured_by)
+    cures = (planted.cure, *planted.also_cured_by)
     return [
         name
         for name, module in trial.modules.named_modules()

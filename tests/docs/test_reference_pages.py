@@ -98,11 +98,11 @@ def matches(file: str, pattern: str) -> bool:
     return file.count("/") == pattern.count("/") and fnmatch(file, pattern)
 
 
-def run(folder: Path, *words: str) -> None:
+def run(folder: Path, *words: str, statuses: tuple[int, ...] = (0,)) -> None:
     (folder / "train.py").write_text(RECIPE)
     (folder / "train.yaml").write_text(SETTINGS)
     done = run_python("train.py", "train.yaml", *words, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode in statuses, done.stderr
 
 
 @pytest.mark.extended  # a step that is taken again, fp16 on a CPU: seconds
@@ -118,7 +118,7 @@ def test_runs_of_other_kinds_leave_no_file_that_the_page_does_not_name(tmp_path)
     run(tmp_path, "--ckpt_interval_steps=2", "--optimizer_step_limit=3")
     run(tmp_path, "--optimizer_step_limit=9", "--accept_changes")
     run(tmp_path, "--resume=never")
-    run(tmp_path, "--precision=bf16", "--diagnose")
+    run(tmp_path, "--precision=bf16", "--diagnose", statuses=(0, 1, 2))  # whatever the verdict is
     done = run_python("-m", "amp_recipes", "export", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert not unnamed(tmp_path / "run")

@@ -412,7 +412,7 @@ def changed_settings(amounts: Amounts, folder: Path) -> Tally:
             life = Child(lambda t=this, y=yaml, x=text, a=arguments: _train_from_yaml(t, y, x, a)).end()
             tally.runs += 1
             told = life.code == 1 and life.error is not None and life.error[0] == "ConfigError"
-            told = told and all(it in life.error[1] for it in [*shown, "--allow-config-change"])
+            told = told and all(it in life.error[1] for it in [*shown, "--accept_changes"])
             tally.add("refused, difference shown", int(told))
             tally.expect(told and not life.of("train"), what, life.how)
             tally.expect((this / "hyperparams.yaml").read_bytes() == before, f"{what}: the old settings are gone")

@@ -136,7 +136,8 @@ class Recipe(Brain):
 
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         """Report what was trained on; a batch that only keeps up with another process does not count."""
-        if not self._Brain__run.window.counts:
+        run = self._Brain__run
+        if not run.window.counts or run.log is run.idle_log:  # or the step is on trial
             return
         scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
         report("train", self.epoch, self.step, batch[0].tolist(), loss.item().hex(), scale)

@@ -150,7 +150,10 @@ def run_program(words: list[str]) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except BaseException as error:
-        _show(error)
+        try:
+            _show(error)
+        except SystemExit as end:  # Python, too, ends with what its excepthook asks for
+            return int(end.code or 0)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
 

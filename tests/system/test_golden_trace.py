@@ -120,7 +120,7 @@ def queued(folder):
 def tried(folder):
     """Steps that are only tried call hooks too: the first batch in fp16, and again the one that was not finite.
 
-    The first update overflows, which the loss scale is there for, and is not tried again.
+    The first update overflows, which the loss scale is there for: it is tried once more, at scale 1, and is well there.
     """
     brain = process(folder, precision="fp16", locate_nonfinite=True, factors={(1, 1): 2.0**12, (1, 2): math.nan})
     brain.fit(EpochCounter(1), batches(1, 3, 2, 2, 1, 1))

@@ -9,6 +9,9 @@ import torch
 from repository import REPOSITORY
 from torch import nn
 
+from amp_recipes.numerics.pins.equivalence import compare
+from amp_recipes.numerics.pins.proof import Training
+
 BENCHMARKS = REPOSITORY / "benchmarks"
 
 
@@ -155,6 +158,21 @@ class TestItsMeasures:
         # Under a load P in the middle of a square plate: 0.0116 P a^2 / D; the points are half a step beside it.
         assert in_the_middle.max().item() == pytest.approx(0.0116 * 100 / STIFFNESS, rel=0.03)
         assert deflection(torch.tensor([[0.5, 0.5, 100.0]]), bed=3e5).max() < in_the_middle.max()
+
+
+class TestFalseAlarms:
+    def test_it_goes_on_where_it_stopped_and_the_page_counts_all_lines(self, tmp_path, monkeypatch):
+        import false_alarms
+
+        lines, page = tmp_path / "lines.jsonl", tmp_path / "page.md"
+        where = ["--recipes", "plate", "--steps=8", "--lines", str(lines), "--output", str(page)]
+        assert false_alarms.main([*where, "--seeds=1"]) == 0
+        trained, worse = [], Training(8, comparison=compare([3.0] * 3, [1.0] * 3, [2.0] * 3, 1.0, 0.0))
+        monkeypatch.setattr(false_alarms, "trained", lambda *args: trained.append(args) or worse)
+        assert false_alarms.main([*where, "--seeds=2"]) == 1, "more than 5 % of healthy networks are called worse"
+        assert trained == [("plate", 1, 8)] and len(lines.read_text().splitlines()) == 2
+        assert "| 2 | " in page.read_text() and "False alarms: 1 of 2" in page.read_text()
+        assert str(tmp_path) not in page.read_text()
 
 
 class TestSensitivity:

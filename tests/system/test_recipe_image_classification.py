@@ -115,6 +115,20 @@ def test_own_folder_is_learned(recipe, tmp_path, precision):
     assert stage_records(tmp_path / "run")[-1]["metrics"]["accuracy"] == 1.0
 
 
+def test_a_run_is_not_resumed_after_a_class_was_renamed(recipe, tmp_path):
+    """Its labels are others now, as many as before: nothing else would notice."""
+    folder = make_class_folders(tmp_path / "images")
+    options = [f"--data_folder={folder}", "--image_size=12", "--loader_kwargs.batch_size=8"]
+    run(recipe, tmp_path / "run", *options, "--number_of_epochs=1")
+    (folder / "red").rename(folder / "azure")
+    before = (tmp_path / "run" / "assets" / "classes.json").read_bytes()
+    with pytest.raises(DataError, match=r"\['azure', 'blue'\], but the run was trained on \['blue', 'red'\]"):
+        run(recipe, tmp_path / "run", *options, "--number_of_epochs=2", "--accept_changes")
+    assert (tmp_path / "run" / "assets" / "classes.json").read_bytes() == before
+    run(recipe, tmp_path / "run", *options, "--number_of_epochs=1", "--resume=never")
+    assert json.loads((tmp_path / "run" / "assets" / "classes.json").read_text()) == ["azure", "blue"]
+
+
 def test_predict_names_the_class_of_an_image(recipe, tmp_path, capsys):
     folder = make_class_folders(tmp_path / "images")
     options = [f"--data_folder={folder}", "--image_size=12", "--loader_kwargs.batch_size=8"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 from device import DEVICE
+from small_networks import Residue
 from torch import nn
 from torch.nn import functional as F
 
@@ -273,15 +274,6 @@ class Lost(nn.Module):
 
     def forward(self, x):
         return self.main(x) + 0.15 * torch.relu(self.side(x))
-
-
-class Residue(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 4)
-
-    def forward(self, x):
-        return (self.linear(x) + 1024.0) - 1024.0
 
 
 def test_a_gradient_that_is_wholly_gone_is_seen_in_the_whole_and_alone():

@@ -5,6 +5,7 @@ import torch
 import yaml
 from cpu import runs_lstm
 from device import DEVICE
+from small_networks import NoLowBackward
 from torch import nn
 
 from amp_recipes import Brain, Stage
@@ -38,18 +39,6 @@ class Doubled(nn.Module):
     """A module of the recipe's own that fails too."""
 
     forward = refuse_autocast(lambda self, x: 2 * x)
-
-
-class NoLowBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if gradient.dtype is BF16:
-            raise RuntimeError("no backward in bf16")
-        return gradient
 
 
 def network(*layers: nn.Module) -> nn.Sequential:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from device import DEVICE
-from small_networks import Branches, Residue, classified, healthy, trial_of, windows
+from small_networks import Branches, NoLowBackward, Residue, classified, healthy, trial_of, windows
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -66,23 +66,9 @@ class Complex(nn.Module):
         return torch.complex(y, y).abs()
 
 
-class HalfBackward(torch.autograd.Function):
-    """The backward of a kernel without bf16."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if gradient.dtype is BF16:
-            raise RuntimeError("no backward in bf16")
-        return gradient
-
-
 class Halving(nn.Module):
     def forward(self, x):
-        return HalfBackward.apply(x)
+        return NoLowBackward.apply(x)
 
 
 class With(nn.Module):
